@@ -1,0 +1,405 @@
+"""What the command line and a notebook call: one function a command, typed results, no printing."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon import devices
+from surgeon.blueprint import Blueprint
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate, remote_folder
+from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.errors import BadInput, printable
+from surgeon.execute import Job, Listener, execute
+from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.layout import MAX_NEW_SHARD_BYTES, Shard, is_hole, lay_out, nbytes
+from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, parse
+from surgeon.plan.drafting import draw
+from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
+from surgeon.plan.schema import json_schema
+from surgeon.plan.shipped import find_plan
+from surgeon.recipes import Copy, is_computed, leaves, numel
+
+if TYPE_CHECKING:
+    from surgeon.verify.logits import LogitComparison
+    from surgeon.verify.static import Check
+    from surgeon.verify.streaming import FirstDifference, StreamedComparison
+
+__all__ = [
+    "Applied",
+    "Inspection",
+    "Preview",
+    "Verification",
+    "apply",
+    "inspect",
+    "json_schema",
+    "preview",
+    "verify",
+]
+
+# What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
+_STREAMING_MEMORY = 90_000_000
+_TORCH_MEMORY = 450_000_000
+
+
+class Quiet:
+    """A listener that keeps what is said and shows nothing."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin(self, stage: str, total: int) -> None:
+        """Nothing to show."""
+
+    def advance(self, count: int) -> None:
+        """Nothing to show."""
+
+    def say(self, line: str) -> None:
+        """Kept in `said`."""
+        self.said.append(line)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a plan would do to a base, from headers and config alone.
+
+    Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data; `bytes_holes` is
+    the part of the output that is zeros and takes no room on disk. `peak_memory` is an estimate in bytes.
+    """
+
+    plan: LoadedPlan
+    blueprint: Blueprint
+    shards: tuple[Shard, ...]
+    model_type: str
+    parameters_before: int
+    parameters_after: int
+    parameters_new: int
+    parameters_trainable: int
+    bytes_to_read: int
+    bytes_to_write: int
+    bytes_holes: int
+    peak_memory: int
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        blueprint = self.blueprint
+        return {
+            "model_type": self.model_type,
+            "native": blueprint.native,
+            "promise": blueprint.promise,
+            "operations": [
+                {
+                    "op": r.op,
+                    "matched": r.matched,
+                    "promise": r.claim.promise,
+                    "reason": r.claim.reason,
+                    "trains": r.trains,
+                }
+                for r in blueprint.operations
+            ],
+            "layers": [
+                {"layer": e.index, "base": e.base, "init": e.init or None, "sources": list(e.sources)}
+                for e in blueprint.layers
+            ],
+            "parameters": {
+                "before": self.parameters_before,
+                "after": self.parameters_after,
+                "new": self.parameters_new,
+                "trainable": self.parameters_trainable,
+            },
+            "bytes": {"read": self.bytes_to_read, "written": self.bytes_to_write, "holes": self.bytes_holes},
+            "peak_memory": self.peak_memory,
+            "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A finished surgery: where the output lies, its manifest, and what the preview said of it."""
+
+    path: Path
+    manifest: Manifest
+    preview: Preview
+    left_behind: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether an output keeps its manifest's promises.
+
+    `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
+    where none was made (`promise` none), differing logits are as promised.
+    """
+
+    promise: str
+    checks: list[Check]
+    comparisons: list[LogitComparison] = field(default_factory=list)
+    streamed: list[StreamedComparison] = field(default_factory=list)
+    tokens: str = ""
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all compared logits (and hidden states) were bit-identical; None when none were compared."""
+        if not self.comparisons:
+            return None
+        return self.first_difference is None and all(c.identical for c in self.comparisons)
+
+    @property
+    def first_difference(self) -> FirstDifference | None:
+        """The first base layer after which hidden states differ, where the comparison went layer by layer."""
+        return next((s.first_difference for s in self.streamed if s.first_difference is not None), None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise of the manifest holds."""
+        kept = self.promise == "none" or self.identical is not False
+        return kept and all(check.holds for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "promise": self.promise,
+            "holds": self.holds,
+            "identical": self.identical,
+            "checks": [asdict(check) for check in self.checks],
+            "tokens": self.tokens,
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            "first_difference": asdict(self.first_difference) if self.first_difference else None,
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
+
+    path: Path
+    folder: CheckpointFolder
+    anatomy: Anatomy
+    manifest: Manifest | None
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "model_type": self.anatomy.family.model_type,
+            "layers": self.anatomy.sizes.layers,
+            "parameters": self.parameters,
+            "tied_embeddings": self.anatomy.tied,
+            "shards": list(self.folder.shards),
+            "surgery": self.manifest.model_dump() if self.manifest else None,
+        }
+
+
+def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Preview:
+    """Show what `apply` would do, reading headers and config only.
+
+    `plan` is a file or the name of a shipped plan, `base` a folder or a Hub id (whose weights are not
+    downloaded). Raises BadInput for everything `apply` would refuse before writing.
+    """
+    loaded = load_plan(find_plan(plan))
+    if Path(base).exists():
+        folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    else:
+        folder = remote_folder(base, revision)
+    return _preview(loaded, folder)
+
+
+def apply(
+    plan: str | Path,
+    base: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Applied:
+    """Grow `base` by `plan` into the new folder `out`; the static part of `verify` is done on the way.
+
+    `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
+    """
+    listener = listener or Quiet()
+    target = Path(out)
+    loaded = load_plan(find_plan(plan))
+    if not Path(base).exists():
+        # Everything that can be refused is refused before the first weight is downloaded.
+        _preview(loaded, remote_folder(base, revision))
+    located = locate(base, revision=revision)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    shown = _preview(loaded, folder, max_shard_bytes=max_shard_bytes)
+    job = Job(
+        loaded=loaded,
+        blueprint=shown.blueprint,
+        base=folder,
+        base_id=BaseId(located.repo_id or located.path.resolve().name, located.revision),
+        shards=shown.shards,
+        device=devices.resolve(device) if _computes(shown.blueprint) else "cpu",
+    )
+    check_destination(target, located.path)
+    check_space(target, shown.bytes_to_write)
+    for note in shown.notes:
+        listener.say(note)
+    try:
+        manifest = execute(job, target, listener)
+    except OSError as error:
+        raise BadInput(_disk_trouble(error, target)) from error
+    return Applied(target, manifest, shown, tuple(folder.left_behind))
+
+
+def verify(
+    base: str | Path,
+    out: str | Path,
+    *,
+    logits: bool = True,
+    streamed: bool = False,
+    text: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    dtypes: Sequence[str] = ("auto",),
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Verification:
+    """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
+
+    `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
+    `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
+    is no output of surgeon; a broken promise is told in the result.
+    """
+    from surgeon.verify.static import bytes_to_read, check_static
+
+    listener = listener or Quiet()
+    if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
+        raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest = _manifest_of(out_folder)
+    loaded = parse_plan(manifest.plan, source=f"{Path(out) / MANIFEST_FILE} (plan)")
+    anatomy = dissect(base_folder.config, base_folder.tensors)
+    blueprint = draw(loaded, anatomy, base_folder.config)
+    listener.begin("reading", bytes_to_read(base_folder, out_folder))
+    checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
+    if not logits or not all(check.holds for check in checks):
+        return Verification(blueprint.promise, checks)
+
+    from surgeon.verify.logits import compare_logits
+    from surgeon.verify.streaming import compare_streamed
+    from surgeon.verify.tokens import token_batches
+
+    device = devices.resolve(device)
+    tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
+    comparisons: list[LogitComparison] = []
+    layered: list[StreamedComparison] = []
+    for dtype in dtypes:
+        listener.say(f"comparing logits ({dtype}) on {tokens.source}")
+        if streamed:
+            layer_by_layer = compare_streamed(
+                Path(base),
+                Path(out),
+                tokens.ids,
+                dtype=dtype,
+                device=device,
+                layer_of_base=blueprint.layer_of_base,
+                trust_remote_code=trust_remote_code,
+            )
+            layered.append(layer_by_layer)
+            comparisons.extend(layer_by_layer.logits)
+        else:
+            comparisons.extend(
+                compare_logits(
+                    Path(base),
+                    Path(out),
+                    tokens.ids,
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                )
+            )
+    return Verification(blueprint.promise, checks, comparisons, layered, tokens.source)
+
+
+def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:
+    """What a checkpoint is, what was done to it, which of its tensors are new. Raises BadInput."""
+    opened = CheckpointFolder.open(Path(folder), trust_remote_code=trust_remote_code)
+    manifest = _manifest_of(opened) if opened.manifest is not None else None
+    return Inspection(
+        path=Path(folder),
+        folder=opened,
+        anatomy=dissect(opened.config, opened.tensors),
+        manifest=manifest,
+        parameters=sum(info.numel for info in opened.tensors.values()),
+    )
+
+
+def _manifest_of(folder: CheckpointFolder) -> Manifest:
+    if folder.manifest is None:
+        raise BadInput(
+            f"{printable(str(folder.path))}: no {MANIFEST_FILE}, so this is not an output of surgeon (or it was"
+            " saved again by another tool, which leaves that file out)"
+        )
+    return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
+
+
+def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: int = MAX_NEW_SHARD_BYTES) -> Preview:
+    anatomy = dissect(folder.config, folder.tensors)
+    blueprint = draw(loaded, anatomy, folder.config)
+    shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
+    outputs = blueprint.outputs
+    new = sum(numel(output.recipe) for output in outputs if output.new)
+    after = sum(numel(output.recipe) for output in outputs)
+    trains_all = any(record.trains == "all" for record in blueprint.operations)
+    read = {
+        leaf.source: folder.tensors[leaf.source].nbytes
+        for output in outputs
+        for leaf in leaves(output.recipe)
+        if isinstance(leaf, Copy)
+    }
+    return Preview(
+        plan=loaded,
+        blueprint=blueprint,
+        shards=shards,
+        model_type=anatomy.family.model_type,
+        parameters_before=sum(info.numel for info in folder.tensors.values()),
+        parameters_after=after,
+        parameters_new=new,
+        parameters_trainable=after if trains_all else new,
+        bytes_to_read=sum(read.values()),
+        bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
+        bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        peak_memory=_peak_memory(blueprint),
+        notes=tuple(folder.notes),
+    )
+
+
+def _computes(blueprint: Blueprint) -> bool:
+    return any(is_computed(output.recipe) for output in blueprint.outputs)
+
+
+def _peak_memory(blueprint: Blueprint) -> int:
+    """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes."""
+    computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
+    if not computed:
+        return _STREAMING_MEMORY
+    # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
+    # the lower source after T_in, and the map of the attention output that stays for gate and up.
+    largest = max(4 * 4 * numel(recipe) for recipe in computed)
+    rows = [(coupling.stop - coupling.start) for coupling in blueprint.couplings.values()]
+    maps = sorted((4 * n * n for n in rows), reverse=True)
+    return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0)
+
+
+def _disk_trouble(error: OSError, out: Path) -> str:
+    where = printable(str(error.filename or out))
+    working = printable(str(out.parent / f".{out.name}.surgeon"))
+    staged = f"what was finished is kept in {working}: the same command continues"
+    if error.errno == errno.ENOSPC:
+        return f"{where}: the disk is full; make room and run the same command again ({staged})"
+    return f"{where}: {error.strerror or error}; {staged}"

@@ -1,0 +1,282 @@
+"""The command line: parse, call one function of the API, render. The only file that prints or exits.
+
+Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours; 2 bad input or
+refused; 3 a promise does not hold; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from surgeon import __version__
+from surgeon.errors import BadInput, SurgeonError, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from surgeon.progress import ProgressListener
+
+
+class _Group(TyperGroup):
+    """Commands whose every failure ends in one line on stderr and its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SurgeonError as error:
+            _fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _fail("interrupted; the same command continues where it stopped", 130)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            # Usage errors (an unknown option, say) carry an exit code of their own; typer shows them.
+            if isinstance(getattr(error, "exit_code", None), int):
+                raise
+            summary = f"{type(error).__name__}: {error}".splitlines()[0]
+            _fail(f"a bug of surgeon's: {summary} (--debug shows the trace; please report it)", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    if _Debug.on:
+        traceback.print_exc()
+    print(f"surgeon: {printable(message, 2000)}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    name="surgeon",
+    cls=_Group,
+    help="Grow a pretrained language model by a plan, and prove that nothing was lost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="plan file, or the name of a shipped plan")]
+BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id")]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output")]
+Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit) of the base")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="accept a base that brings code of its own")]
+
+
+class _Debug:
+    on = False
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:
+    _Debug.on = debug
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def preview(
+    plan: PlanArgument,
+    base: BaseArgument,
+    revision: Revision = None,
+    as_json: AsJson = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Show what a plan would do to a base, from headers and config alone."""
+    from surgeon import api
+
+    shown = api.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
+    if as_json:
+        _print_json(shown.to_json())
+        return
+    from surgeon.report.terminal import preview_view
+
+    _console().print(preview_view(shown, base))
+
+
+@app.command()
+def apply(
+    plan: PlanArgument,
+    base: BaseArgument,
+    out: OutArgument,
+    revision: Revision = None,
+    device: Annotated[str, typer.Option(help="where new weights are computed: auto, cpu, cuda, cuda:N")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Grow BASE by PLAN into the new folder OUT; the same command continues a run that was cut off."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        applied = api.apply(
+            plan,
+            base,
+            out,
+            revision=revision,
+            device=device,
+            max_shard_bytes=_bytes(max_shard_size),
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json({"path": str(applied.path), "left_behind": list(applied.left_behind), **applied.preview.to_json()})
+    elif not quiet:
+        from surgeon.report.terminal import applied_view
+
+        _console().print(applied_view(applied))
+
+
+@app.command()
+def verify(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="the base checkpoint's folder")],
+    out: OutArgument,
+    static: Annotated[bool, typer.Option("--static", help="bytes only, run no model")] = False,
+    streamed: Annotated[bool, typer.Option("--streamed", help="hold one layer of each model at a time")] = False,
+    text: Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens in each sequence")] = 128,
+    windows: Annotated[int, typer.Option(min=0, help="sequences to compare; 0 takes the whole text")] = 8,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="run the models in auto (the checkpoint's), float32, bfloat16 or float16; may be given again"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        result = api.verify(
+            base,
+            out,
+            logits=not static,
+            streamed=streamed,
+            text=text,
+            window=window,
+            windows=windows,
+            dtypes=dtype or ["auto"],
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        from surgeon.report.terminal import verification_view
+
+        _console().print(verification_view(result))
+    if not result.holds:
+        raise typer.Exit(3)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],
+    as_json: AsJson = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Tell what a checkpoint is, what was done to it and which tensors are new."""
+    from surgeon import api
+
+    inspection = api.inspect(folder, trust_remote_code=trust_remote_code)
+    if as_json:
+        _print_json(inspection.to_json())
+        return
+    from surgeon.report.terminal import inspection_view
+
+    _console().print(inspection_view(inspection))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of plans, for editors that complete YAML by it."""
+    from surgeon.plan.schema import json_schema
+
+    _print_json(json_schema())
+
+
+@app.command()
+def plans(
+    name: Annotated[str | None, typer.Argument(help="print this shipped plan")] = None,
+) -> None:
+    """List the shipped plans, or print one to start from."""
+    from surgeon.plan import shipped
+
+    if name is None:
+        print("\n".join(shipped.names()))
+    else:
+        print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="where to put it")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="training budget of the small base")] = 25,
+    quiet: QuietOption = False,
+) -> None:
+    """Without network: train a small base on Python's own documentation, grow it, prove that nothing was lost."""
+    from surgeon.demo import run_demo
+
+    with _listening(quiet) as listener:
+        shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
+    from surgeon.report.terminal import demo_view
+
+    _console().print(demo_view(shown))
+    if not shown.verification.holds:
+        raise typer.Exit(3)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # File names and tensor names are shown as they are: no markup, no emoji codes, no guessing at what is a number.
+    # Into a file or a pipe a table keeps its columns: there is no window to fold it to.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+@contextmanager
+def _listening(quiet: bool) -> Iterator[ProgressListener]:
+    from surgeon.progress import ProgressListener
+
+    with ProgressListener(quiet=quiet) as listener:
+        yield listener
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=True))
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+    for unit, factor in units.items():
+        if text.upper().endswith(unit):
+            number = text[: -len(unit)].strip()
+            if number.replace(".", "", 1).isdigit() and float(number) > 0:
+                return max(1, int(float(number) * factor))
+    raise BadInput(f"--max-shard-size {printable(text)}: give a size such as 500MB or 2GB")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

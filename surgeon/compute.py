@@ -1,0 +1,197 @@
+"""Cooking recipes: the part of an execution that needs weights in memory, and torch.
+
+Arithmetic is in float32; each result is rounded once to its dtype. One output at a time is made, transport
+maps are computed at their first use and freed after their last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surgeon.blueprint import Blueprint, Output
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.recipes import (
+    Average,
+    Block,
+    Constant,
+    Copy,
+    Coupling,
+    Fused,
+    MapRef,
+    Random,
+    Recipe,
+    Shuffled,
+    maps_used,
+)
+from surgeon.transport import TransportMap, TransportSettings, half_identity, solve
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class Workshop:
+    """Makes the tensors of a blueprint from a base, one after the other, sharing its transport maps."""
+
+    def __init__(self, blueprint: Blueprint, base: CheckpointFolder, *, device: str = "cpu") -> None:
+        self.blueprint = blueprint
+        self.base = base
+        self.device = torch.device(device)
+        self.reports: dict[str, dict[str, Any]] = {}
+        self._maps: dict[str, TransportMap] = {}
+        # The lower layer's rows after T_in: the cost needs them and so does the fusion.
+        self._aligned: dict[str, Tensor] = {}
+        self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
+        self._users = Counter(name for names in self._needs.values() for name in names)
+
+    def take_reports(self) -> dict[str, dict[str, Any]]:
+        """Reports of the maps solved since the last call, by the name of their coupling."""
+        taken, self.reports = self.reports, {}
+        return taken
+
+    def make(self, output: Output) -> memoryview:
+        """The bytes of the output's tensor in its dtype. BadInput names what stands in the way."""
+        try:
+            made = self._cook(output.recipe).to("cpu", TORCH_DTYPES[output.recipe.dtype]).contiguous()
+        except ValueError as error:
+            raise BadInput(f"{printable(output.name)}: {error}") from error
+        if not bool(torch.isfinite(made).all()):
+            raise BadInput(
+                f"{printable(output.name)}: the new values leave the range of {output.recipe.dtype}; use a base in a"
+                " wider dtype"
+            )
+        self.skip(output)
+        return made.view(-1).view(torch.uint8).numpy().data
+
+    def skip(self, output: Output) -> None:
+        """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
+        for name in self._needs.get(output.name, ()):
+            self._users[name] -= 1
+            if self._users[name] == 0:
+                self._maps.pop(name, None)
+                self._aligned.pop(name, None)
+
+    def _all_maps(self, recipe: Recipe) -> frozenset[str]:
+        """Couplings a recipe needs, those included that other couplings are made with."""
+        found: set[str] = set()
+        waiting = list(maps_used(recipe))
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            coupling = self.blueprint.couplings[name]
+            for source in (coupling.first, coupling.second):
+                waiting.extend(maps_used(source))
+            if coupling.t_in.coupling is not None:
+                waiting.append(coupling.t_in.coupling)
+        return frozenset(found)
+
+    def _cook(self, recipe: Recipe) -> Tensor:
+        match recipe:
+            case Copy(source):
+                return self._read(source)
+            case Constant(value, dtype, shape):
+                return torch.full(shape, value, dtype=TORCH_DTYPES[dtype])
+            case Random(key, std, dtype, shape):
+                values = self._generator(key).standard_normal(shape, dtype=np.float32)
+                return torch.from_numpy(values).mul_(std).to(TORCH_DTYPES[dtype])
+            case Average(first, second):
+                lower, upper = self._working(first), self._working(second)
+                return self._rounded(lower.add_(upper).mul_(0.5), recipe.dtype)
+            case Fused():
+                return self._rounded(self._fuse(recipe), recipe.dtype)
+            case Shuffled(of, key):
+                # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
+                flat = self._cook(of).to("cpu").contiguous().flatten().clone()
+                width = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
+                bits = flat.view(torch.uint8).numpy().view(width)
+                self._generator(key).shuffle(bits)
+                return flat.view(recipe.shape)
+
+    def _fuse(self, recipe: Fused) -> Tensor:
+        upper = self._working(recipe.second)
+        lower = self._working(recipe.first)
+        for block in recipe.blocks:
+            rows = slice(block.start, block.stop)
+            aligned = lower[rows]
+            if aligned.ndim == 2:
+                upper[rows] += self._fused_rows(aligned, block)
+            else:
+                upper[rows] += self._align_rows(aligned.unsqueeze(1), block.t_out).squeeze(1)
+        return upper.mul_(0.5)
+
+    def _fused_rows(self, lower: Tensor, block: Block) -> Tensor:
+        if block.t_out.coupling is None:
+            return self._align_columns(lower, block.t_in)
+        solved = self._map(block.t_out)
+        return solved.align_rows(self._aligned[block.t_out.coupling])
+
+    def _align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        if ref.coupling is None:
+            return matrix
+        return self._map(ref).align_columns(matrix)
+
+    def _align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        if ref.coupling is None:
+            return matrix
+        return self._map(ref).align_rows(matrix)
+
+    def _map(self, ref: MapRef) -> TransportMap:
+        assert ref.coupling is not None
+        if ref.coupling not in self._maps:
+            self._maps[ref.coupling] = self._solve(self.blueprint.couplings[ref.coupling])
+        found = self._maps[ref.coupling]
+        return half_identity(found) if ref.half_identity else found
+
+    def _solve(self, coupling: Coupling) -> TransportMap:
+        rows = slice(coupling.start, coupling.stop)
+        lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
+        upper = self._working(coupling.second)[rows]
+        try:
+            solved = solve(lower, upper, TransportSettings(**dict(coupling.settings)))
+        except ValueError as error:
+            raise BadInput(f"transport map {coupling.name}: {error}") from error
+        self._aligned[coupling.name] = lower
+        self.reports[coupling.name] = solved.to_report()
+        return solved
+
+    def _working(self, recipe: Recipe) -> Tensor:
+        """A recipe's result in float32 (float64 stays) on the working device, a copy of its own."""
+        made = self._cook(recipe)
+        dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
+        return made.to(self.device, dtype, copy=True)
+
+    def _rounded(self, made: Tensor, dtype: str) -> Tensor:
+        return made.to(TORCH_DTYPES[dtype])
+
+    def _read(self, name: str) -> Tensor:
+        info = self.base.tensors[name]
+        raw = self.base.read(name)
+        if math.prod(info.shape) == 0:
+            return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        tensor = torch.frombuffer(raw, dtype=TORCH_DTYPES[info.dtype]).view(info.shape)
+        finite = torch.isfinite(tensor)
+        if not bool(finite.all()):
+            where = [int(i) for i in (~finite).nonzero()[0]]
+            raise BadInput(
+                f"{printable(name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at {where}; new"
+                " layers cannot be computed from it (a copy of this layer would be as broken)"
+            )
+        return tensor
+
+    def _generator(self, key: str) -> np.random.Generator:
+        # Philox, seeded by hash: the same numbers on every platform, in any order of tensors and processes.
+        digest = hashlib.sha256(f"{self.blueprint.seed}:{key}".encode()).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

@@ -1,0 +1,197 @@
+"""A small real base, trained on the spot on the documentation of the standard library: no network, no downloads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.demo.corpus import documentation
+from surgeon.verify.loading import load_model, quiet_transformers
+
+Progress = Callable[[float, str], None]
+
+VOCABULARY = 2048
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+
+# Measured on two cores of a current server; what counts is that the number of steps is fixed by it.
+_STEPS_A_SECOND = 16.0
+_BATCH, _WINDOW = 8, 64
+_PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 6e-3, 3e-4, 20
+_VALIDATION_WINDOWS = 64
+_SHARD_SIZE = "2MB"
+
+
+@dataclass(frozen=True)
+class DemoBase:
+    """What was made. Losses are next-token cross-entropies in nats, of the base in the dtype it is stored in.
+
+    `validation_loss` is over documents that were not trained on, `validation_loss_before` the same for the
+    untrained weights; `train_loss` is the mean over the last tenth of the steps.
+    """
+
+    folder: Path
+    description: str
+    parameters: int
+    steps: int
+    tokens_trained: int
+    train_loss: float
+    validation_loss_before: float
+    validation_loss: float
+    seconds: float
+
+
+def make_base(
+    folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: Progress | None = None
+) -> DemoBase:
+    """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
+
+    `seconds` is roughly what training takes on two ordinary cores: it sets the number of steps, not a
+    deadline, so that the same seed gives the same base on the same machine. The folder gets several
+    shards, config, generation config and tokenizer. `progress(fraction, words)` is told how far it is.
+    Raises BadInput where this Python has no sources to read.
+    """
+    began = time.monotonic()
+    tell = progress or (lambda _fraction, _words: None)
+    tell(0.0, "reading the documentation of the standard library")
+    documents = documentation()
+    tell(0.05, "training a tokenizer")
+    tokenizer = _tokenizer(documents)
+    held_out, trained_on = documents[::20], [text for i, text in enumerate(documents) if i % 20]
+    validation, stream = _tokens(tokenizer, held_out), _tokens(tokenizer, trained_on)
+    windows = validation[: _VALIDATION_WINDOWS * _WINDOW].view(-1, _WINDOW)
+    # The caller's random state is none of our business.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _untrained(tokenizer)
+        before = _loss(model, windows)
+        steps = max(1, round(seconds * _STEPS_A_SECOND))
+        losses = _train(
+            model, stream, steps=steps, seed=seed, tell=lambda share, words: tell(0.1 + 0.85 * share, words)
+        )
+    model.to(torch.bfloat16).eval()
+    after = _loss(model, windows)
+    tell(0.95, "saving")
+    with quiet_transformers():
+        model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+        tokenizer.save_pretrained(folder)
+    parameters = sum(value.numel() for value in model.parameters())
+    tell(1.0, "done")
+    last = losses[-max(1, steps // 10) :]
+    return DemoBase(
+        folder=folder,
+        description=(
+            f"a Llama of {model.config.num_hidden_layers} layers and {parameters / 1e6:.1f} M parameters,"
+            f" trained for {steps} steps on the documentation of this Python's standard library"
+        ),
+        parameters=parameters,
+        steps=steps,
+        tokens_trained=steps * _BATCH * _WINDOW,
+        train_loss=sum(last) / len(last),
+        validation_loss_before=before,
+        validation_loss=after,
+        seconds=time.monotonic() - began,
+    )
+
+
+def sample(folder: Path, prompt: str, tokens: int) -> str:
+    """`prompt` and up to `tokens` more tokens, the most probable one each time, by the checkpoint in `folder`."""
+    from transformers import AutoTokenizer
+
+    model = load_model(folder)
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        written = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
+    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+    return text
+
+
+def _tokenizer(documents: list[str]) -> Any:
+    """A byte-level BPE tokenizer trained on `documents`; every document starts with its BOS token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(documents, trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+
+
+def _tokens(tokenizer: Any, documents: list[str]) -> Tensor:
+    """All documents as one row of ids, each between BOS and EOS."""
+    rows = tokenizer(documents)["input_ids"]
+    return torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)], dtype=torch.long)
+
+
+def _untrained(tokenizer: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _train(model: Any, stream: Tensor, *, steps: int, seed: int, tell: Progress) -> list[float]:
+    """AdamW on random windows of `stream`, linear warm-up then cosine decay; the loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    made = torch.Generator().manual_seed(seed)
+    # Windows of an epoch before any repeats, at an offset of its own each epoch.
+    order: list[int] = []
+    losses: list[float] = []
+    model.train()
+    for step in range(steps):
+        while len(order) < _BATCH:
+            offset = int(torch.randint(_WINDOW, (), generator=made))
+            starts = torch.arange(offset, len(stream) - _WINDOW, _WINDOW)
+            order += starts[torch.randperm(len(starts), generator=made)].tolist()
+        batch, order = order[:_BATCH], order[_BATCH:]
+        ids_BT = torch.stack([stream[start : start + _WINDOW] for start in batch])
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step, steps)
+        loss = model(input_ids=ids_BT, labels=ids_BT).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        tell((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {losses[-1]:.2f}")
+    return losses
+
+
+def _rate(step: int, steps: int) -> float:
+    warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
+    return warmup * (_FINAL_RATE + (_PEAK_RATE - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+@torch.inference_mode()
+def _loss(model: Any, windows: Tensor) -> float:
+    model.eval()
+    return float(model(input_ids=windows, labels=windows).loss)

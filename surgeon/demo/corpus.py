@@ -1,0 +1,69 @@
+"""Text that every Python has: the documentation strings of its standard library."""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import warnings
+from pathlib import Path
+
+from surgeon.errors import BadInput, printable
+
+# Folders without prose, and code that is not the library's own.
+_LEFT_OUT = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+_SHORTEST = 80
+# Below this a model of the demo's size learns the documents by heart instead of the language.
+_LEAST_CHARACTERS = 200_000
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def documentation(library: Path | None = None) -> list[str]:
+    """The distinct documentation strings of a Python library, in the order of its sorted files.
+
+    `library` is the folder of sources; None means this Python's standard library. Also takes the chapters
+    of the language reference that `help()` shows. Sources are parsed, never imported or run.
+    Raises BadInput where there is too little text, as in a Python installed without sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if library is None else library
+    found: dict[str, None] = {}
+    for path in sorted(root.rglob("*.py")):
+        inner = path.relative_to(root)
+        if _LEFT_OUT.isdisjoint(inner.parts[:-1]) and not inner.name.startswith("test_"):
+            found.update(dict.fromkeys(_texts(path, chapters=inner.parts == ("pydoc_data", "topics.py"))))
+    if sum(map(len, found)) < _LEAST_CHARACTERS:
+        raise BadInput(
+            f"{printable(str(root))}: too little documentation text to make a base from"
+            " (is this Python installed without its sources?); give a base of your own instead"
+        )
+    return list(found)
+
+
+def _texts(path: Path, *, chapters: bool) -> list[str]:
+    try:
+        with warnings.catch_warnings():
+            # Old escapes in somebody else's source are not the reader's business.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        # Some installations keep templates and files for other versions among the sources.
+        return []
+    if chapters:
+        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        texts = [value.strip() for value in strings if isinstance(value, str)]
+    else:
+        nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+        texts = [(ast.get_docstring(node) or "").strip() for node in nodes]
+    return [text for text in texts if len(text) >= _SHORTEST]

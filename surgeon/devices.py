@@ -1,0 +1,26 @@
+"""Where tensors are computed: `auto`, `cpu`, `cuda` or `cuda:N`, checked before any work begins."""
+
+from __future__ import annotations
+
+import re
+
+from surgeon.errors import BadInput, printable
+
+
+def resolve(device: str) -> str:
+    """The torch device a user's word means; BadInput where it is unknown or not there. Imports torch."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    found = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device)
+    if found is None:
+        raise BadInput(f"--device {printable(device)}: unknown; use auto, cpu, cuda or cuda:N")
+    if device == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise BadInput(f"--device {device}: no CUDA device is visible to torch here; use cpu")
+    if int(found[1] or 0) >= count:
+        raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0")
+    return device

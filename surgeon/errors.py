@@ -1,0 +1,39 @@
+"""What can go wrong, in words for the person who typed the command.
+
+Every error carries one line that names the file, line or tensor, what was found and what to do, and
+the exit code the command line ends with (0 done, 1 a bug of ours, 2 bad input or refused, 3 a promise
+does not hold, 130 interrupted).
+"""
+
+from __future__ import annotations
+
+
+class SurgeonError(Exception):
+    """Base of every error that is meant for the user; `exit_code` is the command line's exit status."""
+
+    exit_code = 2
+
+
+class BadInput(SurgeonError):
+    """Something the user gave (plan, checkpoint, option) is wrong or is refused."""
+
+    exit_code = 2
+
+
+class PromiseBroken(SurgeonError):
+    """A checkpoint does not hold what its manifest promises."""
+
+    exit_code = 3
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """`text` with every control or invisible character escaped and the middle cut beyond `limit` characters.
+
+    Names of files, tensors and keys come from checkpoints and plans that anybody can write; they reach
+    terminal, log and card only through this.
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    if len(shown) > limit:
+        half = (limit - 1) // 2
+        shown = f"{shown[:half]}…{shown[-half:]}"
+    return shown

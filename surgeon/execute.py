@@ -1,0 +1,314 @@
+"""Carrying out a blueprint: shard by shard from the base into a staged folder, published by one rename.
+
+Copied tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and
+only then is torch imported). While the next shard is written, a second thread reads the last one back and
+compares its digests with the base's: the static proof costs no extra pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from surgeon import __version__
+from surgeon.blueprint import Blueprint, Output
+from surgeon.checkpoint.copying import copy_range, reserve, write_all
+from surgeon.checkpoint.digest import sha256_range, zeros_sha256
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import build_header, read_header
+from surgeon.checkpoint.staging import Staging
+from surgeon.errors import BadInput, PromiseBroken, printable
+from surgeon.layout import Shard, is_hole, nbytes
+from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
+from surgeon.plan.loading import LoadedPlan
+from surgeon.recipes import Constant, Copy, is_computed, numel
+
+if TYPE_CHECKING:
+    from surgeon.compute import Workshop
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Listener(Protocol):
+    """Who hears of progress: a terminal's progress bar, a notebook's, or nobody."""
+
+    def begin(self, stage: str, total: int) -> None:
+        """A stage of `total` bytes begins."""
+
+    def advance(self, count: int) -> None:
+        """`count` bytes of it are done."""
+
+    def say(self, line: str) -> None:
+        """A word to the user."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One execution: what is written, from what, under which plan."""
+
+    loaded: LoadedPlan
+    blueprint: Blueprint
+    base: CheckpointFolder
+    base_id: BaseId
+    shards: tuple[Shard, ...]
+    device: str = "cpu"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
+        content = {
+            "version": __version__,
+            "plan": self.loaded.plan.model_dump(mode="json"),
+            "base": self.base.identity(),
+            "base_id": [self.base_id.name, self.base_id.revision],
+            "config": self.base.config,
+            "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
+            "device": self.device,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Bytes of tensor data that are really written (holes are not)."""
+        return sum(nbytes(o) for shard in self.shards for o in shard.outputs if not is_hole(o))
+
+
+def execute(job: Job, out: Path, listener: Listener) -> Manifest:
+    """Write the output of `job` to `out`; at any moment `out` is absent or complete.
+
+    An earlier run of the same job that was cut off is continued. Raises BadInput for what the user can mend
+    (disk full, base changed meanwhile) and PromiseBroken when what was read back is not what was written.
+    """
+    with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
+        if staging.already_published:
+            listener.say(f"{printable(str(out))} was already complete; nothing to do")
+            return _published_manifest(out)
+        listener.begin("writing", job.bytes_to_write)
+        with _Run(job, staging, listener) as run:
+            for shard in job.shards:
+                run.shard(shard)
+        job.base.check_unchanged()
+        manifest = run.small_files()
+        staging.publish()
+    return manifest
+
+
+class _Run:
+    """The state of one execution: what is known so far of digests and maps.
+
+    Leaving the `with` block waits for the reading thread; its failures come out there, or at the next shard.
+    """
+
+    def __init__(self, job: Job, staging: Staging, listener: Listener) -> None:
+        self.job = job
+        self.staging = staging
+        self.listener = listener
+        self.digests: dict[str, str] = {}
+        self.base_digests: dict[str, str] = {}
+        self.maps: dict[str, dict[str, Any]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-back")
+        self._reading: list[Future[None]] = []
+        self._workshop: Workshop | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for reading in self._reading:
+                reading.result()
+
+    @property
+    def workshop(self) -> Workshop:
+        """Made at first need: it brings torch."""
+        if self._workshop is None:
+            from surgeon.compute import Workshop
+
+            self._workshop = Workshop(self.job.blueprint, self.job.base, device=self.job.device)
+        return self._workshop
+
+    def shard(self, shard: Shard) -> None:
+        """Write one shard, or take it as an earlier run left it."""
+        for reading in self._reading:
+            if reading.done():
+                reading.result()
+        record = self.staging.is_done(shard.file)
+        if record is None:
+            maps = _write_shard(self, shard)
+            self._reading.append(self._reader.submit(self._finish, shard, maps))
+            return
+        self._reading.append(self._reader.submit(self._remember, record))
+        for output in shard.outputs:
+            if is_computed(output.recipe):
+                self.workshop.skip(output)
+        self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
+
+    def _finish(self, shard: Shard, maps: dict[str, Any]) -> None:
+        """Prove a written shard and journal it; runs in the reading thread, one shard after the other."""
+        digests = _read_back(self, shard)
+        record = {"digests": digests, "base_digests": self._copied_digests(shard, digests), "maps": maps}
+        self._remember(record)
+        self.staging.done(shard.file, record)
+
+    def _copied_digests(self, shard: Shard, digests: Mapping[str, str]) -> dict[str, str]:
+        return {o.recipe.source: digests[o.name] for o in shard.outputs if isinstance(o.recipe, Copy)}
+
+    def _remember(self, record: Mapping[str, Any]) -> None:
+        self.digests.update(record["digests"])
+        self.base_digests.update(record["base_digests"])
+        self.maps.update(record["maps"])
+
+    def small_files(self) -> Manifest:
+        """Config, index, side files and manifest, each journalled."""
+        job, folder = self.job, self.staging.folder
+        self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
+        if len(job.shards) > 1:
+            self._small(INDEX_FILE, _index(job.shards))
+        for name in job.base.side_files:
+            (folder / name).parent.mkdir(exist_ok=True)
+            self._small(name, _side_file(job.base.path / name))
+        manifest = compose(
+            job.loaded,
+            job.blueprint,
+            job.base,
+            job.base_id,
+            job.shards,
+            digests=self.digests,
+            base_digests=self.base_digests,
+            maps=self.maps,
+        )
+        self._small(MANIFEST_FILE, manifest.to_bytes())
+        return manifest
+
+    def _small(self, name: str, content: bytes) -> None:
+        (self.staging.folder / name).write_bytes(content)
+        self.staging.done(name, {})
+
+
+def _write_shard(run: _Run, shard: Shard) -> dict[str, Any]:
+    """Write a shard's file; returns the reports of the transport maps that were solved for it."""
+    entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
+    header, places = build_header(entries, metadata={"format": "pt"})
+    target = os.open(run.staging.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    with _Sources(run.job.base) as sources:
+        try:
+            reserve(target, places[-1][1])
+            write_all(target, header, 0)
+            for output, (begin, end) in zip(shard.outputs, places, strict=True):
+                _write_tensor(run, output, target, begin, end, sources)
+        finally:
+            os.close(target)
+    return run.workshop.take_reports() if any(is_computed(output.recipe) for output in shard.outputs) else {}
+
+
+class _Sources:
+    """Base shards, opened at first need and closed together."""
+
+    def __init__(self, base: CheckpointFolder) -> None:
+        self.base = base
+        self.opened: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self.opened.values():
+            os.close(source)
+
+    def __getitem__(self, file: str) -> int:
+        if file not in self.opened:
+            self.opened[file] = self.base.open_shard(file)
+        return self.opened[file]
+
+
+def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, sources: _Sources) -> None:
+    match output.recipe:
+        case Copy(source):
+            info = run.job.base.tensors[source]
+            copy_range(
+                sources[info.file],
+                target,
+                source_offset=info.begin,
+                target_offset=begin,
+                count=end - begin,
+                progress=run.listener.advance,
+            )
+        case Constant(value, dtype):
+            if not is_hole(output):
+                write_all(target, constant_bytes(value, dtype, output.recipe.shape), begin)
+                run.listener.advance(end - begin)
+        case _:
+            write_all(target, run.workshop.make(output), begin)
+            run.listener.advance(end - begin)
+
+
+def constant_bytes(value: float, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """A tensor of one value as little-endian bytes, without numpy or torch."""
+    if dtype == "BF16":
+        single = struct.pack("<f", value)
+        assert single[:2] == b"\0\0", f"{value} is not a bfloat16"
+        element = single[2:]
+    else:
+        element = struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+    count = 1
+    for size in shape:
+        count *= size
+    return element * count
+
+
+def _read_back(run: _Run, shard: Shard) -> dict[str, str]:
+    """Digest what was written, as it stands in the file; copies must equal the base's bytes: the static proof."""
+    digests: dict[str, str] = {}
+    written = os.open(run.staging.folder / shard.file, os.O_RDONLY)
+    try:
+        infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
+        with _Sources(run.job.base) as sources:
+            for output in shard.outputs:
+                info = infos[output.name]
+                if is_hole(output):
+                    digests[output.name] = zeros_sha256(info.nbytes)
+                    continue
+                digests[output.name] = sha256_range(written, info.begin, info.end)
+                if isinstance(output.recipe, Copy):
+                    original = run.job.base.tensors[output.recipe.source]
+                    # Base shards come first: a layer's copy finds its original's digest already known.
+                    expected = run.base_digests.get(original.name) or sha256_range(
+                        sources[original.file], original.begin, original.end
+                    )
+                    if expected != digests[output.name]:
+                        raise PromiseBroken(
+                            f"{printable(output.name)} ({shard.file}): what was read back is not what"
+                            f" {printable(original.name)} holds; disk failing, or the base changed meanwhile?"
+                        )
+    finally:
+        os.close(written)
+    return digests
+
+
+def _index(shards: tuple[Shard, ...]) -> bytes:
+    weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
+    metadata = {
+        "total_parameters": sum(numel(output.recipe) for shard in shards for output in shard.outputs),
+        "total_size": sum(shard.nbytes for shard in shards),
+    }
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _side_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror})") from None
+
+
+def _published_manifest(out: Path) -> Manifest:
+    return parse(json.loads((out / MANIFEST_FILE).read_bytes()), file=str(out / MANIFEST_FILE))

@@ -1,0 +1,143 @@
+"""Dissecting a checkpoint: which tensor is which part of which layer, checked against the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.errors import BadInput, printable
+from surgeon.families import family_of
+from surgeon.families.family import Family, Part, Sizes
+
+# Only a number right after `layers.` at the known place counts as a layer index: renaming works on it alone,
+# never on substrings.
+_LAYER_NAME = re.compile(r"(?P<prefix>model\.|)layers\.(?P<index>0|[1-9][0-9]{0,8})\.(?P<suffix>.+)", re.DOTALL)
+
+# Buffers that old versions of transformers saved; nothing reads them any more, so copies of them do no harm.
+_OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A base checkpoint by parts.
+
+    `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
+    maps full names outside the layers; `prefix` stands before `layers.` in names (`model.` or nothing).
+    """
+
+    family: Family
+    sizes: Sizes
+    parts: tuple[Part, ...]
+    prefix: str
+    layers: tuple[dict[str, TensorInfo], ...]
+    outer: dict[str, TensorInfo]
+    layer_types: list[str] | None
+    tied: bool
+
+    def layer_name(self, index: int, suffix: str) -> str:
+        """The full name of a layer's tensor."""
+        return f"{self.prefix}layers.{index}.{suffix}"
+
+
+def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
+    """Sort the tensors of a checkpoint into layers and the rest, and check every shape against the config.
+
+    Raises BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
+    """
+    family = family_of(config)
+    _refuse_quantised(config)
+    sizes = family.sizes(config)
+    parts = family.layer_parts(config, sizes)
+    prefix, layers, outer = _sort(tensors, sizes.layers)
+    _check_layers(layers, parts, prefix)
+    tied = family.tied(config)
+    _check_outer(outer, sizes, prefix, tied=tied)
+    return Anatomy(
+        family=family,
+        sizes=sizes,
+        parts=parts,
+        prefix=prefix,
+        layers=layers,
+        outer=outer,
+        layer_types=family.layer_types(config, sizes.layers),
+        tied=tied,
+    )
+
+
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    method = config.get("quantization_config")
+    if method is not None:
+        kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
+        raise BadInput(
+            f"config.json: the base is quantised ({printable(str(kind))}); surgery needs the full-precision weights,"
+            " operate on those and quantise the output"
+        )
+
+
+def _sort(
+    tensors: Mapping[str, TensorInfo], count: int
+) -> tuple[str, tuple[dict[str, TensorInfo], ...], dict[str, TensorInfo]]:
+    layers: tuple[dict[str, TensorInfo], ...] = tuple({} for _ in range(count))
+    outer: dict[str, TensorInfo] = {}
+    prefixes: set[str] = set()
+    for name, info in tensors.items():
+        found = _LAYER_NAME.fullmatch(name)
+        if found is None:
+            outer[name] = info
+            continue
+        index = int(found["index"])
+        if index >= count:
+            raise BadInput(
+                f"{printable(name)} ({info.file}): the config has `num_hidden_layers` {count},"
+                f" so there is no layer {index}"
+            )
+        prefixes.add(found["prefix"])
+        layers[index][found["suffix"]] = info
+    if len(prefixes) > 1:
+        raise BadInput("layers are named both `model.layers.…` and `layers.…`; keep one set of them")
+    return (prefixes.pop() if prefixes else "model."), layers, outer
+
+
+def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, ...], prefix: str) -> None:
+    expected = {part.suffix: part.shape for part in parts}
+    for index, layer in enumerate(layers):
+        for suffix, shape in expected.items():
+            name = f"{prefix}layers.{index}.{suffix}"
+            info = layer.get(suffix)
+            if info is None:
+                raise BadInput(f"{printable(name)}: the config calls for this tensor, no shard has it")
+            _check_tensor(info, shape)
+        for suffix, info in layer.items():
+            if suffix not in expected and suffix not in _OLD_BUFFERS:
+                raise BadInput(
+                    f"{printable(info.name)} ({info.file}): a layer of this architecture and config has no such"
+                    f" tensor; expected {', '.join(expected)}"
+                )
+
+
+def _check_outer(outer: Mapping[str, TensorInfo], sizes: Sizes, prefix: str, *, tied: bool) -> None:
+    embedding, head = f"{prefix}embed_tokens.weight", "lm_head.weight"
+    shapes = {embedding: (sizes.vocabulary, sizes.hidden), f"{prefix}norm.weight": (sizes.hidden,)}
+    for name, shape in shapes.items():
+        if name not in outer:
+            raise BadInput(f"{name}: the config calls for this tensor, no shard has it")
+        _check_tensor(outer[name], shape)
+    if head in outer:
+        _check_tensor(outer[head], shapes[embedding])
+    elif prefix and not tied and not any(name.startswith("score.") for name in outer):
+        raise BadInput(f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor")
+
+
+def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
+    if info.shape != shape:
+        raise BadInput(
+            f"{printable(info.name)} ({info.file}): shape {list(info.shape)}, the config calls for {list(shape)}"
+        )
+    if info.dtype not in FLOAT_DTYPES:
+        raise BadInput(
+            f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
+            f" ({', '.join(sorted(FLOAT_DTYPES))})"
+        )

@@ -1,0 +1,198 @@
+"""The words every family file is written in: sizes, parts of a layer, and the family itself.
+
+A decoder layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*,
+so that code above this room (transport flow, zero-initialisation) never spells a tensor name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from surgeon.errors import BadInput, printable
+
+Role = Literal[
+    "pre_attention_norm",
+    "query",
+    "key",
+    "value",
+    "query_norm",
+    "key_norm",
+    "output",
+    "post_attention_norm",
+    "pre_mlp_norm",
+    "gate",
+    "up",
+    "down",
+    "post_mlp_norm",
+]
+Kind = Literal["weight", "bias", "norm"]
+Config = Mapping[str, Any]
+
+# Far above any model made so far; keeps a hostile config from asking for a billion layers.
+MOST_LAYERS = 10_000
+LARGEST_SIZE = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers of a config that fix every tensor's shape."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def query_width(self) -> int:
+        """Rows of the query projection: heads times head size."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Rows of the key and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a decoder layer.
+
+    `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
+    where an architecture fuses projections (Phi-3's `qkv_proj`).
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    kind: Kind
+    blocks: tuple[tuple[Role, int], ...]
+
+    @property
+    def role(self) -> Role:
+        """The only module this tensor belongs to (an error of ours where there are several)."""
+        assert len(self.blocks) == 1, self.suffix
+        return self.blocks[0][0]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: how to read its config and what its decoder layer is made of.
+
+    `defaults` are the values transformers assumes where a config.json leaves a field out. `norm_offset` is
+    what the architecture adds to a stored norm weight before it multiplies (1 in Gemma, else 0).
+    `layer_types` gives the attention type of every layer, or None where the family has no such list.
+    """
+
+    model_type: str
+    layer_parts: Callable[[Config, Sizes], tuple[Part, ...]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    tied_by_default: bool = False
+    layer_types: Callable[[Config, int], list[str] | None] = lambda config, layers: None
+
+    def tied(self, config: Config) -> bool:
+        """Whether the output embedding is the input embedding."""
+        return bool(config.get("tie_word_embeddings", self.tied_by_default))
+
+    def sizes(self, config: Config) -> Sizes:
+        """Read and check the sizes; BadInput names the field that is missing or absurd."""
+
+        def read(key: str, default: int | None = None) -> int:
+            value = config.get(key)
+            value = self.defaults.get(key, default) if value is None else value
+            if value is None:
+                raise BadInput(f"config.json: `{key}` is missing")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_SIZE:
+                raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a positive whole number")
+            return value
+
+        layers, hidden, heads = read("num_hidden_layers"), read("hidden_size"), read("num_attention_heads")
+        if layers > MOST_LAYERS:
+            raise BadInput(f"config.json: `num_hidden_layers` is {layers}; more than {MOST_LAYERS} is refused")
+        return Sizes(
+            layers=layers,
+            hidden=hidden,
+            intermediate=read("intermediate_size"),
+            heads=heads,
+            kv_heads=read("num_key_value_heads", heads),
+            head_dim=read("head_dim", hidden // heads or None),
+            vocabulary=read("vocab_size"),
+        )
+
+    def silence(self, parts: tuple[Part, ...]) -> dict[str, float]:
+        """What to store, by suffix, so that a layer adds exactly zero to the residual stream.
+
+        Without post-norms: every weight and bias that writes to the stream is zero (LLaMA PRO; OpT-DeUS,
+        Algorithm 1 line 11). With post-norms the *effective scale* of those norms is zero instead and the
+        projections keep their values: as exact, and the first optimiser step does not explode, as it would
+        through the normalisation of a vector of zeros.
+        """
+        post_norms = {
+            part.suffix: 0.0 - self.norm_offset  # not -0.0, whose bytes are not zeros
+            for part in parts
+            if part.kind == "norm" and part.role in ("post_attention_norm", "post_mlp_norm")
+        }
+        if post_norms:
+            return post_norms
+        return {
+            part.suffix: 0.0
+            for part in parts
+            if part.kind in ("weight", "bias") and part.blocks[0][0] in ("output", "down")
+        }
+
+
+def projection(name: str, role: Role, rows: int, columns: int, *, bias: bool = False) -> tuple[Part, ...]:
+    """A linear module's weight (rows out, columns in) and, where it has one, its bias."""
+    return fused_projection(name, ((role, rows),), columns, bias=bias)
+
+
+def fused_projection(
+    name: str, blocks: tuple[tuple[Role, int], ...], columns: int, *, bias: bool = False
+) -> tuple[Part, ...]:
+    """Several linear modules stored as one tensor, stacked by rows."""
+    rows = sum(count for _, count in blocks)
+    weight = Part(f"{name}.weight", (rows, columns), "weight", blocks)
+    return (weight, Part(f"{name}.bias", (rows,), "bias", blocks)) if bias else (weight,)
+
+
+def norm(name: str, role: Role, width: int) -> Part:
+    """A norm's scale vector."""
+    return Part(f"{name}.weight", (width,), "norm", ((role, width),))
+
+
+def attention(sizes: Sizes, *, qkv_bias: bool = False, output_bias: bool = False) -> tuple[Part, ...]:
+    """Separate query, key, value and output projections under `self_attn`."""
+    return (
+        *projection("self_attn.q_proj", "query", sizes.query_width, sizes.hidden, bias=qkv_bias),
+        *projection("self_attn.k_proj", "key", sizes.kv_width, sizes.hidden, bias=qkv_bias),
+        *projection("self_attn.v_proj", "value", sizes.kv_width, sizes.hidden, bias=qkv_bias),
+        *projection("self_attn.o_proj", "output", sizes.hidden, sizes.query_width, bias=output_bias),
+    )
+
+
+def gated_mlp(sizes: Sizes, *, bias: bool = False) -> tuple[Part, ...]:
+    """Gate, up and down projections under `mlp`."""
+    return (
+        *projection("mlp.gate_proj", "gate", sizes.intermediate, sizes.hidden, bias=bias),
+        *projection("mlp.up_proj", "up", sizes.intermediate, sizes.hidden, bias=bias),
+        *projection("mlp.down_proj", "down", sizes.hidden, sizes.intermediate, bias=bias),
+    )
+
+
+def flag(config: Config, key: str) -> bool:
+    """A boolean of the config that is off where it is left out."""
+    return bool(config.get(key, False))
+
+
+def listed_layer_types(config: Config, layers: int) -> list[str] | None:
+    """The config's own `layer_types`, checked; None where there is none."""
+    types = config.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) for t in types):
+        raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
+    return list(types)

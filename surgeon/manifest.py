@@ -1,0 +1,214 @@
+"""The manifest, `surgery.json`: what was done to a checkpoint, tensor by tensor, with digests.
+
+`verify`, the trainer and further surgery trust it and nothing else; it is itself checked on reading, since a
+checkpoint's manifest is as untrusted as its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from surgeon import __version__
+from surgeon.blueprint import Blueprint
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.layout import Shard
+from surgeon.plan.loading import LoadedPlan
+from surgeon.recipes import describe
+
+MANIFEST_FILE = "surgery.json"
+FORMAT = 1
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Tool(_Entry):
+    """What wrote the checkpoint."""
+
+    name: Literal["surgeon"]
+    version: str
+
+
+class Base(_Entry):
+    """The checkpoint that was operated on: where it came from and what it held."""
+
+    id: str
+    revision: str | None
+    model_type: str
+    layers: int
+    tensors: dict[str, Sha256]
+
+    @property
+    def digest(self) -> str:
+        """One digest for all tensors: sha256 over their names and digests, sorted."""
+        return hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
+
+
+class OperationEntry(_Entry):
+    """One operation as it was carried out."""
+
+    op: str
+    matched: str
+    promise: Literal["exact", "none"]
+    reason: str
+    trains: Literal["new", "all"]
+
+
+class LayerEntry(_Entry):
+    """One layer of the output: which base layer it is, or what made it from what."""
+
+    base: int | None
+    operation: int | None
+    init: str
+    sources: list[int]
+
+
+class NewTensor(_Entry):
+    """A tensor the base does not have: how it came to be and its digest at birth."""
+
+    shard: str
+    operation: int
+    recipe: dict[str, Any]
+    sha256: Sha256
+
+
+class Ancestor(_Entry):
+    """An earlier surgery that the base itself came from."""
+
+    sha256: Sha256
+    base: str
+    revision: str | None
+    operations: list[str]
+    tool: str
+
+
+class Manifest(_Entry):
+    """Everything `surgery.json` says."""
+
+    surgeon_manifest: Literal[1]
+    tool: Tool
+    base: Base
+    plan: str
+    promise: Literal["exact", "none"]
+    native: bool
+    operations: list[OperationEntry]
+    layers: list[LayerEntry]
+    new_tensors: dict[str, NewTensor]
+    transport_maps: dict[str, dict[str, Any]]
+    lineage: list[Ancestor]
+
+    @property
+    def layer_of_base(self) -> list[int]:
+        """For every base layer, its number in the output."""
+        kept = [(layer.base, index) for index, layer in enumerate(self.layers) if layer.base is not None]
+        return [index for _, index in sorted(kept)]
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class BaseId:
+    """How the base is called: a Hub id with the commit it was read at, or a folder's name."""
+
+    name: str
+    revision: str | None = None
+
+
+def compose(
+    loaded: LoadedPlan,
+    blueprint: Blueprint,
+    base: CheckpointFolder,
+    base_id: BaseId,
+    shards: tuple[Shard, ...],
+    *,
+    digests: Mapping[str, str],
+    base_digests: Mapping[str, str],
+    maps: Mapping[str, dict[str, Any]],
+) -> Manifest:
+    """The manifest of a finished execution. `digests` are of output tensors, `base_digests` of base tensors."""
+    return Manifest(
+        surgeon_manifest=1,
+        tool=Tool(name="surgeon", version=__version__),
+        base=Base(
+            id=base_id.name,
+            revision=base_id.revision,
+            model_type=str(base.config["model_type"]),
+            layers=len(blueprint.layer_of_base),
+            tensors=dict(sorted(base_digests.items())),
+        ),
+        plan=loaded.text,
+        promise=blueprint.promise,
+        native=blueprint.native,
+        operations=[
+            OperationEntry(
+                op=record.op,
+                matched=record.matched,
+                promise=record.claim.promise,
+                reason=record.claim.reason,
+                trains=record.trains,
+            )
+            for record in blueprint.operations
+        ],
+        layers=[
+            LayerEntry(base=layer.base, operation=layer.operation, init=layer.init, sources=list(layer.sources))
+            for layer in blueprint.layers
+        ],
+        new_tensors={
+            output.name: NewTensor(
+                shard=shard.file,
+                operation=output.operation or 0,
+                recipe=describe(output.recipe),
+                sha256=digests[output.name],
+            )
+            for shard in shards
+            for output in shard.outputs
+            if output.new
+        },
+        transport_maps=dict(maps),
+        lineage=_lineage(base),
+    )
+
+
+def parse(data: object, *, file: str) -> Manifest:
+    """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be."""
+    if isinstance(data, dict) and data.get("surgeon_manifest") not in (FORMAT, None):
+        raise BadInput(
+            f"{printable(file)}: manifest format {printable(repr(data['surgeon_manifest']))}, this surgeon reads"
+            f" {FORMAT}; use the version that wrote it, or a newer one"
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
+        raise BadInput(f"{printable(file)}: not a surgeon manifest: {where}: {printable(problem['msg'])}") from None
+
+
+def _lineage(base: CheckpointFolder) -> list[Ancestor]:
+    """The base's own surgeries, oldest first; none where its manifest is absent."""
+    if base.manifest is None:
+        return []
+    earlier = parse(base.manifest, file=f"{base.path / MANIFEST_FILE}")
+    content = json.dumps(base.manifest, sort_keys=True, ensure_ascii=False).encode()
+    return [
+        *earlier.lineage,
+        Ancestor(
+            sha256=hashlib.sha256(content).hexdigest(),
+            base=earlier.base.id,
+            revision=earlier.base.revision,
+            operations=[entry.op for entry in earlier.operations],
+            tool=earlier.tool.version,
+        ),
+    ]

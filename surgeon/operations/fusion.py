@@ -1,0 +1,145 @@
+"""Recipes for a layer fused by optimal transport: OpT-DeUS, Algorithm 1, with the flow of Tables 1 and 7.
+
+Pure data: which map aligns which module from which side. The maps are computed in `surgeon.transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from surgeon.blueprint import Draft
+from surgeon.families.family import Part, Role
+from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe
+
+Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
+
+# Modules that solve a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
+_SOLVED: tuple[Role, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+def fuse_layers(
+    draft: Draft,
+    *,
+    below: int,
+    label: str,
+    flow: Flow,
+    settings: Mapping[str, object],
+    skip: frozenset[str],
+) -> dict[str, Recipe]:
+    """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
+
+    Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
+    a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
+    since gate and up take it as their T_in.
+    """
+    lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
+    parts = draft.anatomy.parts
+    wanted = _wanted_roles(parts, flow, skip)
+    for role in _SOLVED:
+        if role not in wanted:
+            continue
+        part, start, stop = _rows_of(parts, role)
+        draft.add_coupling(
+            Coupling(
+                name=f"{label}.{role}",
+                first=lower[part.suffix],
+                second=upper[part.suffix],
+                start=start,
+                stop=stop,
+                t_in=_t_in(role, flow, label),
+                settings=tuple(sorted(settings.items())),
+            )
+        )
+    known = {part.suffix: part for part in parts}
+    tensors: dict[str, Recipe] = {}
+    for suffix, recipe in lower.items():
+        if suffix not in known:  # an old buffer, the same in every layer
+            tensors[suffix] = recipe
+        elif suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
+            tensors[suffix] = upper[suffix]
+        else:
+            blocks = _blocks(known[suffix], flow, label, parts)
+            plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
+            tensors[suffix] = Average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
+    return tensors
+
+
+def _wanted_roles(parts: tuple[Part, ...], flow: Flow, skip: frozenset[str]) -> set[Role]:
+    """Roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
+    wanted: set[Role] = set()
+    for part in parts:
+        if part.suffix in skip:
+            continue
+        for role, _ in part.blocks:
+            source = _norm_source(role) if part.kind == "norm" else role
+            if source is not None and _fits(parts, part, role):
+                wanted.add(source)
+    if wanted & {"gate", "up"}:
+        wanted.add("output")
+    if "output" in wanted and flow in ("vanilla_output", "vanilla"):
+        wanted.add("query")
+    return wanted
+
+
+def _t_in(role: Role, flow: Flow, label: str) -> MapRef:
+    """Table 1 (and 7): what aligns a matrix within its layer."""
+    if role in ("gate", "up"):
+        return MapRef(f"{label}.output", half_identity=flow in ("vanilla_mlp", "vanilla"))
+    if role == "output" and flow in ("vanilla_output", "vanilla"):
+        return MapRef(f"{label}.query")
+    return IDENTITY
+
+
+def _norm_source(role: Role) -> Role | None:
+    """The module whose outputs (or whose residual path) a norm scales; None at the layer's entrance."""
+    sources: dict[Role, Role] = {
+        "pre_mlp_norm": "output",
+        "post_attention_norm": "output",
+        "post_mlp_norm": "down",
+        "query_norm": "query",
+        "key_norm": "key",
+    }
+    return sources.get(role)
+
+
+def _fits(parts: tuple[Part, ...], part: Part, role: Role) -> bool:
+    """Whether a norm is as wide as the map it would borrow (query norms over one head only are not)."""
+    source = _norm_source(role) if part.kind == "norm" else None
+    if source is None:
+        return True
+    _, start, stop = _rows_of(parts, source)
+    return part.shape[0] == stop - start
+
+
+def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRef:
+    if part.kind != "norm":
+        return MapRef(f"{label}.{role}")
+    source = _norm_source(role)
+    if source is None or not _fits(parts, part, role):
+        return IDENTITY
+    # The residual stream before the MLP is the layer's entrance (identity) and the attention's output: ½ (T_O + I).
+    return MapRef(f"{label}.{source}", half_identity=role == "pre_mlp_norm")
+
+
+def _blocks(part: Part, flow: Flow, label: str, parts: tuple[Part, ...]) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    start = 0
+    for role, rows in part.blocks:
+        t_in = _t_in(role, flow, label) if part.kind == "weight" else IDENTITY
+        blocks.append(Block(start, start + rows, t_in, _t_out(part, role, label, parts)))
+        start += rows
+    return tuple(blocks)
+
+
+def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
+    """The weight that holds a module, and its rows there."""
+    for part in parts:
+        if part.kind != "weight":
+            continue
+        start = 0
+        for held, rows in part.blocks:
+            if held == role:
+                return part, start, start + rows
+            start += rows
+    raise AssertionError(f"no weight holds the module {role}")

@@ -1,0 +1,66 @@
+"""`stack_layers`: two overlapping copies of the stack, one on top of the other (SOLAR, Kim et al. 2024).
+
+The bottom `bottom` layers are followed by the top `top` layers of the same base; the layers both copies
+share occur twice. SOLAR takes three quarters of the stack for each (24 of 32). The function is not preserved
+and the paper trains every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.errors import BadInput
+from surgeon.plan.selectors import show
+
+Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
+
+
+class StackLayers(BaseModel):
+    """Bottom layers of the base followed by its top layers; what overlaps occurs twice (SOLAR)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["stack_layers"]
+    bottom: Annotated[Share, Field(description="layers of the lower copy: a number, or a share of all below 1.0")]
+    top: Annotated[Share, Field(description="layers of the upper copy: a number, or a share of all below 1.0")]
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Insert copies of the shared layers above the lower copy."""
+        total = len(draft.layers)
+        bottom, top = _layers(self.bottom, total, "bottom"), _layers(self.top, total, "top")
+        if bottom + top <= total:
+            raise BadInput(
+                f"`bottom` {bottom} and `top` {top} do not overlap in a model of {total} layers: nothing would be"
+                " added, or layers lost; their sum must exceed the number of layers"
+            )
+        twice = list(range(total - top, bottom))
+        copies = [
+            LayerDraft(
+                tensors=dict(draft.layers[source].tensors),
+                base=None,
+                layer_type=draft.layers[source].layer_type,
+                per_layer=dict(draft.layers[source].per_layer),
+                operation=number,
+                sources=(source,),
+                init="copy",
+            )
+            for source in twice
+        ]
+        draft.insert({bottom - 1: copies})
+        return OperationRecord(
+            op=self.op,
+            matched=f"layers {show(twice)} occur twice, the copies after layer {bottom - 1}",
+            claim=Claim("none", "whole layers run twice, so the function changes; every layer is to be trained on"),
+            trains="all",
+        )
+
+
+def _layers(share: float | int, total: int, key: str) -> int:
+    if isinstance(share, float):
+        return max(1, round(share * total))
+    if share > total:
+        raise BadInput(f"`{key}` is {share}, the model has {total} layers at this point")
+    return share

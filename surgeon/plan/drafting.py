@@ -1,0 +1,24 @@
+"""From plan to blueprint: each operation edits the draft in turn; their errors get the plan's line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from surgeon.blueprint import Blueprint, Draft
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.plan.loading import LoadedPlan
+
+
+def draw(loaded: LoadedPlan, anatomy: Anatomy, config: Mapping[str, Any]) -> Blueprint:
+    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done."""
+    draft = Draft(anatomy, config, seed=loaded.plan.seed)
+    for number, operation in enumerate(loaded.plan.operations):
+        try:
+            draft.records.append(operation.edit(draft, number))
+        except BadInput as error:
+            line = loaded.line_of_operation(number)
+            where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
+            raise BadInput(f"{where}: operations[{number}] ({operation.op}): {error}") from None
+    return draft.finish()

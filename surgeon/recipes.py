@@ -1,0 +1,219 @@
+"""Recipes: how one output tensor comes to be. Frozen data; nothing here reads or computes a weight.
+
+A recipe may build on other recipes (an average of a layer that an earlier operation of the same plan fused),
+so a chain of operations is an expression, and a later operation sees exactly what the earlier one would
+have written: inner results are rounded to their dtype before they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Rescale = Literal["paper", "marginal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The base tensor `source`, byte for byte."""
+
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Every element is `value` (0, or what makes a norm's effective scale zero or one)."""
+
+    value: float
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Normal with mean zero and standard deviation `std`, seeded from (the plan's seed, `key`)."""
+
+    key: str
+    std: float
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """½ (first + second), element by element."""
+
+    first: Recipe
+    second: Recipe
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the upper source."""
+        return self.second.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both sources."""
+        return self.second.shape
+
+
+@dataclass(frozen=True, slots=True)
+class MapRef:
+    """A transport map by the name of its coupling (None: the identity), perhaps as ½ (T + I)."""
+
+    coupling: str | None = None
+    half_identity: bool = False
+
+
+IDENTITY = MapRef()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows `start:stop` of a tensor, aligned by `t_in` from the right and `t_out` from the left."""
+
+    start: int
+    stop: int
+    t_in: MapRef
+    t_out: MapRef
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """½ (T_outᵀ · first · T_in + second), block of rows by block (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
+
+    A vector (bias, norm scale) has no input side: ½ (T_outᵀ · first + second).
+    """
+
+    first: Recipe
+    second: Recipe
+    blocks: tuple[Block, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the upper source."""
+        return self.second.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both sources."""
+        return self.second.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """The elements of `of` in a random order, seeded from (the plan's seed, `key`) (OpT-DeUS, Table 7)."""
+
+    of: Recipe
+    key: str
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what is shuffled."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is shuffled."""
+        return self.of.shape
+
+
+Recipe = Copy | Constant | Random | Average | Fused | Shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """A transport map that several recipes share: rows `start:stop` of `first` (after `t_in`) onto those of `second`.
+
+    `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
+    that this stays plain data.
+    """
+
+    name: str
+    first: Recipe
+    second: Recipe
+    start: int
+    stop: int
+    t_in: MapRef
+    settings: tuple[tuple[str, Any], ...]
+
+
+def sources(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipes that `recipe` is directly made from."""
+    match recipe:
+        case Average(first, second) | Fused(first, second, _):
+            yield first
+            yield second
+        case Shuffled(of, _):
+            yield of
+        case _:
+            return
+
+
+def leaves(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipes at the bottom of the expression, in order, repeats included."""
+    below = list(sources(recipe))
+    if not below:
+        yield recipe
+    for source in below:
+        yield from leaves(source)
+
+
+def maps_used(recipe: Recipe) -> Iterator[str]:
+    """Names of the couplings whose maps `recipe` needs directly, in order, each once."""
+    seen: set[str] = set()
+    if isinstance(recipe, Fused):
+        for block in recipe.blocks:
+            for ref in (block.t_in, block.t_out):
+                if ref.coupling is not None and ref.coupling not in seen:
+                    seen.add(ref.coupling)
+                    yield ref.coupling
+    for source in sources(recipe):
+        for name in maps_used(source):
+            if name not in seen:
+                seen.add(name)
+                yield name
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON data for the manifest; nested recipes stay nested."""
+    match recipe:
+        case Copy(source):
+            return {"copy": source}
+        case Constant(value):
+            return {"constant": value}
+        case Random(key, std):
+            return {"random": key, "std": std}
+        case Average(first, second):
+            return {"average": [describe(first), describe(second)]}
+        case Fused(first, second, blocks):
+            return {
+                "fused": [describe(first), describe(second)],
+                "blocks": [
+                    {"rows": [b.start, b.stop], "t_in": _map_text(b.t_in), "t_out": _map_text(b.t_out)} for b in blocks
+                ],
+            }
+        case Shuffled(of, key):
+            return {"shuffled": describe(of), "key": key}
+
+
+def _map_text(ref: MapRef) -> str:
+    if ref.coupling is None:
+        return "identity"
+    return f"½({ref.coupling} + identity)" if ref.half_identity else ref.coupling
+
+
+def numel(recipe: Recipe) -> int:
+    """Number of elements of the tensor the recipe makes."""
+    count = 1
+    for size in recipe.shape:
+        count *= size
+    return count
+
+
+def is_computed(recipe: Recipe) -> bool:
+    """Whether the recipe is more than copied or constant bytes, so that weights must be read into memory."""
+    return not isinstance(recipe, Copy | Constant)

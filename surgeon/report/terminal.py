@@ -1,0 +1,246 @@
+"""What the command line shows: rich renderables made from the API's results. Prints nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.api import Applied, Inspection, Preview, Verification
+from surgeon.blueprint import Blueprint, Layer
+from surgeon.errors import printable
+from surgeon.plan.selectors import show
+
+_PROMISES = {
+    "exact": Text("exact", style="bold green"),
+    "none": Text("not preserving", style="bold yellow"),
+}
+
+
+def preview_view(preview: Preview, base: str) -> RenderableType:
+    """The new layer list beside the old, what each operation promises, and what it costs."""
+    blueprint = preview.blueprint
+    return Group(
+        Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),
+        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes),
+        Text(),
+        _stack(blueprint),
+        Text(),
+        _operations(blueprint),
+        Text(),
+        _budget(preview),
+    )
+
+
+def applied_view(applied: Applied) -> RenderableType:
+    """A finished surgery in a few lines."""
+    manifest = applied.manifest
+    lines: list[RenderableType] = [
+        Text.assemble(
+            ("done ", "bold green"),
+            printable(str(applied.path)),
+            f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
+            _PROMISES[manifest.promise],
+        ),
+        Text(
+            f"read back: {len(manifest.base.tensors)} base tensors are byte-identical in their places",
+            style="dim",
+        ),
+    ]
+    if applied.left_behind:
+        lines.append(Text(f"not carried along: {_listed(applied.left_behind)}", style="dim"))
+    return Group(*lines)
+
+
+def verification_view(verification: Verification) -> RenderableType:
+    """Checks and comparisons, and the verdict in one line."""
+    checks = Table(box=None, show_header=False, pad_edge=False)
+    for check in verification.checks:
+        mark = Text("holds", style="green") if check.holds else Text("FAILS", style="bold red")
+        checks.add_row(mark, check.name, Text(check.detail, overflow="fold"))
+    parts: list[RenderableType] = [checks]
+    if verification.comparisons:
+        parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
+    difference = verification.first_difference
+    if difference is not None:
+        parts.append(Text(f"first difference ({difference.mode}): {printable(difference.where)}"))
+    return Group(*parts, Text(), verdict(verification))
+
+
+def verdict(verification: Verification) -> Text:
+    """One line: exact, not preserving as promised, or broken."""
+    if not verification.holds:
+        return Text("a promise does not hold", style="bold red")
+    if verification.promise == "none":
+        found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
+        return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
+    if verification.identical is None:
+        return Text("every static promise holds (logits not compared)", style="bold green")
+    return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
+
+
+def inspection_view(inspection: Inspection) -> RenderableType:
+    """What a checkpoint is and what was done to it."""
+    anatomy, folder = inspection.anatomy, inspection.folder
+    sizes = anatomy.sizes
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("family", anatomy.family.model_type)
+    facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
+    facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
+    facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
+    facts.add_row("parameters", count(inspection.parameters))
+    facts.add_row("shards", f"{len(folder.shards)}, {', '.join(sorted({i.dtype for i in folder.tensors.values()}))}")
+    manifest = inspection.manifest
+    if manifest is None:
+        facts.add_row("surgery", "none (no surgery.json)")
+        return facts
+    facts.add_row(
+        "base", printable(manifest.base.id + (f"@{manifest.base.revision}" if manifest.base.revision else ""))
+    )
+    facts.add_row("promise", _PROMISES[manifest.promise])
+    facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
+    for number, entry in enumerate(manifest.operations):
+        facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
+    for ancestor in manifest.lineage:
+        facts.add_row("earlier", f"{printable(', '.join(ancestor.operations))} on {printable(ancestor.base)}")
+    new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
+    facts.add_row("new layers", show(new_layers))
+    facts.add_row(
+        "new tensors",
+        f"{len(manifest.new_tensors)}, in {_listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",
+    )
+    return facts
+
+
+def count(number: int) -> str:
+    """A count of parameters: 1,235,814,400 (1.24B)."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number:,} ({number / size:.3g}{unit})"
+    return f"{number:,}"
+
+
+def size(number: int) -> str:
+    """A number of bytes in decimal units."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number} B"
+
+
+def _stack(blueprint: Blueprint) -> Table:
+    """Old and new layers side by side, from the top of the stack down; runs of kept layers take one row."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("base", justify="right", style="cyan")
+    table.add_column("")
+    table.add_column("output", justify="right")
+    table.add_column("")
+    for run in reversed(list(_runs(blueprint.layers))):
+        first, last = run[0], run[-1]
+        if first.base is not None and last.base is not None:
+            table.add_row(
+                _span(first.base, last.base), "──▶", _span(first.index, last.index), Text("kept", style="dim")
+            )
+        else:
+            table.add_row(
+                "",
+                Text("✚", style="bold green"),
+                Text(_span(first.index, last.index), style="green"),
+                _made(run),
+            )
+    return table
+
+
+def _runs(layers: Iterable[Layer]) -> Iterable[list[Layer]]:
+    run: list[Layer] = []
+    for layer in layers:
+        if run and not _joins(run[-1], layer):
+            yield run
+            run = []
+        run.append(layer)
+    if run:
+        yield run
+
+
+def _joins(below: Layer, above: Layer) -> bool:
+    if below.base is not None and above.base is not None:
+        return above.base == below.base + 1
+    return below.base is above.base is None and below.operation == above.operation and below.init == above.init
+
+
+def _made(run: list[Layer]) -> Text:
+    first, last = run[0], run[-1]
+    text = Text(f"new: {first.init}", style="green")
+    if first.sources and len(run) == 1:
+        text.append(f" of {' and '.join(str(s) for s in first.sources)}")
+    elif first.sources and last.sources:
+        text.append(f" of {_span(first.sources[0], last.sources[-1])}")
+    if first.operation is not None:
+        text.append(f"  (operation {first.operation})", style="dim")
+    return text
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _operations(blueprint: Blueprint) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("operation", "matched", "promise", "why", "trains"):
+        table.add_column(column, overflow="fold")
+    for number, record in enumerate(blueprint.operations):
+        claim = record.claim
+        table.add_row(f"{number} {record.op}", record.matched, _PROMISES[claim.promise], claim.reason, record.trains)
+    return table
+
+
+def _budget(preview: Preview) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    grown = preview.parameters_after / preview.parameters_before
+    table.add_row("parameters", f"{count(preview.parameters_before)} → {count(preview.parameters_after)}, ×{grown:.3g}")
+    table.add_row("new", count(preview.parameters_new))
+    table.add_row("trainable", count(preview.parameters_trainable))
+    holes = f" and {size(preview.bytes_holes)} of zeros as holes" if preview.bytes_holes else ""
+    table.add_row("reads", size(preview.bytes_to_read))
+    table.add_row("writes", f"{size(preview.bytes_to_write)}{holes}, {len(preview.shards)} shards")
+    table.add_row("peak memory", f"about {size(preview.peak_memory)}")
+    native = "native: loads without custom code" if preview.blueprint.native else "loads with trust_remote_code=True"
+    table.add_row("output", native)
+    return table
+
+
+def _comparisons(verification: Verification) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "mode",
+        "dtype",
+        "tokens",
+        "identical",
+        "max |Δ|",
+        "KL (nats)",
+        "top-1",
+        "base loss",
+        "output loss",
+    ):
+        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+    for c in verification.comparisons:
+        table.add_row(
+            c.mode,
+            c.dtype,
+            f"{c.tokens:,}",
+            Text("yes", style="green") if c.identical else Text("no", style="yellow"),
+            f"{c.max_abs_difference:.3g}",
+            f"{c.kl:.3g}",
+            f"{c.top1_agreement:.2%}",
+            f"{c.base_loss:.6f}",
+            f"{c.out_loss:.6f}",
+        )
+    return table
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(printable(name) for name in names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

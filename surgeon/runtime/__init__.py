@@ -1,0 +1,46 @@
+"""The code that ships inside checkpoints, and the table of what to copy for which model type.
+
+Every other file of this folder is copied verbatim beside the weights of a grafted model and imports torch and
+transformers only. This file is not copied.
+"""
+
+from __future__ import annotations
+
+SHARED_FILES = (
+    "surgeon_adapters.py",
+    "surgeon_interpolators.py",
+    "surgeon_layers.py",
+    "surgeon_losses.py",
+    "surgeon_models.py",
+    "surgeon_precision.py",
+    "surgeon_surgery.py",
+)
+
+# Base model type → prefix of its upcycled classes.
+CLASS_PREFIXES = {
+    "llama": "UpcycledLlama",
+    "mistral": "UpcycledMistral",
+    "qwen2": "UpcycledQwen2",
+    "qwen3": "UpcycledQwen3",
+    "gemma": "UpcycledGemma",
+    "gemma2": "UpcycledGemma2",
+    "gemma3_text": "UpcycledGemma3Text",
+    "olmo2": "UpcycledOlmo2",
+    "phi3": "UpcycledPhi3",
+}
+
+# Base model type → files to copy beside the weights.
+RUNTIME_FILES: dict[str, tuple[str, ...]] = {
+    family: (f"modeling_surgeon_{family}.py", *SHARED_FILES) for family in CLASS_PREFIXES
+}
+
+# Base model type → the output config's `auto_map`.
+AUTO_MAP: dict[str, dict[str, str]] = {
+    family: {
+        "AutoConfig": f"modeling_surgeon_{family}.{prefix}Config",
+        "AutoModel": f"modeling_surgeon_{family}.{prefix}Model",
+        "AutoModelForCausalLM": f"modeling_surgeon_{family}.{prefix}ForCausalLM",
+        "AutoModelForSequenceClassification": f"modeling_surgeon_{family}.{prefix}ForSequenceClassification",
+    }
+    for family, prefix in CLASS_PREFIXES.items()
+}

@@ -1,0 +1,91 @@
+"""Llama with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
+
+from .surgeon_adapters import AdapterSite
+from .surgeon_layers import BranchLayer, UpcycledLayer
+from .surgeon_models import (
+    UpcycledCausalLM,
+    UpcycledModel,
+    UpcycledPreTrained,
+    UpcycledSequenceClassifier,
+    attach_surgery,
+)
+
+
+class UpcycledLlamaConfig(LlamaConfig):
+    """The native config and `surgery`; `num_hidden_layers` counts the trunk and its branches."""
+
+    model_type = "upcycled_llama"
+
+    def __init__(self, surgery: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        attach_surgery(self, surgery)
+
+
+class UpcycledLlamaMLP(AdapterSite, LlamaMLP):
+    """The native MLP with an adapter beside it."""
+
+
+class UpcycledLlamaBranch(BranchLayer, LlamaDecoderLayer):
+    """The expanded twin of a trunk layer."""
+
+    mlp_class = UpcycledLlamaMLP
+
+
+class UpcycledLlamaDecoderLayer(UpcycledLayer, LlamaDecoderLayer):
+    """A layer of the trunk."""
+
+    mlp_class = UpcycledLlamaMLP
+    branch_class = UpcycledLlamaBranch
+
+
+class UpcycledLlamaPreTrainedModel(UpcycledPreTrained, LlamaPreTrainedModel):
+    """What all upcycled Llama models share."""
+
+    config_class = UpcycledLlamaConfig
+    _no_split_modules: ClassVar[list[str]] = ["UpcycledLlamaDecoderLayer"]
+    # Hidden states of the trunk alone; attentions of trunk and branches, each branch after its twin.
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": UpcycledLlamaDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+
+class UpcycledLlamaModel(UpcycledModel, UpcycledLlamaPreTrainedModel, LlamaModel):
+    """The base model."""
+
+    layer_class = UpcycledLlamaDecoderLayer
+
+
+class UpcycledLlamaForCausalLM(UpcycledCausalLM, UpcycledLlamaPreTrainedModel, LlamaForCausalLM):
+    """The language model."""
+
+    base_class = UpcycledLlamaModel
+
+
+class UpcycledLlamaForSequenceClassification(
+    UpcycledSequenceClassifier, UpcycledLlamaPreTrainedModel, LlamaForSequenceClassification
+):
+    """The sequence classifier."""
+
+    base_class = UpcycledLlamaModel
+
+
+UpcycledLlamaConfig.register_for_auto_class()
+UpcycledLlamaModel.register_for_auto_class("AutoModel")
+UpcycledLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+UpcycledLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -1,0 +1,91 @@
+"""OLMo 2 with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import (
+    Olmo2Attention,
+    Olmo2DecoderLayer,
+    Olmo2ForCausalLM,
+    Olmo2ForSequenceClassification,
+    Olmo2MLP,
+    Olmo2Model,
+    Olmo2PreTrainedModel,
+)
+
+from .surgeon_adapters import AdapterSite
+from .surgeon_layers import BranchLayer, UpcycledLayer
+from .surgeon_models import (
+    UpcycledCausalLM,
+    UpcycledModel,
+    UpcycledPreTrained,
+    UpcycledSequenceClassifier,
+    attach_surgery,
+)
+
+
+class UpcycledOlmo2Config(Olmo2Config):
+    """The native config and `surgery`; `num_hidden_layers` counts the trunk and its branches."""
+
+    model_type = "upcycled_olmo2"
+
+    def __init__(self, surgery: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        attach_surgery(self, surgery)
+
+
+class UpcycledOlmo2MLP(AdapterSite, Olmo2MLP):
+    """The native MLP with an adapter beside it."""
+
+
+class UpcycledOlmo2Branch(BranchLayer, Olmo2DecoderLayer):
+    """The expanded twin of a trunk layer."""
+
+    mlp_class = UpcycledOlmo2MLP
+
+
+class UpcycledOlmo2DecoderLayer(UpcycledLayer, Olmo2DecoderLayer):
+    """A layer of the trunk."""
+
+    mlp_class = UpcycledOlmo2MLP
+    branch_class = UpcycledOlmo2Branch
+
+
+class UpcycledOlmo2PreTrainedModel(UpcycledPreTrained, Olmo2PreTrainedModel):
+    """What all upcycled OLMo 2 models share."""
+
+    config_class = UpcycledOlmo2Config
+    _no_split_modules: ClassVar[list[str]] = ["UpcycledOlmo2DecoderLayer"]
+    # Hidden states of the trunk alone; attentions of trunk and branches, each branch after its twin.
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": UpcycledOlmo2DecoderLayer,
+        "attentions": Olmo2Attention,
+    }
+
+
+class UpcycledOlmo2Model(UpcycledModel, UpcycledOlmo2PreTrainedModel, Olmo2Model):
+    """The base model."""
+
+    layer_class = UpcycledOlmo2DecoderLayer
+
+
+class UpcycledOlmo2ForCausalLM(UpcycledCausalLM, UpcycledOlmo2PreTrainedModel, Olmo2ForCausalLM):
+    """The language model."""
+
+    base_class = UpcycledOlmo2Model
+
+
+class UpcycledOlmo2ForSequenceClassification(
+    UpcycledSequenceClassifier, UpcycledOlmo2PreTrainedModel, Olmo2ForSequenceClassification
+):
+    """The sequence classifier."""
+
+    base_class = UpcycledOlmo2Model
+
+
+UpcycledOlmo2Config.register_for_auto_class()
+UpcycledOlmo2Model.register_for_auto_class("AutoModel")
+UpcycledOlmo2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+UpcycledOlmo2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

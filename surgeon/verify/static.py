@@ -1,0 +1,164 @@
+"""The static proof: an output against its base and its plan, by bytes and without running a model.
+
+The blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is what
+the plan means, not what the output says about itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+from surgeon.blueprint import Blueprint
+from surgeon.checkpoint.digest import sha256_range
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import printable
+from surgeon.execute import constant_bytes
+from surgeon.families.anatomy import Anatomy
+from surgeon.manifest import Manifest
+from surgeon.recipes import Copy, is_computed
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was promised, whether it holds, and what was found."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+def check_static(
+    blueprint: Blueprint,
+    manifest: Manifest,
+    base: CheckpointFolder,
+    out: CheckpointFolder,
+    anatomy: Anatomy,
+    *,
+    advance: Callable[[int], None],
+) -> list[Check]:
+    """Every check that needs bytes only. `advance` hears of bytes read (of base and output together)."""
+    described = [_config(blueprint, out), _tensors(blueprint, out)]
+    if not all(check.holds for check in described):
+        return described
+    digests = _digests(base, base.tensors, advance), _digests(out, out.tensors, advance)
+    return [
+        *described,
+        _base_is_the_one(manifest, digests[0]),
+        _copies(blueprint, *digests),
+        _silence(blueprint, anatomy, out),
+        _as_born(blueprint, manifest, digests[1]),
+    ]
+
+
+def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
+    """Bytes `check_static` reads, for a progress bar."""
+    return sum(info.nbytes for folder in (base, out) for info in folder.tensors.values())
+
+
+def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
+    wrong = [
+        key
+        for key in sorted({*blueprint.config, *out.config})
+        if blueprint.config.get(key) != out.config.get(key)
+    ]
+    detail = (
+        "as the plan makes it"
+        if not wrong
+        else f"config.json differs from what the plan makes it: {_some(wrong)}"
+    )
+    return Check("config", not wrong, detail)
+
+
+def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
+    expected = {output.name: (output.recipe.dtype, output.recipe.shape) for output in blueprint.outputs}
+    found = {name: (info.dtype, info.shape) for name, info in out.tensors.items()}
+    if missing := [name for name in expected if name not in found]:
+        return Check("tensors", False, f"missing: {_some(missing)}")
+    if extra := [name for name in found if name not in expected]:
+        return Check("tensors", False, f"not in the plan: {_some(extra)}")
+    if wrong := [name for name in expected if expected[name] != found[name]]:
+        return Check("tensors", False, f"of another shape or dtype than planned: {_some(wrong)}")
+    return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
+
+
+def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
+    changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
+    if changed:
+        return Check("base", False, f"not the base this was made from; differing: {_some(changed)}")
+    return Check("base", True, f"the one operated on, by {len(base)} digests")
+
+
+def _copies(blueprint: Blueprint, base: dict[str, str], out: dict[str, str]) -> Check:
+    copies = {o.name: o.recipe.source for o in blueprint.outputs if isinstance(o.recipe, Copy)}
+    wrong = [name for name, source in copies.items() if out[name] != base[source]]
+    kept = sum(not output.new for output in blueprint.outputs)
+    if wrong:
+        return Check("base tensors", False, f"not byte-identical to their originals: {_some(wrong)}")
+    return Check(
+        "base tensors",
+        True,
+        f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them",
+    )
+
+
+def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> Check:
+    """From the family, not from the recipes: which tensors of new layers must hold which constant."""
+    must = anatomy.family.silence(anatomy.parts)
+    loud: list[str] = []
+    checked = 0
+    for layer in blueprint.layers:
+        if layer.operation is None or blueprint.operations[layer.operation].claim.promise != "exact":
+            continue
+        for suffix, value in must.items():
+            name = anatomy.layer_name(layer.index, suffix)
+            info = out.tensors[name]
+            checked += 1
+            if bytes(out.read(name)) != constant_bytes(value, info.dtype, info.shape):
+                loud.append(name)
+    if loud:
+        return Check(
+            "silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}"
+        )
+    if not checked:
+        return Check("silent at birth", True, "no operation promises it")
+    return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
+
+
+def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
+    computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe)]
+    unknown = [name for name in computed if name not in manifest.new_tensors]
+    if unknown:
+        return Check("new tensors", False, f"not in the manifest: {_some(unknown)}")
+    changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
+    if changed:
+        return Check("new tensors", False, f"changed since they were written: {_some(changed)}")
+    return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
+
+
+def _digests(
+    folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]
+) -> dict[str, str]:
+    opened = {file: folder.open_shard(file) for file in folder.shards}
+
+    def digest(name: str) -> tuple[str, str]:
+        info = folder.tensors[name]
+        found = sha256_range(opened[info.file], info.begin, info.end)
+        advance(info.nbytes)
+        return name, found
+
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            return dict(pool.map(digest, names))
+    finally:
+        for handle in opened.values():
+            os.close(handle)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(printable(name) for name in islice(names, 3))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,91 @@
+"""Tiny checkpoints and shipped plans, shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANS = ROOT / "plans"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Llama in bf16, four shards."""
+    return tiny.checkpoint(tmp_path / "base", "llama")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a plan of one `insert_layers` (or of any operations given) and returns its path."""
+
+    def write(*operations: dict[str, Any], seed: int = 0, name: str = "plan.yaml", **insert: Any) -> Path:
+        entries = list(operations) or [{"op": "insert_layers", **insert}]
+        path = tmp_path / name
+        path.write_text(json.dumps({"surgeon": 1, "seed": seed, "operations": entries}, indent=1))
+        return path
+
+    return write
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, read by the safetensors library."""
+    found: dict[str, Any] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        found |= load_file(shard)
+    return found
+
+
+LOADER = """
+import importlib.abc, json, sys
+
+class NoSurgeon(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "surgeon":
+            raise ModuleNotFoundError("surgeon is not installed here")
+
+sys.meta_path.insert(0, NoSurgeon())
+import torch
+from transformers import AutoModelForCausalLM, AutoConfig
+results = {}
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    ids = torch.arange(3, 23).reshape(2, 10) % model.config.vocab_size
+    with torch.inference_mode():
+        logits = model(ids).logits
+        told = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        uncached = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, use_cache=False)
+    results[folder] = {
+        "class": type(model).__name__,
+        "layers": len(model.model.layers),
+        "logits": logits.float().flatten().tolist(),
+        "told": told.tolist(),
+        "told_uncached": uncached.tolist(),
+    }
+json.dump(results, sys.stdout)
+"""
+
+
+def load_elsewhere(*folders: Path, cache: Path) -> list[dict[str, Any]]:
+    """Load, run and generate in a process that cannot import surgeon, with an empty modules cache."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADER, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        cwd=cache,
+        env={"PATH": "/usr/bin:/bin", "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    results = json.loads(ran.stdout)
+    return [results[str(folder)] for folder in folders]

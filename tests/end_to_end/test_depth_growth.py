@@ -1,0 +1,201 @@
+"""Plan → preview → apply → load elsewhere → verify, for every family and every shipped plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from surgeon import api
+from surgeon.families import FAMILIES
+from surgeon.plan import shipped
+from tests import tiny
+from tests.end_to_end.conftest import load_elsewhere, weights
+
+EXACT_PLANS = [name for name in shipped.names() if not name.startswith(("ablation/", "solar"))] + ["ablation/shuffle"]
+CHANGING_PLANS = [name for name in shipped.names() if name not in EXACT_PLANS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plan", ["opt-deus", "llama-pro"])
+def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", family)
+    out = tmp_path / "out"
+    before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
+
+    shown = api.preview(plan, str(base))
+    applied = api.apply(plan, str(base), out)
+    assert [layer.base for layer in applied.preview.blueprint.layers] == [
+        layer.base for layer in shown.blueprint.layers
+    ]
+
+    native, grown = load_elsewhere(base, out, cache=tmp_path)
+    assert grown["class"] == native["class"]
+    assert grown["layers"] == len(shown.blueprint.layers) > native["layers"]
+    assert grown["logits"] == native["logits"]
+    assert grown["told"] == native["told"]
+    assert grown["told_uncached"] == native["told_uncached"]
+
+    for dtypes in (["auto"], ["float32"]):
+        verification = api.verify(base, out, window=24, windows=2, dtypes=dtypes)
+        assert verification.holds
+        assert verification.identical
+    streamed = api.verify(base, out, window=24, windows=2, streamed=True)
+    assert streamed.holds
+    assert streamed.identical
+    assert before == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
+
+
+@pytest.mark.parametrize("plan", EXACT_PLANS)
+def test_exact_plans_verify_as_exact(plan: str, base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    applied = api.apply(plan, str(base), out)
+    assert applied.manifest.promise == "exact"
+    verification = api.verify(base, out, window=24, windows=2)
+    assert verification.holds
+    assert verification.identical
+
+
+@pytest.mark.parametrize("plan", CHANGING_PLANS)
+def test_plans_that_change_the_function_say_so(plan: str, base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    applied = api.apply(plan, str(base), out)
+    assert applied.manifest.promise == "none"
+    verification = api.verify(base, out, window=24, windows=2)
+    assert verification.holds
+    assert verification.identical is False
+    load_elsewhere(out, cache=tmp_path)
+
+
+def test_solar_is_two_overlapping_copies(base: Path, tmp_path: Path) -> None:
+    """Six layers, three quarters (rounded to 4) twice: 0 1 2 3 | 2 3 4 5."""
+    api.apply("solar", str(base), tmp_path / "out")
+    before, after = weights(base), weights(tmp_path / "out")
+    for index, source in enumerate([0, 1, 2, 3, 2, 3, 4, 5]):
+        name = "mlp.gate_proj.weight"
+        assert torch.equal(after[f"model.layers.{index}.{name}"], before[f"model.layers.{source}.{name}"])
+
+
+def test_llama_pro_copies_the_top_of_each_group(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    chosen = plan(where={"every": 3}, per_gap=2, init={"kind": "copy"}, zero_init=True)
+    applied = api.apply(chosen, str(base), tmp_path / "out")
+    assert [layer.base for layer in applied.manifest.layers] == [0, 1, 2, None, None, 3, 4, 5, None, None]
+    before, after = weights(base), weights(tmp_path / "out")
+    for index, source in {3: 1, 4: 2, 8: 4, 9: 5}.items():
+        for name in ("self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"):
+            assert torch.equal(after[f"model.layers.{index}.{name}"], before[f"model.layers.{source}.{name}"])
+        assert not after[f"model.layers.{index}.self_attn.o_proj.weight"].any()
+        assert not after[f"model.layers.{index}.mlp.down_proj.weight"].any()
+
+
+def test_new_tensors_live_in_shards_of_their_own(base: Path, tmp_path: Path) -> None:
+    applied = api.apply("opt-deus", str(base), tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    new = set(applied.manifest.new_tensors)
+    assert {index[name] for name in new}.isdisjoint(index[name] for name in set(index) - new)
+
+
+def test_operations_compose_and_selectors_see_what_came_before(
+    base: Path, plan: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One plan of two operations is byte for byte two plans of one operation each."""
+    first = {"op": "insert_layers", "where": {"after": [0, 3]}, "init": {"kind": "average"}}
+    second = {
+        "op": "insert_layers",
+        "where": {"after": [1, 6]},
+        "init": {"kind": "ot_fusion"},
+        "zero_init": False,
+    }
+    api.apply(plan(first, second, name="both.yaml"), str(base), tmp_path / "both")
+    api.apply(plan(first, name="first.yaml"), str(base), tmp_path / "first")
+    api.apply(plan(second, name="second.yaml"), str(tmp_path / "first"), tmp_path / "second")
+    both, second_after_first = weights(tmp_path / "both"), weights(tmp_path / "second")
+    assert both.keys() == second_after_first.keys()
+    for name, tensor in both.items():
+        assert torch.equal(tensor, second_after_first[name]), name
+    lineage = api.inspect(tmp_path / "second").manifest.lineage
+    assert [ancestor.operations for ancestor in lineage] == [["insert_layers"]]
+
+
+def test_random_init_depends_on_seed_and_name_only(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    chosen = {"where": {"after": [1, 4]}, "init": {"kind": "random"}, "zero_init": False}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        api.apply(plan(seed=seed, name=f"{name}.yaml", **chosen), str(base), tmp_path / name)
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    name = "model.layers.2.mlp.gate_proj.weight"
+    assert torch.equal(a[name], b[name])
+    assert not torch.equal(a[name], c[name])
+    assert not torch.equal(a[name], a["model.layers.6.mlp.gate_proj.weight"])
+    assert a[name].float().std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(a["model.layers.2.input_layernorm.weight"], torch.ones(32, dtype=torch.bfloat16))
+
+
+def test_shuffle_keeps_the_multiset_of_each_matrix(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    where = {"after": [2]}
+    api.apply(plan(where=where, init={"kind": "ot_fusion"}, name="ot.yaml"), str(base), tmp_path / "ot")
+    api.apply(plan(where=where, init={"kind": "shuffle"}, name="s.yaml"), str(base), tmp_path / "shuffled")
+    ot, shuffled = weights(tmp_path / "ot"), weights(tmp_path / "shuffled")
+    for module in ("self_attn.q_proj", "mlp.gate_proj"):
+        name = f"model.layers.3.{module}.weight"
+        assert not torch.equal(ot[name], shuffled[name])
+        assert torch.equal(ot[name].flatten().sort().values, shuffled[name].flatten().sort().values)
+    norm = "model.layers.3.input_layernorm.weight"
+    assert torch.equal(ot[norm], shuffled[norm])
+
+
+def test_side_files_are_carried_and_foreign_ones_left(base: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"):
+        (base / name).write_text(f"content of {name}")
+    (base / "training_args.bin").write_bytes(b"pickle")
+    applied = api.apply("copy", str(base), tmp_path / "out")
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "generation_config.json",
+    ):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    assert "training_args.bin" in applied.left_behind
+    assert not (tmp_path / "out" / "training_args.bin").exists()
+
+
+def test_config_keeps_every_field_it_had(base: Path, tmp_path: Path) -> None:
+    config = json.loads((base / "config.json").read_text()) | {
+        "rope_theta": 5e5,
+        "my_field": [1, 2],
+        "no_rope_layers": [0] * 6,
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    api.apply("copy", str(base), tmp_path / "out")
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    layers = after["num_hidden_layers"]
+    assert after == config | {"num_hidden_layers": layers, "no_rope_layers": [0] * layers}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
+def test_layer_types_follow_their_layers(family: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", family)
+    api.apply("llama-pro", str(base), tmp_path / "out")
+    before = json.loads((base / "config.json").read_text())["layer_types"]
+    after = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
+    manifest = api.inspect(tmp_path / "out").manifest
+    sources = [layer.base if layer.base is not None else before_source(manifest, layer) for layer in manifest.layers]
+    assert after == [before[source] for source in sources]
+
+
+def before_source(manifest, layer) -> int:
+    return manifest.layers[layer.sources[0]].base
+
+
+def test_single_file_base_and_float32(tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32", shard="1GB")
+    assert (base / "model.safetensors").exists()
+    api.apply("opt-deus", str(base), tmp_path / "out")
+    verification = api.verify(base, tmp_path / "out", window=24, windows=2)
+    assert verification.holds
+    assert verification.identical

@@ -1,0 +1,115 @@
+"""Each family's words against transformers' own model of it: the native class is the authority."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput
+from surgeon.families import FAMILIES
+from surgeon.families.anatomy import dissect
+from tests import tiny
+
+# Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
+VARIANTS = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"head_dim": 24, "num_key_value_heads": 4}),
+    ("qwen2", {"tie_word_embeddings": False, "use_sliding_window": False}),
+    ("qwen3", {"attention_bias": True}),
+    ("gemma", {"attention_bias": True}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_parts_are_the_native_model_s(family: str, overrides: dict, tmp_path: Path) -> None:
+    folder = CheckpointFolder.open(tiny.checkpoint(tmp_path, family, **overrides))
+    anatomy = dissect(folder.config, folder.tensors)
+    with torch.device("meta"):
+        native = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    expected = {name: tuple(p.shape) for name, p in native.named_parameters()}
+    ours = {
+        anatomy.layer_name(index, part.suffix): part.shape
+        for index in range(anatomy.sizes.layers)
+        for part in anatomy.parts
+    }
+    assert {n: s for n, s in expected.items() if ".layers." in n} == ours
+    assert anatomy.tied == (native.get_output_embeddings().weight is native.get_input_embeddings().weight)
+    assert anatomy.layer_types == getattr(native.config, "layer_types", None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silenced_layer_is_exactly_the_identity(family: str, dtype: torch.dtype) -> None:
+    """What `silence` says makes the native layer add exactly nothing, whatever its other weights are."""
+    overrides = {"attention_bias": True} if family in ("llama", "qwen3", "gemma", "olmo2") else {}
+    overrides |= {"mlp_bias": True} if family == "llama" else {}
+    model = tiny.model(family, dtype=str(dtype).removeprefix("torch."), **overrides)
+    config = json.loads(model.config.to_json_string())
+    words = FAMILIES[family]
+    parts = words.layer_parts(config, words.sizes(config))
+    layers = model.model.layers
+    state = layers[1].state_dict()
+    for suffix, value in words.silence(parts).items():
+        state[suffix].fill_(value)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.inference_mode():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(hidden[2], hidden[1])
+    assert not torch.equal(hidden[3], hidden[2])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"layer_types": None}),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3}),
+        ("gemma3_text", {"layer_types": None}),
+        ("qwen2", {"layer_types": None}),
+        (
+            "qwen3",
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        ),
+    ],
+)
+def test_layer_types_that_older_configs_leave_out(family: str, changes: dict) -> None:
+    config = json.loads(tiny.config(family).to_json_string()) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    native = AutoConfig.for_model(**config)
+    assert FAMILIES[family].layer_types(config, 6) == native.layer_types
+
+
+def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return CheckpointFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*CONTRIBUTING"),
+        ({"model_type": None}, "no `model_type`"),
+        ({"hidden_size": 64}, r"shape \[.*\], the config calls for \[.*\]"),
+        ({"hidden_size": None}, "`hidden_size` is missing"),
+        ({"hidden_size": "32"}, "`hidden_size` is '32', not a positive whole number"),
+        ({"num_hidden_layers": 5}, "`num_hidden_layers` 5, so there is no layer 5"),
+        ({"num_hidden_layers": 7}, r"model\.layers\.6\..*no shard has it"),
+        ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
+        ({"num_key_value_heads": 4}, "the config calls for"),
+        ({"attention_bias": True}, r"self_attn\.q_proj\.bias: the config calls for this tensor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+    ],
+)
+def test_config_and_weights_that_disagree(tmp_path: Path, changes: dict, message: str) -> None:
+    tiny.checkpoint(tmp_path, "llama")
+    with pytest.raises(BadInput, match=message):
+        folder = open_changed(tmp_path, **changes)
+        dissect(folder.config, folder.tensors)

@@ -1,0 +1,116 @@
+"""Plans that must be refused: each ends in one line that names file, line and remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from surgeon.errors import BadInput
+from surgeon.plan.loading import load_plan, parse_plan
+
+GOOD = """\
+surgeon: 1
+seed: 7
+operations:
+  - op: insert_layers
+    where: {every: 2}
+    init:
+      kind: ot_fusion
+      reg: 6e-2
+"""
+
+
+def refused(text: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        parse_plan(text, source="plan.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("plan.yaml")
+    return message
+
+
+def test_good_plan_with_numbers_as_yaml_1_2_reads_them() -> None:
+    plan = parse_plan(GOOD, source="plan.yaml").plan
+    assert plan.seed == 7
+    assert plan.operations[0].init.reg == 0.06
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("every: 2", "evry: 2"), ["plan.yaml:5", "evry", "every"]),
+        (("where:", "wher:"), ["plan.yaml:5", "unknown key `wher`", "did you mean `where`?"]),
+        (("seed: 7", "sed: 7"), ["plan.yaml:2", "unknown key `sed`", "did you mean `seed`?"]),
+        (("reg:", "regg:"), ["plan.yaml:8", "unknown key `regg`", "did you mean `reg`?"]),
+        (("insert_layers", "insert_layer"), ["plan.yaml:4", "unknown op `insert_layer`", "`insert_layers`"]),
+        (("ot_fusion", "ot_fuson"), ["plan.yaml:7", "unknown kind `ot_fuson`", "`ot_fusion`"]),
+        (("6e-2", "-1"), ["plan.yaml:8", "reg", "-1", "greater than 0"]),
+        (("6e-2", "'0.06'"), ["plan.yaml:8", "reg", '"0.06"', "number"]),
+        (("6e-2", ".inf"), ["plan.yaml:8", "not a finite number"]),
+        (("seed: 7", "seed: 010"), ["plan.yaml:2", "010", "decimal"]),
+        (("seed: 7", "seed: yes"), ["plan.yaml:2", "seed", '"yes"']),
+        (("seed: 7", "seed: true"), ["plan.yaml:2", "seed", "true"]),
+        (("surgeon: 1", "surgeon: 2"), ["plan.yaml:1", "surgeon"]),
+        (("seed: 7", "surgeon: 1"), ["plan.yaml:2", "given twice", "line 1"]),
+        (("{every: 2}", "{every: 2, every: 3}"), ["plan.yaml:5", "`every` given twice"]),
+        (("{every: 2}", "nowhere"), ["plan.yaml:5", "nowhere"]),
+        (("    where: {every: 2}\n", ""), ["plan.yaml:4", "where", "missing"]),
+        (("      kind: ot_fusion\n", ""), ["plan.yaml:6", "kind", "ot_fusion"]),
+    ],
+)
+def test_refusals_name_line_and_remedy(change: tuple[str, str], expected: list[str]) -> None:
+    text = GOOD.replace(*change)
+    assert text != GOOD
+    message = refused(text)
+    for word in expected:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "empty"),
+        ("# nothing\n", "empty"),
+        ("- 1\n", "a plan is a mapping"),
+        ("surgeon: 1\noperations: []\n", "operations"),
+        ("surgeon: 1\noperations:\n  - !!python/object/apply:os.system ['true']\n", "plan.yaml:3: tag"),
+        ("surgeon: !mine 1\n", "plan.yaml:1: tag"),
+        ("surgeon: 1\n  bad: [\n", "not valid YAML"),
+        ("surgeon: [" * 500, "nested more than"),
+        ("? [a, b]\n: 1\n", "keys are plain words"),
+        ("&a [*a]\n", "contains itself"),
+    ],
+)
+def test_documents_that_are_no_plan(text: str, expected: str) -> None:
+    assert expected in refused(text)
+
+
+def test_alias_bomb_is_stopped_by_the_count_of_what_it_expands_to() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    assert "expands to more than" in refused("\n".join(lines))
+
+
+def test_files_that_cannot_be_a_plan(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"surgeon: 1\n# caf\xe9\n")
+    with pytest.raises(BadInput, match=r"latin\.yaml:2: not UTF-8"):
+        load_plan(latin)
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * 1_000_001)
+    with pytest.raises(BadInput, match="larger than"):
+        load_plan(large)
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(BadInput, match="regular file"):
+        load_plan(pipe)
+    with pytest.raises(BadInput, match="cannot read the plan"):
+        load_plan(tmp_path / "absent.yaml")
+
+
+def test_control_characters_of_a_plan_do_not_reach_the_terminal() -> None:
+    message = refused('surgeon: 1\n"\\e[31mred": 1\noperations: []\n')
+    assert "\x1b" not in message
+    assert "\\x1b[31mred" in message

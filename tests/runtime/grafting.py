@@ -1,0 +1,132 @@
+"""Grafted twins of tiny models, made as checkpoints are: the base's tensors, copies of them, newborns."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from surgeon.runtime import CLASS_PREFIXES
+from surgeon.runtime.surgeon_surgery import SCALAR_ALPHA
+from tests import tiny
+
+TRUNK = 6
+HIDDEN = 32
+VOCABULARY = 128
+
+
+def classes(family: str, suffix: str) -> Any:
+    """The family's upcycled class, e.g. `ForCausalLM`."""
+    module = importlib.import_module(f"surgeon.runtime.modeling_surgeon_{family}")
+    return getattr(module, CLASS_PREFIXES[family] + suffix)
+
+
+def control(
+    kind: str = "lerp",
+    *,
+    layers: tuple[int, ...] = (1, 4),
+    divergence: str = "mse",
+    weight: float = 1.0,
+    trunk: int = TRUNK,
+    **interpolator: Any,
+) -> dict[str, Any]:
+    """A surgery of control blocks at `layers`."""
+    return {
+        "trunk_layers": trunk,
+        "control": [
+            {
+                "layer": layer,
+                "branch": trunk + n,
+                "interpolator": {"kind": kind} | interpolator,
+                "divergence": {"kind": divergence, "weight": weight},
+            }
+            for n, layer in enumerate(layers)
+        ],
+    }
+
+
+def adapters(
+    gate: str = "relu", *, layers: tuple[int, ...] = (0, 3), size: int = 12, **local_loss: float
+) -> Any:
+    """A surgery of gated adapters at `layers`."""
+    return {
+        "trunk_layers": TRUNK,
+        "adapters": [{"layer": layer, "size": size, "gate": gate} for layer in layers],
+        "local_loss": local_loss,
+    }
+
+
+def both() -> dict[str, Any]:
+    """Control blocks and adapters together: on one layer, on different ones, and inside a branch."""
+    surgery = control("lerp", layers=(1, 4))
+    surgery["adapters"] = [{"layer": layer, "size": 12, "gate": "sigmoid"} for layer in (0, 4, TRUNK + 1)]
+    surgery["local_loss"] = {"l1": 0.5, "cross_entropy": 0.25}
+    return surgery
+
+
+def every_graft() -> dict[str, dict[str, Any]]:
+    """Each graft of the paper's tables by name, with each interpolator and each gate."""
+    named = {
+        f"control-{kind}": control(kind)
+        for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
+    }
+    named |= {
+        f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")
+    }
+    named |= {f"adapters-{gate}": adapters(gate) for gate in ("relu", "sigmoid", "none")}
+    named["both"] = both()
+    return named
+
+
+def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
+    """The upcycled config: the tail repeats its twins' attention types."""
+    base = tiny.config(family, **overrides).to_dict()
+    twins = [entry["layer"] for entry in surgery.get("control", ())]
+    if base.get("layer_types") is not None:
+        base["layer_types"] = base["layer_types"] + [base["layer_types"][twin] for twin in twins]
+    base["num_hidden_layers"] += len(twins)
+    base.pop("model_type")
+    return classes(family, "Config")(surgery=surgery, **base)
+
+
+def grafted(
+    family: str, surgery: dict[str, Any], *, base: Any | None = None, dtype: str = "float32", **overrides: Any
+) -> Any:
+    """An upcycled causal model in eval mode that holds the base's tensors and copies of them as branches."""
+    base = tiny.model(family, dtype=dtype, **overrides) if base is None else base
+    torch.manual_seed(1)
+    model = classes(family, "ForCausalLM")._from_config(
+        config(family, surgery, **overrides), dtype=getattr(torch, dtype)
+    )
+    state = dict(base.state_dict())
+    for entry in surgery.get("control", ()):
+        prefix = f"model.layers.{entry['layer']}."
+        twin = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in base.state_dict().items()
+            if name.startswith(prefix)
+        }
+        state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert all(".interpolator." in name or ".adapter." in name for name in missing), missing
+    model.tie_weights()
+    return model.eval()
+
+
+def perturbed(model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:
+    """The same model with noise on every new parameter, so that branches differ and adapters speak."""
+    generator = torch.Generator().manual_seed(seed)
+    new = set(model.graft_parameter_names())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in new:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_((noise * scale).to(parameter.dtype))
+    return model
+
+
+def tokens(batch: int = 2, length: int = 12, *, seed: int = 5) -> torch.Tensor:
+    """Random ids that are no special tokens."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

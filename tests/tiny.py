@@ -1,0 +1,78 @@
+"""Tiny checkpoints of every family: random weights, several shards, each family's peculiarities switched on.
+
+Made once per test run and copied from there: the suite needs no network and no model of anybody else's.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# What makes each family itself: biases, sliding windows, query/key norms, post-norms, fused projections, ties.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "olmo2": {},
+    "phi3": {"sliding_window": 8},
+}
+
+
+def config(model_type: str, **overrides: Any) -> Any:
+    """The transformers config of a tiny model of this family."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **(COMMON | FAMILIES[model_type] | overrides))
+
+
+def model(model_type: str, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Any:
+    """A tiny model in eval mode; every parameter random, norms and biases included, so that nothing is special."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    built = AutoModelForCausalLM.from_config(config(model_type, **overrides), dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return built.eval()
+
+
+@functools.cache
+def _made(model_type: str, dtype: str, shard: str, overrides: tuple[tuple[str, Any], ...]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"surgeon-tiny-{model_type}-"))
+    model(model_type, dtype=dtype, **dict(overrides)).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def checkpoint(
+    folder: Path, model_type: str, *, dtype: str = "bfloat16", shard: str = "30KB", **overrides: Any
+) -> Path:
+    """Write a tiny checkpoint of several shards into `folder` (made if absent) and return it."""
+    shutil.copytree(_made(model_type, dtype, shard, tuple(sorted(overrides.items()))), folder, dirs_exist_ok=True)
+    return folder
