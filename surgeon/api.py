@@ -23,6 +23,7 @@ from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.recipes import Copy, is_computed, leaves, numel
+from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from surgeon.verify.logits import LogitComparison
@@ -121,12 +122,25 @@ class Preview:
 
 @dataclass(frozen=True)
 class Applied:
-    """A finished surgery: where the output lies, its manifest, and what the preview said of it."""
+    """A finished surgery: where the output lies, its manifest, what the preview said, and seconds by stage.
+
+    `left_behind` are files of the base that were not carried along.
+    """
 
     path: Path
     manifest: Manifest
     preview: Preview
     left_behind: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "left_behind": list(self.left_behind),
+            "seconds": self.seconds,
+            **self.preview.to_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -207,7 +221,7 @@ def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_r
     if Path(base).exists():
         folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     else:
-        folder = remote_folder(base, revision)
+        folder = remote_folder(base, revision, trust_remote_code=trust_remote_code)
     return _preview(loaded, folder)
 
 
@@ -231,7 +245,7 @@ def apply(
     loaded = load_plan(find_plan(plan))
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
-        _preview(loaded, remote_folder(base, revision))
+        _preview(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code))
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     shown = _preview(loaded, folder, max_shard_bytes=max_shard_bytes)
@@ -244,14 +258,15 @@ def apply(
         device=devices.resolve(device) if _computes(shown.blueprint) else "cpu",
     )
     check_destination(target, located.path)
-    check_space(target, shown.bytes_to_write)
+    check_space(target, shown.bytes_to_write, fingerprint=job.fingerprint)
     for note in shown.notes:
         listener.say(note)
+    stopwatch = Stopwatch()
     try:
-        manifest = execute(job, target, listener)
+        manifest = execute(job, target, listener, stopwatch)
     except OSError as error:
         raise BadInput(_disk_trouble(error, target)) from error
-    return Applied(target, manifest, shown, tuple(folder.left_behind))
+    return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds)
 
 
 def verify(

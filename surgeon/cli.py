@@ -135,7 +135,7 @@ def apply(
             listener=listener,
         )
     if as_json:
-        _print_json({"path": str(applied.path), "left_behind": list(applied.left_behind), **applied.preview.to_json()})
+        _print_json(applied.to_json())
     elif not quiet:
         from surgeon.report.terminal import applied_view
 
@@ -235,11 +235,11 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Without network: train a small base on Python's own documentation, grow it, prove that nothing was lost."""
-    from surgeon.demo import run_demo
+    from surgeon.demo.run import run_demo
 
     with _listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
-    from surgeon.report.terminal import demo_view
+    from surgeon.report.demo import demo_view
 
     _console().print(demo_view(shown))
     if not shown.verification.holds:

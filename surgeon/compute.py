@@ -31,6 +31,7 @@ from surgeon.recipes import (
     Shuffled,
     maps_used,
 )
+from surgeon.stopwatch import Stopwatch
 from surgeon.transport import TransportMap, TransportSettings, half_identity, solve
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -44,10 +45,13 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 class Workshop:
     """Makes the tensors of a blueprint from a base, one after the other, sharing its transport maps."""
 
-    def __init__(self, blueprint: Blueprint, base: CheckpointFolder, *, device: str = "cpu") -> None:
+    def __init__(
+        self, blueprint: Blueprint, base: CheckpointFolder, *, device: str = "cpu", stopwatch: Stopwatch | None = None
+    ) -> None:
         self.blueprint = blueprint
         self.base = base
         self.device = torch.device(device)
+        self.stopwatch = stopwatch or Stopwatch()
         self.reports: dict[str, dict[str, Any]] = {}
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
@@ -136,12 +140,15 @@ class Workshop:
         if block.t_out.coupling is None:
             return self._align_columns(lower, block.t_in)
         solved = self._map(block.t_out)
-        return solved.align_rows(self._aligned[block.t_out.coupling])
+        with self.stopwatch.stage("align rows"):
+            return solved.align_rows(self._aligned[block.t_out.coupling])
 
     def _align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
         if ref.coupling is None:
             return matrix
-        return self._map(ref).align_columns(matrix)
+        found = self._map(ref)
+        with self.stopwatch.stage("align columns"):
+            return found.align_columns(matrix)
 
     def _align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
         if ref.coupling is None:
@@ -160,11 +167,12 @@ class Workshop:
         lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
         upper = self._working(coupling.second)[rows]
         try:
-            solved = solve(lower, upper, TransportSettings(**dict(coupling.settings)))
+            with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
+                solved = solve(lower, upper, TransportSettings(**dict(coupling.settings)))
         except ValueError as error:
             raise BadInput(f"transport map {coupling.name}: {error}") from error
         self._aligned[coupling.name] = lower
-        self.reports[coupling.name] = solved.to_report()
+        self.reports[coupling.name] = solved.solution.to_report()
         return solved
 
     def _working(self, recipe: Recipe) -> Tensor:
@@ -178,7 +186,8 @@ class Workshop:
 
     def _read(self, name: str) -> Tensor:
         info = self.base.tensors[name]
-        raw = self.base.read(name)
+        with self.stopwatch.stage("read"):
+            raw = self.base.read(name)
         if math.prod(info.shape) == 0:
             return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         tensor = torch.frombuffer(raw, dtype=TORCH_DTYPES[info.dtype]).view(info.shape)

@@ -22,13 +22,14 @@ from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.digest import sha256_range, zeros_sha256
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import build_header, read_header
+from surgeon.checkpoint.header import ALIGNMENT, build_header, read_header
 from surgeon.checkpoint.staging import Staging
-from surgeon.errors import BadInput, PromiseBroken, printable
+from surgeon.errors import PromiseBroken, SurgeonError, printable
 from surgeon.layout import Shard, is_hole, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
 from surgeon.plan.loading import LoadedPlan
 from surgeon.recipes import Constant, Copy, is_computed, numel
+from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from surgeon.compute import Workshop
@@ -80,8 +81,8 @@ class Job:
         return sum(nbytes(o) for shard in self.shards for o in shard.outputs if not is_hole(o))
 
 
-def execute(job: Job, out: Path, listener: Listener) -> Manifest:
-    """Write the output of `job` to `out`; at any moment `out` is absent or complete.
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Manifest:
+    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
 
     An earlier run of the same job that was cut off is continued. Raises BadInput for what the user can mend
     (disk full, base changed meanwhile) and PromiseBroken when what was read back is not what was written.
@@ -91,10 +92,17 @@ def execute(job: Job, out: Path, listener: Listener) -> Manifest:
             listener.say(f"{printable(str(out))} was already complete; nothing to do")
             return _published_manifest(out)
         listener.begin("writing", job.bytes_to_write)
-        with _Run(job, staging, listener) as run:
-            for shard in job.shards:
-                run.shard(shard)
-        job.base.check_unchanged()
+        try:
+            with _Run(job, staging, listener, stopwatch) as run:
+                for shard in job.shards:
+                    run.shard(shard)
+                with stopwatch.stage("wait for read-back"):
+                    run.settle()
+            job.base.check_unchanged()
+        except SurgeonError:
+            # The base or the plan is at fault, not the moment: the same command would fail again.
+            staging.abandon()
+            raise
         manifest = run.small_files()
         staging.publish()
     return manifest
@@ -103,11 +111,12 @@ def execute(job: Job, out: Path, listener: Listener) -> Manifest:
 class _Run:
     """The state of one execution: what is known so far of digests and maps.
 
-    Leaving the `with` block waits for the reading thread; its failures come out there, or at the next shard.
+    A second thread reads back; its failures come out at the next shard, or in `settle`.
     """
 
-    def __init__(self, job: Job, staging: Staging, listener: Listener) -> None:
+    def __init__(self, job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch) -> None:
         self.job = job
+        self.stopwatch = stopwatch
         self.staging = staging
         self.listener = listener
         self.digests: dict[str, str] = {}
@@ -122,9 +131,11 @@ class _Run:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._reader.shutdown(wait=True, cancel_futures=kind is not None)
-        if kind is None:
-            for reading in self._reading:
-                reading.result()
+
+    def settle(self) -> None:
+        """Wait until every shard is read back, proved and journalled."""
+        for reading in self._reading:
+            reading.result()
 
     @property
     def workshop(self) -> Workshop:
@@ -132,7 +143,9 @@ class _Run:
         if self._workshop is None:
             from surgeon.compute import Workshop
 
-            self._workshop = Workshop(self.job.blueprint, self.job.base, device=self.job.device)
+            self._workshop = Workshop(
+                self.job.blueprint, self.job.base, device=self.job.device, stopwatch=self.stopwatch
+            )
         return self._workshop
 
     def shard(self, shard: Shard) -> None:
@@ -174,7 +187,7 @@ class _Run:
             self._small(INDEX_FILE, _index(job.shards))
         for name in job.base.side_files:
             (folder / name).parent.mkdir(exist_ok=True)
-            self._small(name, _side_file(job.base.path / name))
+            self._small(name, job.base.read_side_file(name))
         manifest = compose(
             job.loaded,
             job.blueprint,
@@ -196,7 +209,10 @@ class _Run:
 def _write_shard(run: _Run, shard: Shard) -> dict[str, Any]:
     """Write a shard's file; returns the reports of the transport maps that were solved for it."""
     entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-    header, places = build_header(entries, metadata={"format": "pt"})
+    # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
+    # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
+    begins = run.job.base.headers[shard.twin].data_begin if shard.twin else 0
+    header, places = build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
     target = os.open(run.staging.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     with _Sources(run.job.base) as sources:
         try:
@@ -233,14 +249,15 @@ def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, 
     match output.recipe:
         case Copy(source):
             info = run.job.base.tensors[source]
-            copy_range(
-                sources[info.file],
-                target,
-                source_offset=info.begin,
-                target_offset=begin,
-                count=end - begin,
-                progress=run.listener.advance,
-            )
+            with run.stopwatch.stage("copy"):
+                copy_range(
+                    sources[info.file],
+                    target,
+                    source_offset=info.begin,
+                    target_offset=begin,
+                    count=end - begin,
+                    progress=run.listener.advance,
+                )
         case Constant(value, dtype):
             if not is_hole(output):
                 write_all(target, constant_bytes(value, dtype, output.recipe.shape), begin)
@@ -301,13 +318,6 @@ def _index(shards: tuple[Shard, ...]) -> bytes:
     }
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _side_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror})") from None
 
 
 def _published_manifest(out: Path) -> Manifest:

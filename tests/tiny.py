@@ -5,6 +5,7 @@ Made once per test run and copied from there: the suite needs no network and no 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import shutil
 import tempfile
@@ -66,6 +67,7 @@ def model(model_type: str, *, dtype: str = "float32", seed: int = 0, **overrides
 @functools.cache
 def _made(model_type: str, dtype: str, shard: str, overrides: tuple[tuple[str, Any], ...]) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"surgeon-tiny-{model_type}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model(model_type, dtype=dtype, **dict(overrides)).save_pretrained(folder, max_shard_size=shard)
     return folder
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ Progress = Callable[[float, str], None]
 VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
-# Measured on two cores of a current server; what counts is that the number of steps is fixed by it.
-_STEPS_A_SECOND = 16.0
+# Measured on one core of a current server; what counts is that the number of steps is fixed by it.
+_STEPS_A_SECOND = 12.0
 _BATCH, _WINDOW = 8, 64
-_PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 6e-3, 3e-4, 20
+_PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 3e-3, 6e-5, 20
+_WIDTH = 192
 _VALIDATION_WINDOWS = 64
 _SHARD_SIZE = "2MB"
 
@@ -47,13 +49,11 @@ class DemoBase:
     seconds: float
 
 
-def make_base(
-    folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: Progress | None = None
-) -> DemoBase:
+def make_base(folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: Progress | None = None) -> DemoBase:
     """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
 
-    `seconds` is roughly what training takes on two ordinary cores: it sets the number of steps, not a
-    deadline, so that the same seed gives the same base on the same machine. The folder gets several
+    `seconds` is roughly what training takes on one ordinary core: it sets the number of steps, not a
+    deadline, so that the same seed gives the same base. The folder gets several
     shards, config, generation config and tokenizer. `progress(fraction, words)` is told how far it is.
     Raises BadInput where this Python has no sources to read.
     """
@@ -66,17 +66,17 @@ def make_base(
     held_out, trained_on = documents[::20], [text for i, text in enumerate(documents) if i % 20]
     validation, stream = _tokens(tokenizer, held_out), _tokens(tokenizer, trained_on)
     windows = validation[: _VALIDATION_WINDOWS * _WINDOW].view(-1, _WINDOW)
-    # The caller's random state is none of our business.
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _untrained(tokenizer)
         before = _loss(model, windows)
+        _start_from_neighbours(model, stream)
         steps = max(1, round(seconds * _STEPS_A_SECOND))
         losses = _train(
             model, stream, steps=steps, seed=seed, tell=lambda share, words: tell(0.1 + 0.85 * share, words)
         )
-    model.to(torch.bfloat16).eval()
-    after = _loss(model, windows)
+        model.to(torch.bfloat16).eval()
+        after = _loss(model, windows)
     tell(0.95, "saving")
     with quiet_transformers():
         model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
@@ -145,13 +145,15 @@ def _untrained(tokenizer: Any) -> Any:
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
+        hidden_size=_WIDTH,
+        intermediate_size=384,
         num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
+        # Two hundred times fewer steps than usual: matrices start at full scale, not at the customary 0.02.
+        initializer_range=_WIDTH**-0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -159,9 +161,53 @@ def _untrained(tokenizer: Any) -> Any:
     return LlamaForCausalLM(config)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One torch thread inside.
+
+    At this size two threads win little on idle cores and lose a factor of ten on busy ones, where each step
+    waits for the slower of them; and the base no longer depends on how many cores there are.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def _start_from_neighbours(model: Any, stream: Tensor) -> None:
+    """Give the untrained model the statistics of neighbouring tokens, and every block nothing to say yet.
+
+    Embedding E and head H of width d start as the best rank-d factors of log P(next | previous), each
+    centred row weighted by how often its token occurs; training is left with what takes context.
+    Validation after 400 steps of a slightly wider model: 3.95 nats so, 4.26 from random factors, 5.1 from
+    a customary start.
+    """
+    vocabulary = model.config.vocab_size
+    counts = torch.bincount(stream[:-1] * vocabulary + stream[1:], minlength=vocabulary**2)
+    counts_PN = counts.view(vocabulary, vocabulary).float()
+    # Rare tokens lean on the plain frequencies, as if they had been seen 50 times more.
+    plain_N = (counts_PN.sum(0) + 0.5) / (counts_PN.sum() + 0.5 * vocabulary)
+    seen_P1 = counts_PN.sum(1, keepdim=True)
+    log_PN = ((counts_PN + 50 * plain_N) / (seen_P1 + 50)).log()
+    log_PN -= log_PN.mean(1, keepdim=True)
+    share_P1 = (seen_P1 + 1) / (seen_P1 + 1).sum()
+    left, strengths, right_ND = torch.svd_lowrank(log_PN * share_P1.sqrt(), q=model.config.hidden_size, niter=4)
+    embedding_PD = left * strengths / share_P1.sqrt()
+    # The final norm takes the length off every embedding; the head gives the mean length back.
+    lengths_P1 = embedding_PD.square().mean(1, keepdim=True).sqrt()
+    model.model.embed_tokens.weight.copy_(0.5 * embedding_PD / lengths_P1.mean())
+    model.lm_head.weight.copy_(right_ND * (lengths_P1 * share_P1).sum())
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+
+
 def _train(model: Any, stream: Tensor, *, steps: int, seed: int, tell: Progress) -> list[float]:
     """AdamW on random windows of `stream`, linear warm-up then cosine decay; the loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     made = torch.Generator().manual_seed(seed)
     # Windows of an epoch before any repeats, at an offset of its own each epoch.
     order: list[int] = []

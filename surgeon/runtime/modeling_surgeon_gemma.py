@@ -15,8 +15,11 @@ from transformers.models.gemma.modeling_gemma import (
     GemmaPreTrainedModel,
 )
 
+# Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
 from .surgeon_adapters import AdapterSite
+from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
+from .surgeon_losses import Flow  # noqa: F401
 from .surgeon_models import (
     UpcycledCausalLM,
     UpcycledModel,
@@ -24,6 +27,8 @@ from .surgeon_models import (
     UpcycledSequenceClassifier,
     attach_surgery,
 )
+from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_surgery import Surgery  # noqa: F401
 
 
 class UpcycledGemmaConfig(GemmaConfig):

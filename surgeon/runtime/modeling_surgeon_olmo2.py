@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
     Olmo2DecoderLayer,
     Olmo2ForCausalLM,
-    Olmo2ForSequenceClassification,
     Olmo2MLP,
     Olmo2Model,
     Olmo2PreTrainedModel,
 )
 
+# Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
 from .surgeon_adapters import AdapterSite
+from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
+from .surgeon_losses import Flow  # noqa: F401
 from .surgeon_models import (
     UpcycledCausalLM,
     UpcycledModel,
@@ -24,6 +27,8 @@ from .surgeon_models import (
     UpcycledSequenceClassifier,
     attach_surgery,
 )
+from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_surgery import Surgery  # noqa: F401
 
 
 class UpcycledOlmo2Config(Olmo2Config):
@@ -78,9 +83,9 @@ class UpcycledOlmo2ForCausalLM(UpcycledCausalLM, UpcycledOlmo2PreTrainedModel, O
 
 
 class UpcycledOlmo2ForSequenceClassification(
-    UpcycledSequenceClassifier, UpcycledOlmo2PreTrainedModel, Olmo2ForSequenceClassification
+    UpcycledSequenceClassifier, GenericForSequenceClassification, UpcycledOlmo2PreTrainedModel
 ):
-    """The sequence classifier."""
+    """The sequence classifier (transformers 5.0 has none of its own for this family)."""
 
     base_class = UpcycledOlmo2Model
 

@@ -59,17 +59,9 @@ class UpcycledLayer(nn.Module):
             self.expanded = self.branch_class(config, self.control.branch)
             self.interpolator = build_interpolator(self.control.interpolator, config.hidden_size)
 
-    def __call__(
-        self, hidden_states: Tensor, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
         """Run the layer; `surgery_flow` (in training) gives the tokens and takes the losses."""
-        if not self.grafted:
-            return super().__call__(hidden_states, *args, **kwargs)
-        checkpointing = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
-        if checkpointing and not hidden_states.requires_grad:
-            # Reentrant checkpoints pass gradients only if an input asks for one; below, all may be frozen.
-            hidden_states = hidden_states.detach().requires_grad_()
-        if surgery_flow is None:
+        if surgery_flow is None or not self.grafted:
             return super().__call__(hidden_states, *args, **kwargs)
         output, diverged, l1, cross_entropy = super().__call__(
             hidden_states,

@@ -63,9 +63,7 @@ class Flow:
         self.cross_entropy.append(cross_entropy)
 
 
-def open_flow(
-    surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None
-) -> Flow | None:
+def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow | None:
     """The flow of a training step, or None where no auxiliary loss applies. `inputs` is B T or B T D."""
     if surgery.needs_domains and domain_ids is None and not torch.compiler.is_compiling():
         logger.warning_once(
@@ -161,9 +159,7 @@ def close_flow(output: Any, flow: Flow | None, spec: LocalLossSpec, scale: float
     return fields
 
 
-def accumulation_scale(
-    labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any
-) -> float | Tensor:
+def accumulation_scale(labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> float | Tensor:
     """This micro-batch's share of the accumulated batch: its valid labels / `num_items_in_batch`.
 
     The task's loss is normalised so by Trainer; without the same factor auxiliary losses would count once for

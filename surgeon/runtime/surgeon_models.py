@@ -53,15 +53,11 @@ class UpcycledPreTrained(PreTrainedModel):
                 owners += [f"{prefix}layers.{layer}." for layer in surgery.new_layers]
                 for control in surgery.controls.values():
                     if not control.frozen:
-                        owners += [
-                            f"{prefix}layers.{control.layer}.{part}." for part in ("expanded", "interpolator")
-                        ]
+                        owners += [f"{prefix}layers.{control.layer}.{part}." for part in ("expanded", "interpolator")]
                 homes = {control.branch: f"{control.layer}.expanded" for control in surgery.controls.values()}
                 for adapter in surgery.adapters.values():
                     if not adapter.frozen:
-                        owners.append(
-                            f"{prefix}layers.{homes.get(adapter.layer, adapter.layer)}.mlp.adapter."
-                        )
+                        owners.append(f"{prefix}layers.{homes.get(adapter.layer, adapter.layer)}.mlp.adapter.")
         return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
 
     def freeze_base(self) -> list[str]:
@@ -181,7 +177,10 @@ class UpcycledCausalLM(UpcycledPreTrained):
 
 
 class UpcycledSequenceClassifier(UpcycledPreTrained):
-    """The classification head; its loss in training holds the auxiliary losses."""
+    """The classification head; its loss in training holds the auxiliary losses.
+
+    `freeze_base` freezes `score` too, as no surgery made it: let it train by itself where it is new.
+    """
 
     base_class: ClassVar[type[UpcycledModel]]
 

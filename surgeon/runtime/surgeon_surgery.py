@@ -149,9 +149,7 @@ def read_surgery(config: Any) -> Surgery:
     surgery = Surgery(
         trunk_layers=raw["trunk_layers"],
         controls=_by_layer([_control(entry) for entry in raw.get("control", ())], "control"),
-        adapters=_by_layer(
-            [_build(AdapterSpec, entry, "adapter") for entry in raw.get("adapters", ())], "adapter"
-        ),
+        adapters=_by_layer([_build(AdapterSpec, entry, "adapter") for entry in raw.get("adapters", ())], "adapter"),
         local_loss=_build(LocalLossSpec, raw.get("local_loss") or {}, "local_loss"),
         new_layers=tuple(raw.get("new_layers", ())),
     )

@@ -82,9 +82,7 @@ def compare_logits(
         trust_remote_code=trust_remote_code,
         failure=PromiseBroken,
     )
-    return compare_models(
-        base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size
-    )
+    return compare_models(base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size)
 
 
 def compare_models(
@@ -102,9 +100,7 @@ def compare_models(
     `after_pass(mode)` is called whenever base and then out have run the same forward.
     """
     if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(
-            f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}"
-        )
+        raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
     # At least one token must come before the first decoded one.
     steps = min(decode_tokens, ids.shape[1] - 1)
     dtype = str(base.dtype).removeprefix("torch.")

@@ -61,15 +61,9 @@ def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
 
 def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     wrong = [
-        key
-        for key in sorted({*blueprint.config, *out.config})
-        if blueprint.config.get(key) != out.config.get(key)
+        key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
     ]
-    detail = (
-        "as the plan makes it"
-        if not wrong
-        else f"config.json differs from what the plan makes it: {_some(wrong)}"
-    )
+    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {_some(wrong)}"
     return Check("config", not wrong, detail)
 
 
@@ -120,9 +114,7 @@ def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> C
             if bytes(out.read(name)) != constant_bytes(value, info.dtype, info.shape):
                 loud.append(name)
     if loud:
-        return Check(
-            "silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}"
-        )
+        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}")
     if not checked:
         return Check("silent at birth", True, "no operation promises it")
     return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
@@ -139,9 +131,7 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
 
 
-def _digests(
-    folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]
-) -> dict[str, str]:
+def _digests(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:
     opened = {file: folder.open_shard(file) for file in folder.shards}
 
     def digest(name: str) -> tuple[str, str]:

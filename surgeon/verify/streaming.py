@@ -147,9 +147,7 @@ def _first_difference(
 ) -> FirstDifference | None:
     """Digests are of the first layer's input, then of each layer's output, in order."""
     if base[0] != out[0]:
-        return FirstDifference(
-            mode=mode, where="the embeddings", base_layer=None, out_layer=None, suspects=()
-        )
+        return FirstDifference(mode=mode, where="the embeddings", base_layer=None, out_layer=None, suspects=())
     agreed = -1
     for layer, image in enumerate(layer_of_base):
         if base[1 + layer] != out[1 + image]:
@@ -252,9 +250,7 @@ class StreamedModel:
 
     def _stored_names(self) -> dict[str, str]:
         """For every tensor of the model, the name it is stored under; ties are followed, extras refused."""
-        expected = {
-            name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()
-        }
+        expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
         tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
         partners = {source: target for target, source in tied.items()} | tied
         # A checkpoint saved without its head lacks the prefix of the base model on every name.
@@ -272,8 +268,7 @@ class StreamedModel:
         for full, name in sorted(stored.items()):
             if full not in expected and not any(pattern.search(full) for pattern in ignored):
                 raise self.failure(
-                    f"{self._shown}: the checkpoint has the tensor {printable(name)},"
-                    " the model has no place for it"
+                    f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
                 )
         self._check_shapes(expected, names)
         return names
@@ -300,14 +295,10 @@ class StreamedModel:
 
     def _decoder_layers(self) -> list[nn.Module]:
         """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""
-        stacks = [
-            list(child) for child in self.module.get_decoder().children() if isinstance(child, nn.ModuleList)
-        ]
+        stacks = [list(child) for child in self.module.get_decoder().children() if isinstance(child, nn.ModuleList)]
         if not stacks:
             raise self.failure(f"{self._shown}: {type(self.module).__name__} has no stack of decoder layers")
-        return max(
-            stacks, key=lambda stack: sum(value.numel() for layer in stack for value in layer.parameters())
-        )
+        return max(stacks, key=lambda stack: sum(value.numel() for layer in stack for value in layer.parameters()))
 
     def _move_buffers(self) -> None:
         """Put buffers on the device; the ones that are stored get their stored values."""
@@ -367,9 +358,7 @@ class StreamedModel:
                     if self.shard_of[self.stored_as[name]] == path:
                         stored = shard.get_tensor(self.stored_as[name])
                         # A fresh tensor: the mapped one is unaligned and would keep the file mapped.
-                        values[name] = torch.empty(
-                            stored.shape, dtype=self._dtype_of(name), device=self.device
-                        )
+                        values[name] = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
                         values[name].copy_(stored)
         return [values[name] for name in names]
 
@@ -424,9 +413,7 @@ def _shards(folder: Path) -> dict[str, Path]:
         if Path(entry).name != entry or not entry.endswith(".safetensors"):
             raise BadInput(f"{printable(str(index))}: {printable(entry)!r} is not the plain name of a shard")
         if not (folder / entry).is_file():
-            raise BadInput(
-                f"{printable(str(folder / entry))}: the index names this shard, but it is not a file here"
-            )
+            raise BadInput(f"{printable(str(folder / entry))}: the index names this shard, but it is not a file here")
     if not entries:
         raise BadInput(f"{printable(str(index))}: the index lists no tensor")
     return {name: folder / shard for name, shard in entries.items()}

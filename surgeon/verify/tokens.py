@@ -123,9 +123,7 @@ def token_batches(
     Raises BadInput for a text that cannot be read, gives no full window, or has tokens beyond `vocabulary`.
     """
     if window < 2 or vocabulary < 1:
-        raise ValueError(
-            f"window must be at least 2 and vocabulary at least 1, not {window} and {vocabulary}"
-        )
+        raise ValueError(f"window must be at least 2 and vocabulary at least 1, not {window} and {vocabulary}")
     limit = window * windows if windows else None
     if text is not None:
         # Read before the tokenizer is loaded, so that a wrong path is told at once.
@@ -146,9 +144,7 @@ def token_batches(
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window
     if full == 0:
-        raise BadInput(
-            f"{source} gives {len(tokens)} tokens, fewer than one window of {window}; use a smaller window"
-        )
+        raise BadInput(f"{source} gives {len(tokens)} tokens, fewer than one window of {window}; use a smaller window")
     ids = tokens[: full * window].view(full, window)
     if int(ids.max()) >= vocabulary:
         raise BadInput(

@@ -46,9 +46,7 @@ def control(
     }
 
 
-def adapters(
-    gate: str = "relu", *, layers: tuple[int, ...] = (0, 3), size: int = 12, **local_loss: float
-) -> Any:
+def adapters(gate: str = "relu", *, layers: tuple[int, ...] = (0, 3), size: int = 12, **local_loss: float) -> Any:
     """A surgery of gated adapters at `layers`."""
     return {
         "trunk_layers": TRUNK,
@@ -68,12 +66,9 @@ def both() -> dict[str, Any]:
 def every_graft() -> dict[str, dict[str, Any]]:
     """Each graft of the paper's tables by name, with each interpolator and each gate."""
     named = {
-        f"control-{kind}": control(kind)
-        for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
+        f"control-{kind}": control(kind) for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
     }
-    named |= {
-        f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")
-    }
+    named |= {f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")}
     named |= {f"adapters-{gate}": adapters(gate) for gate in ("relu", "sigmoid", "none")}
     named["both"] = both()
     return named
@@ -103,9 +98,7 @@ def grafted(
     for entry in surgery.get("control", ()):
         prefix = f"model.layers.{entry['layer']}."
         twin = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in base.state_dict().items()
-            if name.startswith(prefix)
+            name.removeprefix(prefix): tensor for name, tensor in base.state_dict().items() if name.startswith(prefix)
         }
         state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)

@@ -88,5 +88,5 @@ def test_recorded_outputs() -> None:
     model = perturbed(grafted("llama", both()))
     out = model(tokens(), output_hidden_states=True)
     assert len(out.hidden_states) == 6 + 1
-    eager = perturbed(grafted("llama", both(), attn_implementation="eager"))
-    assert len(eager(tokens(), output_attentions=True).attentions) == eager.config.num_hidden_layers
+    model.set_attn_implementation("eager")
+    assert len(model(tokens(), output_attentions=True).attentions) == model.config.num_hidden_layers

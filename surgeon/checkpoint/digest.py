@@ -1,0 +1,42 @@
+"""sha256 over ranges of files, without holding the interpreter's lock or more than a few MiB."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+
+from surgeon.checkpoint.naming import name_of
+from surgeon.errors import BadInput
+
+_CHUNK = 4 * 1024 * 1024
+# Powers of two times a few: a model's zero tensors have a handful of sizes.
+_KNOWN_ZEROS = 256
+
+
+def sha256_range(fd: int, begin: int, end: int) -> str:
+    """Hex sha256 of the bytes `begin` to `end` of the open file. BadInput when the file ends before `end`.
+
+    Reads into one buffer (a mapping would count as memory of ours); both reading and hashing release the lock,
+    so that another thread copies meanwhile.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_CHUNK, end - begin)))
+    while begin < end:
+        count = os.preadv(fd, [buffer[: min(len(buffer), end - begin)]], begin)
+        if count == 0:
+            raise BadInput(f"{name_of(fd)}: ends {end - begin:,} bytes early; was it cut meanwhile?")
+        digest.update(buffer[:count])
+        begin += count
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=_KNOWN_ZEROS)
+def zeros_sha256(n: int) -> str:
+    """Hex sha256 of `n` zero bytes."""
+    digest = hashlib.sha256()
+    block = bytes(min(n, _CHUNK))
+    for _ in range(n // _CHUNK):
+        digest.update(block)
+    digest.update(block[: n % _CHUNK])
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+"""A checkpoint's folder as surgeon sees it: headers, config and side files, all checked; weights on demand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
+from surgeon.checkpoint.source import LocalSource, Source
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
+from surgeon.errors import BadInput, printable
+
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "surgery.json"
+MAX_CONFIG_BYTES = 4_000_000
+MAX_MANIFEST_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A checkpoint that was opened: everything but the weights is here and was checked.
+
+    `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
+    relative names an output carries along, `left_behind` what else lies in the folder. `manifest` is the parsed
+    `surgery.json`, not validated. `notes` are words for the user.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    shards: tuple[str, ...]
+    headers: dict[str, Header]
+    side_files: tuple[str, ...]
+    left_behind: tuple[str, ...]
+    manifest: dict[str, Any] | None
+    notes: list[str]
+    source: Source
+
+    @classmethod
+    def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
+        """Open a local folder. Raises BadInput, one line, for the first thing that is not as it must be."""
+        return cls.assemble(LocalSource(path), path=path, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:
+        """Read and check everything but the weights. Raises BadInput."""
+        listing = source.listing()
+        weights = choose_weights(
+            listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
+        )
+        config = _config(source, listing)
+        if not trust_remote_code:
+            _refuse_code(config, listing, source.shown)
+        headers = source.headers(list(weights.files))
+        tensors = check_weights(weights, headers, config)
+        manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
+        notes = list(weights.notes)
+        side_files = _side_files(source, listing, notes)
+        known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
+        if SINGLE_FILE not in weights.files:
+            known.add(INDEX_FILE)
+        return cls(
+            path=path,
+            config=config,
+            tensors=tensors,
+            shards=weights.files,
+            headers=headers,
+            side_files=side_files,
+            left_behind=tuple(name for name in listing if name not in known and not _holds_one(name, side_files)),
+            manifest=manifest,
+            notes=notes,
+            source=source,
+        )
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of one tensor. Raises BadInput where its shard changed or was cut."""
+        info = self.tensors[name]
+        content = bytearray(info.nbytes)
+        rest = memoryview(content)
+        fd = self.open_shard(info.file)
+        try:
+            position = info.begin
+            while rest:
+                count = os.preadv(fd, [rest], position)
+                if count == 0:
+                    raise BadInput(
+                        f"{printable(info.file)}: ends within tensor {printable(name)}; was it cut meanwhile?"
+                    )
+                rest = rest[count:]
+                position += count
+        except OSError as error:
+            raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror})") from None
+        finally:
+            os.close(fd)
+        return content
+
+    def read_side_file(self, name: str) -> bytes:
+        """The content of one of `side_files`, opened under the same rules as everything else."""
+        assert name in self.side_files, name
+        return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+
+    def open_shard(self, file: str) -> int:
+        """A read-only descriptor of a shard, for the caller to close; BadInput where it is no longer the same."""
+        return self.source.open_shard(file)
+
+    def identity(self) -> list[dict[str, Any]]:
+        """Name, size, mtime_ns and inode of every shard as they were when the folder was opened."""
+        return self.source.identity()
+
+    def check_unchanged(self) -> None:
+        """Raise BadInput where a shard's size, mtime or inode is not what it was when the folder was opened."""
+        self.source.check_unchanged()
+
+
+def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
+    if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
+        raise BadInput(f"{source.shown}: no config.json here; expected the folder of a transformers checkpoint")
+    return _object(source, CONFIG_FILE, MAX_CONFIG_BYTES)
+
+
+def _object(source: Source, name: str, max_bytes: int) -> dict[str, Any]:
+    found = parse_json_strict(source.small(name, max_bytes=max_bytes), file=name, max_bytes=max_bytes)
+    if not isinstance(found, dict):
+        raise BadInput(f"{source.shown}: {name} holds a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def _refuse_code(config: dict[str, Any], listing: dict[str, int], shown: str) -> None:
+    scripts = [name for name in listing if name.endswith(".py")]
+    if "auto_map" in config or scripts:
+        found = "config.json has an `auto_map`" if "auto_map" in config else f"{printable(scripts[0])} lies beside it"
+        raise BadInput(
+            f"{shown}: the base brings its own code ({found}); it is neither run nor copied unless you have read it and"
+            " say `--trust-remote-code`"
+        )
+
+
+def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:
+    carried: list[str] = []
+    for name, size in listing.items():
+        if not is_side_file(name):
+            continue
+        if size > MAX_SIDE_FILE_BYTES:
+            notes.append(f"{printable(name)} is not carried along: {size:,} bytes, at most {MAX_SIDE_FILE_BYTES:,} are")
+            continue
+        try:
+            source.check_small(name)
+        except BadInput as error:
+            notes.append(f"not carried along: {error}")
+            continue
+        carried.append(name)
+    return tuple(carried)
+
+
+def _holds_one(name: str, side_files: tuple[str, ...]) -> bool:
+    return name.endswith("/") and any(file.startswith(name) for file in side_files)

@@ -1,0 +1,238 @@
+"""safetensors headers: read with every invariant checked before a byte is used, and written.
+
+A file is 8 bytes of little-endian header length N, N bytes of JSON, then the tensors without holes. The JSON
+maps each name to dtype, shape and offsets relative to the end of the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.errors import BadInput, printable
+
+# The library's own cap.
+# What vector instructions of today's processors may care about, in bytes.
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 100_000_000
+# {name: {"shape": [...]}} and nothing deeper.
+_MAX_DEPTH = 3
+# torch and every reader count in signed 64-bit.
+_MAX_COUNT = 2**63 - 1
+_LFS_POINTER = b"version https://git-lfs"
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+# Bits of one element, for every dtype the format knows (safetensors 0.8).
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of one tensor. `begin` and `end` are byte offsets in the file `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Header:
+    """One file's header: tensors in the order of their data, and the digest of the 8 + N header bytes."""
+
+    tensors: tuple[TensorInfo, ...]
+    metadata: dict[str, str] = field(hash=False)
+    data_begin: int
+    sha256: str
+
+
+def read_header(fd: int, *, file: str) -> Header:
+    """Read and check the header of the open file `fd`, which errors call `file`. Raises BadInput."""
+    size = os.fstat(fd).st_size
+    first = _pread(fd, 64, 0)
+    length = header_length(first, file=file, file_size=size)
+    return parse_header(_pread(fd, 8 + length, 0), file=file, file_size=size)
+
+
+def header_length(first: bytes, *, file: str, file_size: int) -> int:
+    """N, the length of the JSON, from the first bytes of a file (8 are needed, 64 tell a git-lfs pointer)."""
+    shown = printable(file)
+    if first.startswith(_LFS_POINTER):
+        raise BadInput(f"{shown}: a git-lfs pointer, not the weights themselves; run `git lfs pull` in the folder")
+    if len(first) < 8:
+        raise BadInput(f"{shown}: {file_size} bytes, too short for a safetensors file; download it again")
+    length: int = struct.unpack("<Q", first[:8])[0]
+    if length > MAX_HEADER_BYTES:
+        raise BadInput(
+            f"{shown}: a header of {length:,} bytes is announced, at most {MAX_HEADER_BYTES:,} are read;"
+            " is this a safetensors file?"
+        )
+    if 8 + length > file_size:
+        raise BadInput(
+            f"{shown}: truncated, {8 + length - file_size:,} bytes of the header itself are missing; download it again"
+        )
+    return length
+
+
+def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
+    """The header from the first 8 + N bytes of a file of `file_size` bytes. Raises BadInput."""
+    shown = printable(file)
+    if len(prefix) < 9 or prefix[8:9] != b"{":
+        raise BadInput(f"{shown}: the header is not a JSON object; is this a safetensors file?")
+    parsed = parse_json_strict(prefix[8:], file=f"{file} (header)", max_depth=_MAX_DEPTH, constants=False)
+    if not isinstance(parsed, dict):
+        raise BadInput(f"{shown}: the header is not a JSON object")
+    metadata = _metadata(parsed.pop(_METADATA, {}), shown)
+    data_begin = len(prefix)
+    tensors = sorted(
+        (_tensor(name, entry, file, data_begin) for name, entry in parsed.items()),
+        key=lambda info: (info.begin, info.end),
+    )
+    _check_contiguous(tensors, shown, data_begin, file_size)
+    return Header(tuple(tensors), metadata, data_begin, hashlib.sha256(prefix).hexdigest())
+
+
+def _metadata(found: Any, shown: str) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise BadInput(f"{shown}: `{_METADATA}` in the header must map strings to strings")
+    return found
+
+
+def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
+    where = f"{printable(file)}: tensor {printable(name)}"
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise BadInput(f"{where}: expected exactly dtype, shape and data_offsets in the header")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise BadInput(f"{where}: unknown dtype {printable(str(dtype))!r}; expected one of {', '.join(DTYPE_BITS)}")
+    if not _counts(shape):
+        raise BadInput(f"{where}: shape {printable(str(shape))} is not a list of whole numbers from 0 to 2^63 - 1")
+    if not _counts(offsets) or len(offsets) != 2:
+        raise BadInput(f"{where}: data_offsets {printable(str(offsets))} are not two whole numbers")
+    begin, end = offsets
+    if begin > end:
+        raise BadInput(f"{where}: data_offsets end ({end}) before they begin ({begin})")
+    expected = _nbytes(dtype, shape, where)
+    if end - begin != expected:
+        raise BadInput(f"{where}: {dtype} {printable(str(shape))} takes {expected} bytes, data_offsets {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), file, data_begin + begin, data_begin + end)
+
+
+def _counts(found: Any) -> bool:
+    # `type`, not isinstance: JSON's true is an int to Python.
+    return isinstance(found, list) and all(type(n) is int and 0 <= n <= _MAX_COUNT for n in found)
+
+
+def _nbytes(dtype: str, shape: Sequence[int], where: str) -> int:
+    bits = 1
+    for size in (*shape, DTYPE_BITS[dtype]):
+        bits *= size
+        # At every step, as the library does: a later 0 does not excuse an overflow, and the product stays small.
+        if bits > _MAX_COUNT:
+            raise BadInput(f"{where}: shape {printable(str(list(shape)))} overflows 64 bits")
+    if bits % 8:
+        raise BadInput(f"{where}: {dtype} {printable(str(list(shape)))} does not end on a whole byte")
+    return bits // 8
+
+
+def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int, file_size: int) -> None:
+    position = data_begin
+    for info in tensors:
+        if info.begin != position:
+            kind = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
+            raise BadInput(
+                f"{shown}: tensor {printable(info.name)} {kind}: begins at {info.begin - data_begin},"
+                f" expected {position - data_begin}"
+            )
+        position = info.end
+    if position > file_size:
+        raise BadInput(f"{shown}: truncated, {position - file_size:,} bytes are missing; download it again")
+    if position < file_size:
+        raise BadInput(f"{shown}: {file_size - position:,} bytes after the last tensor that no tensor owns")
+
+
+def build_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str], phase: int = 0
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The bytes before the data of a file holding `tensors` (name, dtype, shape) in this order.
+
+    Returns the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
+    at `phase` modulo 64: float32 products on mapped weights round by how these lie in memory, so a copy that is
+    to compute the same bits must lie as its original does. The same arguments give the same bytes. Raises
+    BadInput where the result could not be read back.
+    """
+    assert phase % 8 == 0, phase
+    header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    position = 0
+    places: list[tuple[int, int]] = []
+    for name, dtype, shape in tensors:
+        if name in header or name == _METADATA:
+            raise BadInput(f"{printable(name)}: a file cannot hold two tensors of this name")
+        end = position + _nbytes(dtype, shape, printable(name))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        places.append((position, end))
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * ((phase - len(text) - 8) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise BadInput(f"a header of {len(text):,} bytes is more than the {MAX_HEADER_BYTES:,} that readers allow")
+    prefix = struct.pack("<Q", len(text)) + text
+    return prefix, [(len(prefix) + begin, len(prefix) + end) for begin, end in places]
+
+
+def _pread(fd: int, count: int, offset: int) -> bytes:
+    parts: list[bytes] = []
+    while count:
+        part = os.pread(fd, count, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,348 @@
+"""The Hub as a source: snapshots through the client's cache, and headers alone before any weights are fetched.
+
+`huggingface_hub` is imported at first use only. The client's environment counts (HF_ENDPOINT, HF_HOME, HF_TOKEN,
+HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS); offline, no socket is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Never, TypeVar
+
+from surgeon.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.header import Header, header_length, parse_header
+from surgeon.checkpoint.opening import read_capped
+from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
+from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
+from surgeon.errors import BadInput, printable
+
+_T = TypeVar("_T")
+
+_REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
+# Seconds the Hub may be silent.
+_TIMEOUT = 20.0
+_ATTEMPTS = 3
+_HEADERS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a base lies: a folder here and, if it came from the Hub, its repository and commit."""
+
+    path: Path
+    repo_id: str | None = None
+    revision: str | None = None
+
+
+def locate(base: str, *, revision: str | None, weights: bool = True, code: bool = False) -> Located:
+    """Find a base: a local path as it is, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
+
+    Fetched are config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
+    them; never a pickle, and Python files only with `code`. Raises BadInput: not found, gated, revision unknown,
+    offline and not cached, no network.
+    """
+    if Path(base).exists():
+        if revision is not None:
+            raise BadInput(f"{printable(base)}: a folder here has no revision; leave `--revision` out")
+        return Located(Path(base))
+    _check_id(base)
+    if _offline():
+        return _cached(base, revision)
+    repository = _Repository.ask(base, revision)
+    wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
+    if weights:
+        wanted += repository.weight_files()
+    path = Path(_snapshot(base, revision, wanted))
+    return Located(path, base, path.name)
+
+
+def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
+    """A checkpoint on the Hub, its headers fetched by range requests and no byte of its weights.
+
+    Everything but the weights is as `CheckpointFolder.open` gives it; reading a tensor raises BadInput. Offline
+    it is opened from the cache. Raises BadInput.
+    """
+    _check_id(repo_id)
+    if _offline():
+        return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
+    repository = _Repository.ask(repo_id, revision)
+    return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """One commit of a Hub repository, as a source of headers and small files."""
+
+    repo_id: str
+    commit: str
+    files: dict[str, int]
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def ask(cls, repo_id: str, revision: str | None) -> _Repository:
+        from huggingface_hub import HfApi
+
+        info = _call(
+            lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT),
+            repo_id,
+            revision,
+        )
+        if info.sha is None or not _COMMIT.fullmatch(info.sha):
+            raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
+        files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
+        return cls(repo_id, info.sha, dict(sorted(files.items())))
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return printable(self.repo_id)
+
+    def listing(self) -> dict[str, int]:
+        """Files at the top and chat templates; of other folders only the names, as in a local folder."""
+        found: dict[str, int] = {}
+        for name, size in self.files.items():
+            folder, slash, _ = name.partition("/")
+            if slash:
+                found[f"{folder}/"] = 0
+            if not slash or is_side_file(name):
+                found[name] = size
+        return dict(sorted(found.items()))
+
+    def small(self, name: str, *, max_bytes: int) -> bytes:
+        """A small file's content, through the cache."""
+        from huggingface_hub import hf_hub_download
+
+        if self.files.get(name, 0) > max_bytes:
+            raise BadInput(
+                f"{self.shown}: {printable(name)} has {self.files[name]:,} bytes, at most {max_bytes:,} are read"
+            )
+        with _bars_on_terminals_only():
+            path = _call(lambda: hf_hub_download(self.repo_id, name, revision=self.commit), self.repo_id, self.commit)
+        folder = Path(path)
+        for _ in name.split("/"):
+            folder = folder.parent
+        return read_capped(folder, name, max_bytes=max_bytes)
+
+    def check_small(self, name: str) -> None:
+        """What is on the Hub is a regular file."""
+
+    def weight_files(self) -> list[str]:
+        """The shards, from the index if there is one."""
+        weights = choose_weights(
+            self.listing(), lambda: self.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=self.shown
+        )
+        return list(weights.files)
+
+    def headers(self, files: list[str]) -> dict[str, Header]:
+        """Each shard's header: 8 bytes, then as many as they announce."""
+        with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="headers") as pool:
+            return dict(zip(files, pool.map(self._header, files), strict=True))
+
+    def _header(self, file: str) -> Header:
+        first, size = self._prefix(file, 8)
+        # The Hub answers with the file behind a pointer; a mirror may not.
+        if first.startswith(b"version "):
+            raise BadInput(f"{printable(file)}: the Hub sent a git-lfs pointer instead of the weights")
+        length = header_length(first, file=file, file_size=size)
+        prefix, _ = self._prefix(file, 8 + length)
+        self._sizes[file] = size
+        return parse_header(prefix, file=file, file_size=size)
+
+    def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
+        """The first `count` bytes of a file and its whole size."""
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return self._request(file, count)
+            except Exception as error:
+                if not _may_pass(error):
+                    _refuse(error, self.repo_id, self.commit)
+            time.sleep(0.5 * 2**attempt)
+        return _call(lambda: self._request(file, count), self.repo_id, self.commit)
+
+    def _request(self, file: str, count: int) -> tuple[bytes, int]:
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        headers = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+        url = hf_hub_url(self.repo_id, file, revision=self.commit)
+        with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
+            hf_raise_for_status(response)
+            content = bytearray()
+            # A server that ignores ranges sends everything: hang up when there is enough.
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) >= count:
+                    break
+            _, _, total = response.headers.get("Content-Range", "").rpartition("/")
+            size = total if total.isdecimal() else response.headers.get("Content-Length", "")
+        if not size.isdecimal():
+            raise BadInput(f"{self.shown}: {printable(file)}: the Hub does not tell how long it is")
+        return bytes(content[:count]), int(size)
+
+    def open_shard(self, file: str) -> int:
+        """Refused: the weights are not here."""
+        raise BadInput(f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers")
+
+    def identity(self) -> list[dict[str, Any]]:
+        """Name and size of every shard at the commit."""
+        return [{"name": file, "size": size, "commit": self.commit} for file, size in sorted(self._sizes.items())]
+
+    def check_unchanged(self) -> None:
+        """A commit does not change."""
+
+
+def _check_id(base: str) -> None:
+    if not _REPO_ID.fullmatch(base) or ".." in base or "--" in base:
+        raise BadInput(
+            f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
+        )
+
+
+def _is_wanted(name: str, size: int, *, code: bool) -> bool:
+    if is_side_file(name):
+        return size <= MAX_SIDE_FILE_BYTES
+    return name in _SMALL or (code and name.endswith(".py") and "/" not in name)
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _cached(repo_id: str, revision: str | None) -> Located:
+    """The snapshot in the cache, without a word to the network; BadInput where a part of it is missing."""
+    from huggingface_hub import snapshot_download
+
+    def find(patterns: list[str]) -> Path:
+        return Path(
+            _call(
+                lambda: snapshot_download(
+                    repo_id, revision=revision, local_files_only=True, allow_patterns=[glob.escape(p) for p in patterns]
+                ),
+                repo_id,
+                revision,
+            )
+        )
+
+    path = find([CONFIG_FILE])
+    source = LocalSource(path)
+    weights = choose_weights(
+        source.listing(), lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=printable(repo_id)
+    )
+    find([CONFIG_FILE, *weights.files])
+    return Located(path, repo_id, path.name)
+
+
+def _snapshot(repo_id: str, revision: str | None, wanted: list[str]) -> str:
+    from huggingface_hub import snapshot_download
+
+    with _bars_on_terminals_only():
+        return _call(
+            lambda: snapshot_download(
+                repo_id, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]
+            ),
+            repo_id,
+            revision,
+        )
+
+
+@contextlib.contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled() or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _call(ask: Callable[[], _T], repo_id: str, revision: str | None) -> _T:
+    """Ask the client; whatever it raises, of its own or of the libraries under it, becomes one line."""
+    try:
+        return ask()
+    except Exception as error:
+        _refuse(error, repo_id, revision)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether asking again may help: a broken connection or a server's own trouble."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 429
+    return not isinstance(error, BadInput | MemoryError | errors.OfflineModeIsEnabled)
+
+
+def _refuse(error: Exception, repo_id: str, revision: str | None) -> Never:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, BadInput | MemoryError):
+        raise error
+
+    shown = printable(repo_id)
+    if isinstance(error, errors.GatedRepoError):
+        problem = (
+            f"gated: accept its conditions at {constants.ENDPOINT}/{shown}, then log in (`hf auth login`, or a token in"
+            " HF_TOKEN)"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        problem = f"has no revision {printable(revision or 'main')!r}; check `--revision`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        problem = (
+            "no such folder here and no such repository on the Hub, or a private one; check the name, or log in"
+            " (`hf auth login`, or a token in HF_TOKEN)"
+        )
+    elif isinstance(error, errors.HfHubHTTPError):
+        problem = _status(error.response.status_code)
+    elif constants.HF_HUB_OFFLINE or isinstance(error, errors.OfflineModeIsEnabled):
+        problem = (
+            "offline (HF_HUB_OFFLINE), and the cache does not hold all of it; run once online, or give a local folder"
+        )
+    elif isinstance(error, PermissionError):
+        problem = f"the Hub's cache cannot be written ({_first_line(error)}); set HF_HOME to a folder of yours"
+    else:
+        problem = (
+            f"the Hub cannot be reached ({_first_line(error)}); check the network, then run the same command again"
+        )
+    raise BadInput(f"{shown}: {problem}") from error
+
+
+def _status(code: int) -> str:
+    if code in (401, 403):
+        return (
+            f"access refused by the Hub ({code}); log in with a token that may read it (`hf auth login`, or HF_TOKEN)"
+        )
+    if code == 404:
+        return "a file that the listing names is not there (404); try again"
+    if code == 429:
+        return "too many requests, says the Hub (429); wait some minutes, or log in for a higher limit"
+    return f"the Hub answers {code}; try again later"
+
+
+def _first_line(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return printable(f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__)

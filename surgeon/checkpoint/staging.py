@@ -1,0 +1,359 @@
+"""The staged output: written beside its destination, journalled file by file, published by one rename.
+
+Beside `out` stands `.out.surgeon/` with `lock` (held while a process works here), `journal.jsonl` (what is done
+and flushed) and `out/` (the files so far). Whatever interrupts the run, `out` is absent or complete, and the same
+run again continues from the journal.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from surgeon.errors import BadInput, printable
+
+_JOURNAL = "journal.jsonl"
+_LOCK = "lock"
+_STAGED = "out"
+_FORMAT = 1
+# Another process may clean up and remove the folder between our opening its lock and holding it.
+_LOCK_ATTEMPTS = 20
+
+
+@dataclass
+class _Journal:
+    """What a working folder's journal says; `valid_bytes` ends before a line that a kill cut short."""
+
+    fingerprint: str | None = None
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Inode and device of the staged folder when it was about to be renamed: a rename keeps both.
+    published: list[int] | None = None
+    valid_bytes: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> _Journal:
+        journal = cls()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return journal
+        for line in content.splitlines(keepends=True):
+            try:
+                entry = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict):
+                break
+            journal.valid_bytes += len(line)
+            if "fingerprint" in entry:
+                journal.fingerprint = entry["fingerprint"] if entry.get("format") == _FORMAT else None
+            elif "file" in entry:
+                journal.done[entry["file"]] = entry
+            elif "published" in entry:
+                journal.published = entry["published"]
+        return journal
+
+
+class Staging:
+    """One run's hold on an output that is being made.
+
+    `folder` takes the files; `done` journals each, `is_done` finds those of an earlier run with the same
+    `fingerprint`, `publish` makes them `out`. Leaving the `with` block without `publish` leaves `out` absent and
+    the staged files for the next run. `already_published`: an earlier run of this fingerprint was cut off after
+    its `out` stood complete. Entering raises BadInput when another process works on the same `out` or when
+    `out` is somebody else's; OSError of the file system (disk full, …) comes through as it is.
+    """
+
+    def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
+        self.out = _absolute(out)
+        self.working = _working_folder(self.out)
+        self.folder = self.working / _STAGED
+        self.fingerprint = fingerprint
+        self.already_published = False
+        self._say = say
+        self._lock = -1
+        self._journal = -1
+        self._done: dict[str, dict[str, Any]] = {}
+        # What this run has asked for or made: an earlier run may have left more.
+        self._wanted: set[str] = set()
+        self._writing = threading.Lock()
+        self._published = False
+
+    def __enter__(self) -> Self:
+        self._lock = self._take_lock()
+        try:
+            self._continue_or_begin()
+        except BaseException:
+            if not (self.folder.exists() or (self.working / _JOURNAL).exists()):
+                self._clean_up()
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._published and not self.already_published and not self._done:
+                self._clean_up()
+        finally:
+            self._release()
+
+    def is_done(self, file: str) -> dict[str, Any] | None:
+        """The record of a file that is journalled and still as it was then (size and mtime), else None."""
+        record = self._as_left(file)
+        if record is not None:
+            self._wanted.add(file)
+        return record
+
+    def _as_left(self, file: str) -> dict[str, Any] | None:
+        entry = self._done.get(file)
+        if entry is None:
+            return None
+        try:
+            found = os.lstat(self.folder / file)
+        except OSError:
+            return None
+        same = stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (entry["size"], entry["mtime_ns"])
+        record: dict[str, Any] = entry["record"]
+        return record if same else None
+
+    def done(self, file: str, record: dict[str, Any]) -> None:
+        """Flush a finished file of `folder` to disk, then journal it with what `record` says of it (JSON data)."""
+        _sync(self.folder / file)
+        found = os.lstat(self.folder / file)
+        entry = {"file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "record": record}
+        self._append(entry)
+        self._done[file] = entry
+        self._wanted.add(file)
+
+    def abandon(self) -> None:
+        """Forget what is done, so that leaving removes it: for a run that the same command could never finish."""
+        self._done.clear()
+
+    def publish(self) -> None:
+        """Make the staged folder `out`, at once and durably. Every file in it must be journalled.
+
+        Files of an earlier run that this one neither asked for nor made are dropped: the base may have lost a
+        side file meanwhile.
+        """
+        staged = self._staged()
+        assert staged <= self._done.keys(), f"not journalled: {sorted(staged - self._done.keys())}"
+        assert self._wanted <= staged, f"journalled, yet not there: {sorted(self._wanted - staged)}"
+        for name in staged - self._wanted:
+            (self.folder / name).unlink()
+            if "/" in name and not any((self.folder / name).parent.iterdir()):
+                (self.folder / name).parent.rmdir()
+        folders = {(self.folder / name).parent for name in self._wanted} | {self.folder}
+        for folder in sorted(folders, reverse=True):
+            _sync(folder)
+        found = self.folder.stat()
+        self._append({"published": [found.st_ino, found.st_dev]})
+        if os.path.lexists(self.out):
+            raise BadInput(
+                f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing lost:"
+                " move it away and run the same command again"
+            )
+        self.folder.rename(self.out)
+        _sync(self.out.parent)
+        self._published = True
+        self._clean_up()
+
+    def _staged(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
+
+    def _take_lock(self) -> int:
+        for _ in range(_LOCK_ATTEMPTS):
+            try:
+                self.working.mkdir(exist_ok=True)
+                self._check_ours()
+                lock = os.open(self.working / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            except FileExistsError:
+                raise BadInput(f"{printable(str(self.working))}: in the way; surgeon works there, move it") from None
+            except FileNotFoundError:
+                if self.out.parent.is_dir():
+                    continue
+                raise BadInput(f"{printable(str(self.out.parent))}: no such folder to write into; make it") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+                os.close(lock)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise BadInput(
+                    f"{printable(str(self.out))}: process {printable(holder) or '(unknown)'} is writing it; wait for it"
+                    " or choose another folder"
+                ) from None
+            if self._still_there(lock):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+            os.close(lock)
+        raise BadInput(f"{printable(str(self.working))}: others keep making and removing it; choose another folder")
+
+    def _check_ours(self) -> None:
+        # In a folder that all may write to, somebody may have put something of this name there before us.
+        found = os.lstat(self.working)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise BadInput(
+                f"{printable(str(self.working))}: a link, or another user's; surgeon works there, remove it or choose"
+                " another folder"
+            )
+
+    def _still_there(self, lock: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), os.lstat(self.working / _LOCK))
+        except FileNotFoundError:
+            return False
+
+    def _continue_or_begin(self) -> None:
+        journal = _Journal.read(self.working / _JOURNAL)
+        if journal.fingerprint == self.fingerprint and self._was_published(journal):
+            self.already_published = True
+            _sync(self.out.parent)
+            self._clean_up()
+            return
+        if os.path.lexists(self.out):
+            raise BadInput(f"{printable(str(self.out))}: exists; choose another folder, or move it away")
+        if journal.fingerprint != self.fingerprint and (journal.fingerprint is not None or self.folder.exists()):
+            self._set_aside()
+            journal = _Journal()
+        self._done = journal.done
+        begun = journal.fingerprint is not None
+        self._journal = os.open(self.working / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
+        os.ftruncate(self._journal, journal.valid_bytes if begun else 0)
+        if not begun:
+            self._append({"format": _FORMAT, "fingerprint": self.fingerprint})
+            _sync(self.working)
+        self.folder.mkdir(exist_ok=True)
+        for name in self._staged():
+            if self._as_left(name) is None:
+                (self.folder / name).unlink()
+        kept = sum(self._as_left(file) is not None for file in self._done)
+        if kept:
+            self._say(f"continuing an earlier run: {kept} files are done already")
+
+    def _was_published(self, journal: _Journal) -> bool:
+        if journal.published is None or self.folder.exists() or not self.out.is_dir() or self.out.is_symlink():
+            return False
+        found = self.out.stat()
+        return journal.published == [found.st_ino, found.st_dev]
+
+    def _set_aside(self) -> None:
+        """Move another run's working folder away, lock and all, and hold the lock of a new one."""
+        number = 1
+        while os.path.lexists(aside := self.working.with_name(f"{self.working.name}.old-{number}")):
+            number += 1
+        self.working.rename(aside)
+        self._say(
+            f"{printable(str(self.working))} was of another plan, base or version; it now lies in"
+            f" {printable(aside.name)}, remove it when you do not need it"
+        )
+        self._release()
+        self._lock = self._take_lock()
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = (json.dumps(entry, separators=(",", ":"), sort_keys=True) + "\n").encode()
+        with self._writing:
+            while line:
+                line = line[os.write(self._journal, line) :]
+            os.fsync(self._journal)
+
+    def _clean_up(self) -> None:
+        published = self._published or self.already_published
+        # While it can tell a run after a kill that `out` is complete, the journal stays; else the lock does.
+        order = (_LOCK, _JOURNAL) if published else (_JOURNAL, _LOCK)
+        try:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            for name in order:
+                (self.working / name).unlink(missing_ok=True)
+            self.working.rmdir()
+        except OSError as error:
+            self._say(f"{printable(str(self.working))} could not be removed ({error.strerror}); remove it by hand")
+
+    def _release(self) -> None:
+        for fd in (self._journal, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._journal = self._lock = -1
+
+
+def check_destination(out: Path, base: Path | None) -> None:
+    """Refuse an `out` that exists, has no writable parent, or is, holds or lies in `base`. Raises BadInput.
+
+    An `out` that a killed run left complete but not cleaned up passes: `Staging` tells whose it is.
+    """
+    target = _absolute(out)
+    shown = printable(str(out))
+    if not target.parent.is_dir():
+        raise BadInput(f"{shown}: {printable(str(target.parent))} is no folder; make it first")
+    if base is not None:
+        _check_apart(target, base, shown)
+    if os.path.lexists(target) and _Journal.read(_working_folder(target) / _JOURNAL).published is None:
+        raise BadInput(f"{shown}: exists; choose another folder, or move it away")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise BadInput(f"{shown}: {printable(str(target.parent))} is not writable for you")
+
+
+def _check_apart(target: Path, base: Path, shown: str) -> None:
+    real_base = Path(os.path.realpath(base))
+    # Compared by inode: links, bind mounts and case-insensitive names give one folder many paths.
+    base_stat = real_base.stat()
+    real_target = Path(os.path.realpath(target))
+    for folder in (real_target, *real_target.parents):
+        if folder.exists() and os.path.samestat(folder.stat(), base_stat):
+            where = "is the base itself" if folder == real_target else "lies in the base"
+            raise BadInput(f"{shown}: {where}, which is never written to; choose another folder")
+    if real_target.exists():
+        target_stat = real_target.stat()
+        if any(os.path.samestat(folder.stat(), target_stat) for folder in real_base.parents):
+            raise BadInput(f"{shown}: holds the base, which is never written to; choose another folder")
+
+
+def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None) -> None:
+    """Refuse when the file system of `out` has less room than `needed_bytes`. Raises BadInput with both numbers.
+
+    What an earlier run of the same `fingerprint` has staged already is not needed again.
+    """
+    target = _absolute(out)
+    system = os.statvfs(target.parent)
+    free = system.f_bavail * system.f_frsize
+    working = _working_folder(target)
+    if fingerprint is not None and _Journal.read(working / _JOURNAL).fingerprint == fingerprint:
+        needed_bytes -= sum(path.lstat().st_blocks * 512 for path in (working / _STAGED).glob("*"))
+    if needed_bytes > free:
+        raise BadInput(
+            f"{printable(str(out))}: {needed_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free on its disk;"
+            " free some or choose another disk"
+        )
+
+
+def _absolute(out: Path) -> Path:
+    # The last part stays as it is: a link there must be seen, not followed.
+    if out.name in ("", ".."):
+        return Path(os.path.realpath(out))
+    return Path(os.path.realpath(out.parent)) / out.name
+
+
+def _working_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.surgeon")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

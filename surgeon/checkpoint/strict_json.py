@@ -1,0 +1,106 @@
+"""JSON from strangers: capped in size, depth and digits before a parser sees it, no key twice.
+
+Python's own parser recurses once a nesting level and reads integers of any length; a checkpoint's header,
+index or config is anybody's file, so what it may cost is decided here first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Never
+
+from surgeon.errors import BadInput, printable
+
+MAX_BYTES = 100_000_000
+MAX_DEPTH = 64
+MAX_DIGITS = 64
+# Commas and opening brackets: what the parsed value costs in memory grows with them. A safetensors header has
+# about ten a tensor, an index one.
+MAX_ITEMS = 1_500_000
+_QUOTES_PER_ITEM = 4
+
+# A string token, or the rest of the file where one is not closed: possessive, so it takes one pass and no stack.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+# An integer to Python, a float to other parsers: what one reader checks another would not see.
+_MINUS_ZERO = re.compile(rb"-0(?![0-9.eE])")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_BRACES_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def parse_json_strict(
+    data: bytes,
+    *,
+    file: str,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    max_items: int = MAX_ITEMS,
+    constants: bool = True,
+) -> Any:
+    """The value of a UTF-8 JSON document; `file` is what errors call it.
+
+    `constants` admits NaN and Infinity, which Python writes and transformers reads in configs. Raises BadInput
+    for what is too big, too deep, not JSON, not UTF-8, holds a key twice or a character that is half of one.
+    """
+    shown = printable(file)
+    if len(data) > max_bytes:
+        raise BadInput(f"{shown}: {len(data):,} bytes of JSON, at most {max_bytes:,} are read")
+    _check_cost(data, shown, max_depth=max_depth, max_items=max_items)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise BadInput(f"{shown}: the key {printable(_first_repeated(pairs))!r} stands twice in one object")
+        return found
+
+    def refuse(constant: str) -> Never:
+        raise BadInput(f"{shown}: {constant} is not JSON")
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=None if constants else refuse)
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{shown}: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{shown}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    if _SURROGATE.search(data):
+        _refuse_half_characters(value, shown)
+    return value
+
+
+def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> None:
+    # Counted first, because taking strings out costs memory for each of them.
+    if data.count(b'"') > _QUOTES_PER_ITEM * max_items + 2:
+        raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is no checkpoint's file")
+    bare = _STRING.sub(b"", data)
+    if bare.count(b",") + bare.count(b"[") + bare.count(b"{") > max_items:
+        raise BadInput(f"{shown}: more than {max_items:,} values; this is no checkpoint's file")
+    if _LONG_NUMBER.search(bare):
+        raise BadInput(f"{shown}: a number of more than {MAX_DIGITS} digits")
+    if _MINUS_ZERO.search(bare):
+        raise BadInput(f"{shown}: minus zero, which parsers read differently; write 0")
+    brackets = bare.translate(_BRACES_AS_BRACKETS, delete=_NO_BRACKETS)
+    # Each pass takes away the innermost pairs, so the number of passes is the depth.
+    for _ in range(max_depth):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise BadInput(f"{shown}: brackets that are not closed, or nested more than {max_depth} deep")
+
+
+def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError("no key stands twice")
+
+
+def _refuse_half_characters(value: Any, shown: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadInput(f"{shown}: a string holds half of a UTF-16 pair, which no encoding can write") from None

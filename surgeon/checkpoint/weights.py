@@ -1,0 +1,151 @@
+"""Which files of a checkpoint hold its weights, by the rules of transformers, and whether they agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, Header, TensorInfo
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.errors import BadInput, printable
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64_000_000
+
+_SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
+_PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files that hold weights; `weight_map` is the index's (tensor name → file), None for a single file."""
+
+    files: tuple[str, ...]
+    weight_map: dict[str, str] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def choose_weights(names: Iterable[str], read_index: Callable[[], bytes], *, shown: str) -> Weights:
+    """Pick the weight files among a checkpoint's file names, as transformers would. Raises BadInput.
+
+    A single file wins over an index. A file beside the index that looks like one of its shards is refused: one
+    of the two is from another download.
+    """
+    # A folder in a file's place is chosen like the file; opening it tells what it is.
+    names = sorted(name.removesuffix("/") for name in names)
+    tensors_files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    notes: list[str] = []
+    if SINGLE_FILE in names:
+        others = [name for name in names if name == INDEX_FILE or (name in tensors_files and name != SINGLE_FILE)]
+        if others:
+            notes.append(f"{SINGLE_FILE} is used, as transformers does; ignored beside it: {_some(others)}")
+        return Weights((SINGLE_FILE,), None, notes)
+    if INDEX_FILE not in names:
+        raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}")
+    weight_map = _weight_map(read_index())
+    files = tuple(sorted(set(weight_map.values())))
+    if missing := [file for file in files if file not in names]:
+        raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index; download again")
+    unlisted = [name for name in tensors_files if name not in files]
+    if strays := [name for name in unlisted if _SHARD.fullmatch(name)]:
+        raise BadInput(
+            f"{shown}: {_some(strays)} looks like a shard, yet {INDEX_FILE} does not name it; remove it, or get the"
+            " index that belongs to it"
+        )
+    if unlisted:
+        notes.append(f"not in the index, ignored: {_some(unlisted)}")
+    return Weights(files, weight_map, notes)
+
+
+def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
+    if shards := [name for name in tensors_files if _SHARD.fullmatch(name)]:
+        return f"shards ({_some(shards)}) without {INDEX_FILE}; download that too"
+    if "config.json" not in names and not any(name.endswith((".gguf", ".safetensors")) for name in names):
+        return "no config.json and no weights here; expected the folder of a transformers checkpoint"
+    if tensors_files:
+        return f"neither {SINGLE_FILE} nor {INDEX_FILE}; {_some(tensors_files)} is not the model's weights"
+    if pickled := [name for name in names if _PICKLED.fullmatch(name)]:
+        return (
+            f"only pickled weights ({_some(pickled)}), which surgeon never opens because they can run code; convert"
+            " them where you trust them: `AutoModelForCausalLM.from_pretrained(BASE).save_pretrained(NEW)`"
+            " writes safetensors"
+        )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"only GGUF weights ({_some(gguf)}); use the safetensors checkpoint that they were made from"
+    return f"no weights here; expected {SINGLE_FILE} or {INDEX_FILE}"
+
+
+def _weight_map(content: bytes) -> dict[str, str]:
+    index = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{INDEX_FILE}: no `weight_map` that names the file of each tensor")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise BadInput(
+                f"{INDEX_FILE}: tensor {printable(tensor)} is said to be in {printable(str(file))!r}; expected the"
+                " plain name of a .safetensors file in the same folder"
+            )
+    return weight_map
+
+
+def _is_plain(file: str) -> bool:
+    return (
+        file.endswith(".safetensors")
+        and file.isprintable()
+        and not file.startswith(".")
+        and not set(file) & set("/\\\0")
+        and len(file.encode()) <= 255
+    )
+
+
+def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """All tensors of all shards; BadInput where index and headers disagree or a tensor is no weight."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in weights.files:
+        for info in headers[file].tensors:
+            if weights.weight_map is not None:
+                _check_place(info, weights.weight_map)
+            _check_float(info, config)
+            tensors[info.name] = info
+    for name, file in (weights.weight_map or {}).items():
+        if name not in tensors:
+            raise BadInput(f"{INDEX_FILE}: places tensor {printable(name)} in {printable(file)}, which lacks it")
+    if not tensors:
+        raise BadInput(f"{printable(weights.files[0])}: holds no tensors at all")
+    return tensors
+
+
+def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
+    place = weight_map.get(info.name)
+    if place is None:
+        raise BadInput(f"{printable(info.file)}: holds tensor {printable(info.name)}, which {INDEX_FILE} does not name")
+    if place != info.file:
+        raise BadInput(
+            f"{printable(info.file)}: holds tensor {printable(info.name)}, which {INDEX_FILE} places in"
+            f" {printable(place)}"
+        )
+
+
+def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
+    if info.dtype in FLOAT_DTYPES:
+        return
+    found = f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}"
+    method = config.get("quantization_config")
+    if method is not None:
+        kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
+        raise BadInput(
+            f"{found}: a quantised base ({printable(str(kind))}); operate on the full-precision weights and quantise"
+            " the output"
+        )
+    raise BadInput(
+        f"{found}; surgery needs plain floating-point weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{printable(names[0])}{more}"

@@ -1,0 +1,303 @@
+"""The Hub as a source, against a stand-in on the loopback interface: what is fetched, what is refused, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.checkpoint.hub import locate
+from surgeon.errors import BadInput
+from tests.checkpoint.files import INDEX, SHARDS, sharded, single, write_config, write_shard
+from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
+
+FIRST, SECOND = sorted(SHARDS)
+
+# HF_ENDPOINT and its kin are read when the client is imported: every call is a process of its own.
+CLIENT = """
+import json, sys
+sockets = []
+# The first socket that is made or used from here on is remembered, whoever makes it.
+sys.addaudithook(lambda event, arguments: sockets.append(event) if event.startswith("socket.") else None)
+from dataclasses import asdict
+from surgeon.checkpoint.hub import locate, remote_folder
+from surgeon.errors import BadInput
+assert "huggingface_hub" not in sys.modules
+call, options = sys.argv[1], json.loads(sys.argv[2])
+try:
+    if call == "locate":
+        located = locate(options.pop("base"), **options)
+        told = {"path": str(located.path), "repo_id": located.repo_id, "revision": located.revision}
+    else:
+        folder = remote_folder(**options)
+        told = {
+            "tensors": {name: [i.dtype, i.shape, i.file, i.begin, i.end] for name, i in folder.tensors.items()},
+            "shards": folder.shards, "side_files": folder.side_files, "left_behind": folder.left_behind,
+            "config": folder.config, "manifest": folder.manifest, "notes": folder.notes,
+            "identity": folder.identity(), "path": str(folder.path),
+            "sha256": {file: header.sha256 for file, header in folder.headers.items()},
+        }
+        folder.check_unchanged()
+        try:
+            told["read"] = len(folder.read(next(iter(folder.tensors))))
+        except BadInput as error:
+            told["read"] = str(error)
+except BadInput as error:
+    told = {"refused": str(error)}
+print(json.dumps(told | {"sockets": sockets, "torch": "torch" in sys.modules}))
+"""
+
+
+def ask(hub: Hub, home: Path, call: str, options: dict[str, Any], **environment: str) -> dict[str, Any]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", CLIENT, call, json.dumps(options)],
+        env=clean | proxies | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert not told["torch"]
+    if "refused" not in told:
+        # No bars where nobody looks.
+        assert ran.stderr == ""
+    return told
+
+
+def refused(hub: Hub, home: Path, call: str, **environment: str) -> str:
+    options = (
+        {"base": "user/model", "revision": None} if call == "locate" else {"repo_id": "user/model", "revision": None}
+    )
+    message: str = ask(hub, home, call, options, **environment)["refused"]
+    assert "\n" not in message
+    return message
+
+
+BIG = {
+    "model-00001-of-00002.safetensors": {"a.weight": ("BF16", (400, 500))},
+    "model-00002-of-00002.safetensors": {"c.weight": ("F32", (100, 100))},
+}
+OTHERS = ["pytorch_model.bin", "original/consolidated.00.pth", "README.md", "flax_model.msgpack", "run.sh"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    write_config(folder)
+    for file, tensors in BIG.items():
+        write_shard(folder / file, tensors)
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {name: file for file, held in BIG.items() for name in held}})
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("x")
+    (folder / "original").mkdir()
+    write_shard(folder / "consolidated.safetensors", {"x": ("F32", (1000, 100))})
+    for name in OTHERS:
+        (folder / name).write_bytes(b"0" * 1000)
+    return folder
+
+
+@pytest.fixture
+def hub(base: Path) -> Iterator[Hub]:
+    with serve(Hub(files_of(base))) as hub:
+        yield hub
+
+
+def header_bytes(content: bytes) -> int:
+    return 8 + struct.unpack("<Q", content[:8])[0]
+
+
+def test_a_preview_fetches_headers_and_no_byte_of_weights(hub: Hub, base: Path, tmp_path: Path) -> None:
+    from surgeon.checkpoint.folder import CheckpointFolder
+
+    told = ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": None})
+    local = CheckpointFolder.open(base)
+    assert told["tensors"] == {
+        name: [i.dtype, list(i.shape), i.file, i.begin, i.end] for name, i in local.tensors.items()
+    }
+    assert tuple(told["shards"]) == local.shards
+    assert tuple(told["side_files"]) == local.side_files
+    assert set(told["left_behind"]) == set(local.left_behind)
+    assert told["config"] == local.config
+    assert told["notes"] == local.notes
+    assert told["sha256"] == {file: header.sha256 for file, header in local.headers.items()}
+    assert told["identity"][0] == {"name": FIRST, "size": (base / FIRST).stat().st_size, "commit": COMMIT}
+    assert "not downloaded" in told["read"]
+    for file in (FIRST, SECOND):
+        pieces = [count for _, name, count in hub.sent if name == file]
+        assert sorted(pieces) == [8, header_bytes(hub.files[file])]
+    fetched = {name for method, name, _ in hub.sent if method == "GET"}
+    assert fetched == {"config.json", INDEX, FIRST, SECOND}
+
+
+def test_a_server_without_ranges_is_hung_up_on(hub: Hub, tmp_path: Path) -> None:
+    hub.ranges = False
+    told = ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": "main"})
+    assert set(told["tensors"]) == {"a.weight", "c.weight"}
+
+
+def test_a_server_s_own_trouble_is_waited_out(hub: Hub, tmp_path: Path) -> None:
+    hub.failures_before_success = 2
+    told = ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": "main"})
+    assert set(told["tensors"]) == {"a.weight", "c.weight"}
+
+
+def test_download_then_offline(hub: Hub, base: Path, tmp_path: Path) -> None:
+    """Exactly what an output needs is fetched; afterwards the cache serves it without opening a socket."""
+    from surgeon.checkpoint.folder import CheckpointFolder
+
+    home = tmp_path / "home"
+    options = {"base": "user/model", "revision": None}
+    told = ask(hub, home, "locate", options)
+    assert (told["repo_id"], told["revision"]) == ("user/model", COMMIT)
+    wanted = {"config.json", INDEX, FIRST, SECOND, "tokenizer.json", "additional_chat_templates/tool.jinja"}
+    assert {name for method, name, _ in hub.sent if method == "GET"} == wanted
+    path = Path(told["path"])
+    assert set(files_of(path)) == wanted
+    cached = CheckpointFolder.open(path)
+    assert cached.read("a.weight") == CheckpointFolder.open(base).read("a.weight")
+    assert cached.side_files == ("additional_chat_templates/tool.jinja", "tokenizer.json")
+
+    hub.sent.clear()
+    again = ask(hub, home, "locate", options)
+    assert again["path"] == told["path"]
+    assert not [entry for entry in hub.sent if entry[0] == "GET" and entry[1].endswith(".safetensors")]
+
+    hub.sent.clear()
+    offline = ask(hub, home, "locate", options, HF_HUB_OFFLINE="1")
+    assert (offline["path"], offline["revision"], offline["sockets"]) == (told["path"], COMMIT, [])
+    preview = ask(hub, home, "remote", {"repo_id": "user/model", "revision": COMMIT}, HF_HUB_OFFLINE="1")
+    assert preview["read"] == 400_000
+    assert preview["sockets"] == []
+    assert hub.sent == []
+
+    (path / SECOND).unlink()
+    message = ask(hub, home, "locate", options, HF_HUB_OFFLINE="1")
+    assert "missing" in message["refused"] or "offline" in message["refused"]
+    assert message["sockets"] == []
+
+
+def test_the_socket_alarm_works(hub: Hub, tmp_path: Path) -> None:
+    """What the offline test relies on."""
+    assert ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": None})["sockets"]
+
+
+@pytest.mark.parametrize("call", ["locate", "remote"])
+def test_offline_and_not_cached(call: str, hub: Hub, tmp_path: Path) -> None:
+    message = refused(hub, tmp_path / "home", call, HF_HUB_OFFLINE="1")
+    assert message.startswith("user/model: offline (HF_HUB_OFFLINE)")
+    assert hub.tokens == set()
+
+
+def test_config_alone_and_code_when_asked(hub: Hub, tmp_path: Path) -> None:
+    hub.files["modeling_x.py"] = b"# code"
+    options: dict[str, Any] = {"base": "user/model", "revision": "main", "weights": False}
+    path = Path(ask(hub, tmp_path / "home", "locate", options)["path"])
+    assert not list(path.glob("*.safetensors"))
+    assert not list(path.glob("*.py"))
+    ask(hub, tmp_path / "home", "locate", options | {"code": True})
+    assert [file.name for file in path.glob("*.py")] == ["modeling_x.py"]
+
+
+def test_a_single_file_is_fetched_alone(tmp_path: Path) -> None:
+    single(sharded(tmp_path / "base"))
+    with serve(Hub(files_of(tmp_path / "base"))) as hub:
+        path = Path(ask(hub, tmp_path / "home", "locate", {"base": "user/model", "revision": None})["path"])
+        assert {file.name for file in path.glob("*.safetensors")} == {"model.safetensors"}
+
+
+def test_the_token_is_used(hub: Hub, tmp_path: Path) -> None:
+    options = {"repo_id": "user/model", "revision": None}
+    ask(hub, tmp_path / "home", "remote", options, HF_TOKEN="hf_secret")
+    assert hub.tokens == {"Bearer hf_secret"}
+
+
+INFO, FILES = "/api/models/user/model", "/user/model/resolve/"
+
+
+@pytest.mark.parametrize(
+    ("refuse", "words"),
+    [
+        ({INFO: (404, "RepoNotFound")}, ["no such repository", "check the name"]),
+        ({INFO: (401, "RepoNotFound")}, ["no such repository", "HF_TOKEN"]),
+        ({INFO: (401, "")}, ["refused", "401", "log in"]),
+        ({INFO: (403, "")}, ["refused", "403", "HF_TOKEN"]),
+        ({FILES: (403, "GatedRepo")}, ["gated", "/user/model", "HF_TOKEN"]),
+        ({FILES: (401, "GatedRepo")}, ["gated", "/user/model", "HF_TOKEN"]),
+        ({INFO: (404, "RevisionNotFound")}, ["no revision 'main'", "--revision"]),
+    ],
+)
+@pytest.mark.parametrize("call", ["locate", "remote"])
+def test_refusals(call: str, refuse: dict[str, tuple[int, str]], words: list[str], hub: Hub, tmp_path: Path) -> None:
+    hub.refuse = refuse
+    message = refused(hub, tmp_path / "home", call)
+    assert message.startswith("user/model: ")
+    for word in words:
+        assert word in message, message
+
+
+def test_a_gated_shard_is_told_by_the_preview(hub: Hub, tmp_path: Path) -> None:
+    hub.refuse = {f"{FILES}{COMMIT}/{FIRST}": (403, "GatedRepo")}
+    assert "gated" in refused(hub, tmp_path / "home", "remote")
+
+
+def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
+    hub.endpoint = "http://127.0.0.1:9"
+    assert "cannot be reached" in refused(hub, tmp_path / "home", "remote")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({FIRST: None}, [FIRST, "missing"]),
+        ({INDEX: None}, ["without", INDEX]),
+        ({"config.json": None}, ["no config.json"]),
+        ({"modeling_x.py": b""}, ["--trust-remote-code"]),
+        ({FIRST: b"\xff" * 100}, [FIRST, "at most 100,000,000"]),
+        ({FIRST: b"version https://git-lfs.github.com/spec/v1\n"}, [FIRST, "git-lfs"]),
+        ({INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}}).encode()}, ["plain name"]),
+    ],
+)
+def test_a_broken_repository_is_refused_before_the_download(
+    change: dict[str, bytes | None], words: list[str], hub: Hub, tmp_path: Path
+) -> None:
+    for name, content in change.items():
+        if content is None:
+            del hub.files[name]
+        else:
+            hub.files[name] = content
+    message = refused(hub, tmp_path / "home", "remote")
+    for word in words:
+        assert word in message, message
+    assert hub.bytes_sent(SECOND) < 1000
+
+
+@pytest.mark.parametrize(
+    "base",
+    ["no/such/folder", "./no/such", "/no/such", "~/model", "model", "user/..", "user/", "a b/c", "user/na\x1bme"],
+)
+def test_neither_folder_nor_id(base: str) -> None:
+    with pytest.raises(BadInput, match="no such folder") as caught:
+        locate(base, revision=None)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_local_folders(tmp_path: Path) -> None:
+    located = locate(str(tmp_path), revision=None)
+    assert (located.path, located.repo_id, located.revision) == (tmp_path, None, None)
+    with pytest.raises(BadInput, match="has no revision"):
+        locate(str(tmp_path), revision="main")

@@ -1,0 +1,525 @@
+"""The staged output: absent or complete, continued, never mixed, one writer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from surgeon.checkpoint.staging import Staging, check_destination, check_space
+from surgeon.errors import BadInput
+
+FILES = {"model-1.safetensors": b"1" * 1000, "model-2.safetensors": b"2" * 2000, "config.json": b"{}", "t/x": b"x"}
+
+
+def staging(out: Path, fingerprint: str = "f", said: list[str] | None = None) -> Staging:
+    return Staging(out, fingerprint=fingerprint, say=(said if said is not None else []).append)
+
+
+def make(stage: Staging, name: str) -> None:
+    (stage.folder / name).parent.mkdir(exist_ok=True)
+    (stage.folder / name).write_bytes(FILES[name])
+    stage.done(name, {"digest": name})
+
+
+def finish(stage: Staging) -> list[str]:
+    """Make what is not made yet and publish; returns what had to be made."""
+    made = [name for name in FILES if stage.is_done(name) is None]
+    for name in made:
+        make(stage, name)
+    stage.publish()
+    return made
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cut_off(out: Path, *done: str, fingerprint: str = "f") -> None:
+    """What a run leaves that was stopped after these files."""
+    with pytest.raises(KeyboardInterrupt), staging(out, fingerprint) as stage:
+        for name in done:
+            make(stage, name)
+        raise KeyboardInterrupt
+
+
+def test_published_at_once_and_nothing_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staging(out) as stage:
+        assert not stage.already_published
+        assert finish(stage) == list(FILES)
+        assert content(out) == FILES
+    assert names(tmp_path) == ["out"]
+
+
+def test_leaving_without_publishing_leaves_out_absent(tmp_path: Path) -> None:
+    with staging(tmp_path / "out") as stage:
+        make(stage, "config.json")
+    assert names(tmp_path) == [".out.surgeon"]
+
+
+def test_nothing_journalled_nothing_left(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), staging(tmp_path / "out") as stage:
+        (stage.folder / "half").write_bytes(b"x")
+        raise RuntimeError
+    assert names(tmp_path) == []
+
+
+def test_continued_after_a_stop(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "model-1.safetensors", "config.json")
+    said: list[str] = []
+    with staging(out, said=said) as stage:
+        assert stage.is_done("model-1.safetensors") == {"digest": "model-1.safetensors"}
+        assert finish(stage) == ["model-2.safetensors", "t/x"]
+    assert content(out) == FILES
+    assert "2 files" in said[0]
+
+
+def grow(path: Path) -> None:
+    times = path.stat()
+    with path.open("ab") as file:
+        file.write(b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [grow, lambda path: os.utime(path, ns=(1, 1)), Path.unlink])
+def test_a_staged_file_that_changed_is_made_anew(change: Callable[[Path], object], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "model-1.safetensors", "config.json")
+    change(tmp_path / ".out.surgeon" / "out" / "model-1.safetensors")
+    with staging(out) as stage:
+        assert "model-1.safetensors" in finish(stage)
+    assert content(out) == FILES
+
+
+@pytest.mark.parametrize("tail", [b'{"file":"model-2.saf', b"\x00" * 40, b"[]\n", b"null\n", b"\xff\n"])
+def test_a_journal_line_cut_short_does_not_count(tail: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "model-1.safetensors")
+    journal = tmp_path / ".out.surgeon" / "journal.jsonl"
+    with journal.open("ab") as file:
+        file.write(tail)
+    with staging(out) as stage:
+        assert stage.is_done("model-1.safetensors") is not None
+        make(stage, "model-2.safetensors")
+    assert [json.loads(line).get("file") for line in journal.read_bytes().splitlines()] == [
+        None,
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
+    with staging(out) as stage:
+        assert stage.is_done("model-2.safetensors") is not None
+
+
+def test_another_plan_s_files_are_set_aside_and_never_mixed_in(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "model-1.safetensors", fingerprint="one")
+    said: list[str] = []
+    with staging(out, "two", said) as stage:
+        assert stage.is_done("model-1.safetensors") is None
+        assert names(stage.folder) == []
+        make(stage, "config.json")
+    assert ".out.surgeon.old-1" in said[0]
+    assert (tmp_path / ".out.surgeon.old-1" / "out" / "model-1.safetensors").read_bytes() == b"1" * 1000
+    with staging(out, "three") as stage:
+        finish(stage)
+    assert names(tmp_path) == [".out.surgeon.old-1", ".out.surgeon.old-2", "out"]
+
+
+def test_staged_files_without_a_readable_journal_are_set_aside(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "model-1.safetensors")
+    (tmp_path / ".out.surgeon" / "journal.jsonl").write_bytes(b"\x00" * 100)
+    with staging(out) as stage:
+        assert finish(stage) == list(FILES)
+    assert names(tmp_path) == [".out.surgeon.old-1", "out"]
+
+
+def test_a_file_that_this_run_does_not_want_is_dropped(tmp_path: Path) -> None:
+    """A side file that the base has lost between two runs."""
+    out = tmp_path / "out"
+    cut_off(out, "config.json", "t/x")
+    with staging(out) as stage:
+        assert stage.is_done("config.json") is not None
+        stage.publish()
+    assert names(out) == ["config.json"]
+
+
+def test_a_half_written_file_of_an_earlier_run_is_dropped(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cut_off(out, "config.json")
+    (tmp_path / ".out.surgeon" / "out" / "half").write_bytes(b"x")
+    with staging(out) as stage:
+        assert names(stage.folder) == ["config.json"]
+        finish(stage)
+    assert content(out) == FILES
+
+
+def test_what_is_not_journalled_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not journalled"), staging(tmp_path / "out") as stage:
+        make(stage, "config.json")
+        (stage.folder / "stray").touch()
+        stage.publish()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("existing", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_an_out_that_came_meanwhile_is_not_touched(existing: Callable[[Path], object], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(BadInput, match="exists now"), staging(out) as stage:
+        for name in FILES:
+            make(stage, name)
+        existing(out)
+        stage.publish()
+    before = os.lstat(out)
+    with pytest.raises(BadInput, match="exists; choose another"), staging(out):
+        pass
+    assert os.path.samestat(before, os.lstat(out))
+    out.rmdir() if out.is_dir() else out.unlink()
+    with staging(out) as stage:
+        assert finish(stage) == []
+    assert content(out) == FILES
+
+
+def test_an_existing_out_is_refused_and_nothing_left_beside(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(BadInput, match="exists"), staging(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == ["out"]
+
+
+def killed_after_rename(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_clean_up", lambda _: None)
+        with staging(out) as stage:
+            finish(stage)
+
+
+def test_cut_off_between_rename_and_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    killed_after_rename(out, monkeypatch)
+    assert names(tmp_path) == [".out.surgeon", "out"]
+    check_destination(out, None)
+    with staging(out) as stage:
+        assert stage.already_published
+    assert names(tmp_path) == ["out"]
+    assert content(out) == FILES
+    with pytest.raises(BadInput, match="exists"):
+        check_destination(out, None)
+
+
+def test_another_plan_does_not_take_it_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    killed_after_rename(out, monkeypatch)
+    with pytest.raises(BadInput, match="exists"), staging(out, "another"):
+        pass
+    assert content(out) == FILES
+
+
+def test_somebody_else_s_out_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    killed_after_rename(out, monkeypatch)
+    out.rename(tmp_path / "kept")
+    out.mkdir()
+    with pytest.raises(BadInput, match="exists"), staging(out):
+        pass
+    out.rmdir()
+    with staging(out) as stage:
+        assert not stage.already_published
+        assert finish(stage) == list(FILES)
+    assert content(out) == content(tmp_path / "kept") == FILES
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staging(out) as stage:
+        make(stage, "config.json")
+        before = names(tmp_path / ".out.surgeon")
+        for fingerprint in ("f", "another"):
+            with pytest.raises(BadInput, match=f"process {os.getpid()} is writing it"), staging(out, fingerprint):
+                pass
+        assert names(tmp_path) == [".out.surgeon"]
+        assert names(tmp_path / ".out.surgeon") == before
+        finish(stage)
+    assert content(out) == FILES
+
+
+def test_a_lock_that_its_holder_removed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our opening the lock and holding it, its holder published and cleaned up: start over."""
+    out = tmp_path / "out"
+    real, tried = Staging._still_there, []
+
+    def vanished(self: Staging, lock: int) -> bool:
+        tried.append(lock)
+        if len(tried) == 1:
+            (self.working / "lock").unlink()
+        return real(self, lock)
+
+    monkeypatch.setattr(Staging, "_still_there", vanished)
+    with staging(out) as stage:
+        with pytest.raises(BadInput, match="is writing it"), staging(out):
+            pass
+        finish(stage)
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_modes_follow_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with staging(tmp_path / "out") as stage:
+            finish(stage)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert (tmp_path / "out" / "config.json").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """file → journal … staged folder → intent → rename → parent: what TRUST promises, call by call."""
+    log: list[str] = []
+    real_sync, real_rename = os.fsync, Path.rename
+
+    def name(path: str) -> str:
+        return str(Path(path).relative_to(tmp_path))
+
+    def fsync(fd: int) -> None:
+        log.append(f"fsync {name(str(Path(f'/proc/self/fd/{fd}').readlink()))}")
+        real_sync(fd)
+
+    def rename(self: Path, target: Path) -> Path:
+        log.append(f"rename {name(str(self))} {name(str(target))}")
+        return real_rename(self, target)
+
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("descriptors are named through /proc")
+    with staging(tmp_path / "out") as stage:
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(Path, "rename", rename)
+        make(stage, "config.json")
+        make(stage, "t/x")
+        stage.publish()
+    w = ".out.surgeon"
+    assert log == [
+        f"fsync {w}/out/config.json",
+        f"fsync {w}/journal.jsonl",
+        f"fsync {w}/out/t/x",
+        f"fsync {w}/journal.jsonl",
+        f"fsync {w}/out/t",
+        f"fsync {w}/out",
+        f"fsync {w}/journal.jsonl",
+        f"rename {w}/out out",
+        "fsync .",
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_failures_at_every_flush(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, real = tmp_path / "out", os.fsync
+    # Two to begin, two a file, the folder in the folder, the folder, the intent, the parent.
+    for failing in range(2 + 2 * len(FILES) + 4):
+        count = 0
+
+        def fsync(fd: int) -> None:
+            nonlocal count
+            count += 1
+            if count == failing + 1:  # noqa: B023 (called within this round)
+                raise OSError(number, os.strerror(number))
+            real(fd)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(OSError, match=os.strerror(number)), staging(out) as stage:
+                finish(stage)
+        if out.exists():
+            assert content(out) == FILES
+        with staging(out) as stage:
+            if not stage.already_published:
+                finish(stage)
+        assert content(out) == FILES
+        assert names(tmp_path) == ["out"]
+        for path in sorted(out.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        out.rmdir()
+
+
+def test_a_clean_up_that_fails_is_told_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, said = tmp_path / "out", []
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with staging(out, said=said) as stage:
+        monkeypatch.setattr(Path, "rmdir", refuse)
+        finish(stage)
+    assert content(out) == FILES
+    assert "remove it by hand" in said[-1]
+
+
+def test_the_working_folder_must_be_ours(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    working = tmp_path / ".out.surgeon"
+    working.symlink_to("theirs")
+    with pytest.raises(BadInput, match="a link"), staging(tmp_path / "out"):
+        pass
+    working.unlink()
+    working.touch()
+    with pytest.raises(BadInput, match="in the way"), staging(tmp_path / "out"):
+        pass
+    assert names(tmp_path / "theirs") == []
+
+
+def test_a_missing_parent(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no such folder"), staging(tmp_path / "no" / "out"):
+        pass
+
+
+def refused(out: Path, base: Path | None) -> str:
+    with pytest.raises(BadInput) as caught:
+        check_destination(out, base)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "models" / "base"
+    (base / "sub").mkdir(parents=True)
+    check_destination(tmp_path / "out", base)
+    check_destination(tmp_path / "models" / "base-2", base)
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for taken in ("file", "dangling"):
+        assert "exists" in refused(tmp_path / taken, base)
+    assert "is the base itself" in refused(base, base)
+    assert "lies in the base" in refused(base / "out", base)
+    assert "lies in the base" in refused(base / "sub" / "out", base)
+    assert "holds the base" in refused(tmp_path / "models", base)
+    assert "holds the base" in refused(tmp_path, base)
+    (tmp_path / "link").symlink_to(base)
+    assert "is the base itself" in refused(tmp_path / "link", base)
+    assert "lies in the base" in refused(tmp_path / "link" / "out", base)
+    assert "lies in the base" in refused(base / "sub" / ".." / "out", base)
+    assert "is the base itself" in refused(base, tmp_path / "link")
+    assert "holds the base" in refused(base / "..", base)
+    monkeypatch.chdir(base)
+    assert "is the base itself" in refused(Path(), base)
+    assert "lies in the base" in refused(Path("out"), base)
+    assert "is no folder" in refused(tmp_path / "no" / "out", base)
+    assert "is no folder" in refused(tmp_path / "file" / "out", base)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "not writable" in refused(tmp_path / "out", base)
+
+
+def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1_000, f_frsize=4096))
+    out = tmp_path / "out"
+    check_space(out, 4_096_000)
+    with pytest.raises(BadInput, match=r"5\.00 GB are needed, 0\.00 GB are free"):
+        check_space(out, 5_000_000_000)
+    cut_off(out, "model-1.safetensors")
+    check_space(out, 4_096_001, fingerprint="f")
+    with pytest.raises(BadInput, match="are needed"):
+        check_space(out, 4_096_001, fingerprint="another")
+
+
+WRITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+from surgeon.checkpoint.copying import reserve, write_all
+from surgeon.checkpoint.staging import Staging
+
+def write(out):
+    with Staging(out, fingerprint="f", say=lambda line: None) as stage:
+        if stage.already_published:
+            return
+        for number in range(12):
+            name = f"shard-{number}"
+            if stage.is_done(name) is None:
+                fd = os.open(stage.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+                reserve(fd, 80_000)
+                for piece in range(8):
+                    write_all(fd, random.Random(f"{number} {piece}").randbytes(10_000), piece * 10_000)
+                os.close(fd)
+                stage.done(name, {"number": number})
+        stage.publish()
+
+print("ready", flush=True)
+# A fork a request: Python's start-up is not what the kills should hit.
+for line in sys.stdin:
+    out, kill_after = line.split()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            write(Path(out))
+            code = 0
+        finally:
+            os._exit(code)
+    if kill_after != "never":
+        time.sleep(float(kill_after))
+        os.kill(child, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """Forty kills: out is absent or complete each time, and the run after is byte-equal to an uninterrupted one."""
+    server = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def write(out: Path, kill_after: float | None = None) -> int:
+        server.stdin.write(f"{out} {'never' if kill_after is None else kill_after}\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    try:
+        assert server.stdout.readline() == "ready\n"
+        began = time.perf_counter()
+        assert write(tmp_path / "whole") == 0
+        duration = time.perf_counter() - began
+        expected = content(tmp_path / "whole")
+        assert len(expected) == 12
+        rng = random.Random(0)
+        unfinished = resumed = 0
+        for trial in range(40):
+            out = tmp_path / f"out-{trial % 20}"
+            if not out.exists():
+                resumed += (tmp_path / f".{out.name}.surgeon").exists()
+                assert write(out, kill_after=rng.uniform(0, duration)) in (0, -signal.SIGKILL)
+            if out.exists():
+                assert content(out) == expected
+            else:
+                unfinished += 1
+        assert unfinished
+        assert resumed
+        for trial in range(20):
+            out = tmp_path / f"out-{trial}"
+            working = tmp_path / f".{out.name}.surgeon"
+            if working.exists():
+                # Killed at the very last step: all is done but for an empty folder, and `out` is there already.
+                over = out.exists() and not any(working.iterdir())
+                assert write(out) == (1 if over else 0)
+            elif not out.exists():
+                assert write(out) == 0
+            assert content(out) == expected
+            assert not working.exists()
+    finally:
+        server.stdin.close()
+        server.stdout.close()
+        server.wait()

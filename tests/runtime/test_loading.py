@@ -1,0 +1,196 @@
+"""A folder with the runtime's files beside its weights loads, generates, trains and saves where surgeon is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import surgeon.runtime
+from surgeon.runtime import AUTO_MAP, RUNTIME_FILES
+from tests import tiny
+from tests.runtime.grafting import both, classes, control, grafted, perturbed, tokens
+
+RUNTIME = Path(surgeon.runtime.__file__).parent
+
+
+def written(folder: Path, model: Any, family: str) -> Path:
+    """A checkpoint as `surgeon apply` lays it out: weights, config with auto_map, runtime files copied verbatim."""
+    folder.mkdir()
+    state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    edited = model.config.to_dict() | {
+        "model_type": f"upcycled_{family}",
+        "architectures": [type(model).__name__],
+        "auto_map": AUTO_MAP[family],
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    (folder / "config.json").write_text(json.dumps(edited))
+    for name in RUNTIME_FILES[family]:
+        shutil.copy(RUNTIME / name, folder)
+    return folder
+
+
+WITHOUT_SURGEON = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "surgeon":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import surgeon
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("surgeon can be imported here")
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+for folder in sys.argv[1:]:
+    expected = load_file(f"{folder}.expected")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert type(config) is type(model.config), "two config classes"
+    assert model.can_generate()
+    ids = expected["ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected["logits"], atol=1e-5, rtol=1e-4)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None), expected["generated"])
+
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert type(base).__name__.endswith("Model")
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+    assert classifier(ids).logits.shape == (2, 3)
+
+    new = set(model.freeze_base())
+    frozen = {name: p.clone() for name, p in model.named_parameters() if name not in new}
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    out = model.train()(ids, labels=ids, domain_ids=torch.tensor([0, 1]))
+    assert out.divergence_loss is not None
+    out.loss.backward()
+    optimiser.step()
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+
+    model.eval().save_pretrained(f"{folder}-trained", max_shard_size="60KB")
+    again = AutoModelForCausalLM.from_pretrained(f"{folder}-trained", trust_remote_code=True)
+    assert again.config.auto_map == model.config.auto_map
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+print("all done")
+"""
+
+
+def outside(code: str, folders: list[Path], home: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in an interpreter that sees neither this repository nor any module cache."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
+    env = kept | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-I", "-W", "error::UserWarning", "-c", code, *map(str, folders)],
+        env=env,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_family_works_where_surgeon_is_not(tmp_path: Path) -> None:
+    folders = []
+    for family in tiny.FAMILIES:
+        model = perturbed(grafted(family, both()))
+        # One basename for all: remote code must not mix folders up.
+        (tmp_path / family).mkdir()
+        folder = written(tmp_path / family / "out", model, family)
+        ids = tokens()
+        with torch.no_grad():
+            facts = {"ids": ids, "logits": model(ids).logits}
+        facts["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        save_file(facts, f"{folder}.expected")
+        folders.append(folder)
+    home = tmp_path / "home"
+    home.mkdir()
+    result = outside(WITHOUT_SURGEON, folders, home)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.strip().endswith("all done")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
+    model = perturbed(grafted(family, both(), dtype="bfloat16"))
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    again, info = classes(family, "ForCausalLM").from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert again.dtype == torch.bfloat16
+    before, after = model.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert again.config.surgery == model.config.surgery
+    assert {path.name for path in tmp_path.glob("*.py")} == set(RUNTIME_FILES[family])
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP[family]
+
+
+def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", grafted("llama", control("plerp")), "llama")
+    whole = load_file(folder / "model.safetensors")
+    for victim in ("model.layers.1.expanded.self_attn.q_proj.weight", "model.layers.4.interpolator.weight"):
+        cut = {name: tensor for name, tensor in whole.items() if name != victim}
+        save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"lacks 1 tensors.*{victim}"):
+            classes("llama", "ForCausalLM").from_pretrained(folder)
+
+
+def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> None:
+    tiny.checkpoint(tmp_path, "llama")
+    surgery = control()
+    grafted_config = grafted("llama", surgery).config
+    with pytest.raises(ValueError, match="lacks"):
+        classes("llama", "ForCausalLM").from_pretrained(tmp_path, config=grafted_config)
+
+
+def test_without_trust_nothing_loads(tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", grafted("llama", control()), "llama")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+
+
+def test_a_replaced_site_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantiser that swaps modules by type must not drop a graft unseen."""
+    folder = written(tmp_path / "out", grafted("llama", both()), "llama")
+    causal = classes("llama", "ForCausalLM")
+    tie = causal.tie_weights
+
+    def replacing(self: Any, *args: Any, **kwargs: Any) -> None:
+        tie(self, *args, **kwargs)
+        self.model.layers[0].mlp = torch.nn.Identity()
+
+    monkeypatch.setattr(causal, "tie_weights", replacing)
+    with pytest.raises(ValueError, match="something replaced them"):
+        causal.from_pretrained(folder)
+
+
+def test_built_on_meta_the_names_and_shapes_are_the_checkpoints() -> None:
+    for family in tiny.FAMILIES:
+        real = grafted(family, both())
+        with torch.device("meta"):
+            planned = classes(family, "ForCausalLM")(real.config)
+        shapes = {name: tensor.shape for name, tensor in planned.state_dict().items()}
+        assert shapes == {name: tensor.shape for name, tensor in real.state_dict().items()}
+        native = {name: tensor.shape for name, tensor in tiny.model(family).state_dict().items()}
+        assert {name: shapes[name] for name in native} == native

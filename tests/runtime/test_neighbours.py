@@ -1,0 +1,128 @@
+"""What others wrap around a model (accelerate, DDP, FSDP2, PEFT, Trainer) finds what it expects."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import distributed
+from torch.utils.data import Dataset
+
+from tests.runtime.grafting import both, control, grafted, perturbed, tokens
+
+
+def batch(start: int = 0, stop: int = 4) -> dict[str, torch.Tensor]:
+    ids, domains = tokens(4, 10), torch.tensor([0, 1, 0, 1])
+    return {"input_ids": ids[start:stop], "labels": ids[start:stop], "domain_ids": domains[start:stop]}
+
+
+def test_offloaded_weights_give_the_same_logits() -> None:
+    for surgery in (both(), control("plerp"), control("moe")):
+        model = perturbed(grafted("llama", surgery))
+        with torch.no_grad():
+            expected = model(tokens()).logits
+            assert torch.equal(cpu_offload(model, execution_device="cpu")(tokens()).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_lora_on_top() -> None:
+    peft = pytest.importorskip("peft")
+    model = perturbed(grafted("llama", both()))
+    expected = model(tokens()).logits
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert torch.equal(wrapped(tokens()).logits, expected)
+    out = wrapped.train()(**batch())
+    assert out.local_l1_loss > 0  # domain_ids got through
+    out.loss.backward()
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * model.config.num_hidden_layers
+    assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.requires_grad)
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Eight samples of two domains with as many labels each."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tokens(1, 10, seed=index)[0]
+        return {"input_ids": ids, "labels": ids, "domain_ids": torch.tensor(index % 2)}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trainer_logs_the_same_loss_however_it_accumulates(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    for size, steps in ((8, 1), (2, 4)):
+        model = perturbed(grafted("llama", both()))
+        names = set(model.freeze_base())
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        arguments = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=Samples())
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == names
+    # Unscaled, the auxiliary losses (a third of the total) would count four times in the second run.
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def _rank(rank: int, port: int, kind: str, checkpointing: bool) -> None:
+    warnings.simplefilter("ignore")
+    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    alone = perturbed(grafted("llama", both())).train()
+    alone.freeze_base()
+    for start in (0, 2):
+        (alone(**batch(start, start + 2)).loss / 2).backward()
+    model = perturbed(grafted("llama", both())).train()
+    names = set(model.freeze_base())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    call: Any = model
+    if kind == "ddp":
+        call = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    call(**batch(2 * rank, 2 * rank + 2)).loss.backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            assert parameter.grad is None, name
+            continue
+        gradient = parameter.grad.full_tensor() if kind == "fsdp2" else parameter.grad
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, checkpointing", [("ddp", False), ("fsdp2", True)])
+def test_two_ranks_compute_one_ranks_gradients(kind: str, checkpointing: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port, kind, checkpointing), nprocs=2)

@@ -1,0 +1,123 @@
+"""`config.surgery` is checked when it is read; what does not fit is refused with a word on what would."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon.runtime
+from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, RUNTIME_FILES
+from surgeon.runtime.surgeon_surgery import read_surgery
+from tests import tiny
+from tests.runtime.grafting import adapters, both, classes, config, control
+
+RUNTIME = Path(surgeon.runtime.__file__).parent
+
+
+def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
+    """The surgery with one entry set."""
+    inner = surgery
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return surgery
+
+
+REFUSED = {
+    "unknown key": (changed(control(), "contrl", value=[]), "unknown keys.*contrl"),
+    "unknown entry key": (changed(control(), "control", 0, "alhpa", value=1), "control has unknown keys.*alhpa"),
+    "kind": (control("spline"), "interpolator kind is `spline`"),
+    "alpha": (control(alpha=1.5), "alpha is 1.5"),
+    "learned end": (control(alpha=1.0, learnable=True), "between 0 and 1, exclusive"),
+    "dynamic end": (control("dlerp", alpha=0.0), "between 0 and 1, exclusive"),
+    "dynamic inference": (control("moe", inference_alpha=0.5), "one α for all tokens"),
+    "attention divergence": (control(divergence="attention"), "sdpa"),
+    "negative weight": (control(weight=-1.0), "finite number"),
+    "nan weight": (control(weight=float("nan")), "finite number"),
+    "proj without divergence": (control("proj", divergence="none"), "never train"),
+    "branch twice": (changed(control(), "control", 1, "branch", value=6), "each once"),
+    "branch in the trunk": (changed(control(), "control", 1, "branch", value=3), "tail layers"),
+    "layer twice": (changed(control(), "control", 1, "layer", value=1), "same layer"),
+    "layer outside": (changed(control(), "control", 1, "layer", value=6), "names layers"),
+    "adapter outside": (adapters(layers=(6,)), "names layers"),
+    "adapter size": (adapters(size=0), "size 0"),
+    "gate": (adapters("tanh"), "adapter gate is `tanh`"),
+    "cross-entropy without a sigmoid": (adapters("relu", cross_entropy=0.1), "sigmoid gate"),
+    "wrong trunk": (changed(both(), "trunk_layers", value=7), "tail layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    surgery, words = REFUSED[case]
+    plain = tiny.config("llama").to_dict() | {"num_hidden_layers": 6 + len(surgery.get("control", ()))}
+    plain.pop("model_type")
+    with pytest.raises(ValueError, match=words):
+        classes("llama", "Config")(surgery=surgery, **plain)
+
+
+def test_a_branch_of_another_attention_type_is_refused() -> None:
+    right = config("gemma2", control(layers=(1, 4))).to_dict()
+    right.pop("model_type")
+    right["layer_types"][6] = right["layer_types"][7]
+    with pytest.raises(ValueError, match="layer 6 is the branch of layer 1"):
+        classes("gemma2", "Config")(**right)
+
+
+def test_no_surgery_is_the_native_model() -> None:
+    plain = classes("llama", "Config")(num_hidden_layers=3)
+    assert read_surgery(plain).trunk_layers == 3
+    assert not read_surgery(plain).needs_domains
+
+
+def test_config_survives_its_json(tmp_path: Path) -> None:
+    for family in tiny.FAMILIES:
+        before = config(family, both())
+        before.save_pretrained(tmp_path / family)
+        after = classes(family, "Config").from_pretrained(tmp_path / family)
+        assert after.to_dict() == before.to_dict()
+        assert after.model_type == f"upcycled_{family}"
+        assert after.auto_map == AUTO_MAP[family]
+
+
+def test_mistral_gets_no_layer_types() -> None:
+    assert "layer_types" not in config("mistral", control()).to_dict()
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Every import of a file as (level, module)."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or ""))
+    return found
+
+
+def test_shipped_files_are_flat_and_import_torch_and_transformers_only() -> None:
+    allowed = {"torch", "transformers"} | set(sys.stdlib_module_names)
+    for path in RUNTIME.glob("*.py"):
+        if path.name == "__init__.py":
+            continue
+        assert path.stem.startswith(("surgeon_", "modeling_surgeon_"))
+        for level, module in imports(path):
+            if level:
+                assert level == 1 and module.startswith("surgeon_"), (path.name, module)
+                assert (RUNTIME / f"{module}.py").exists()
+            else:
+                assert module.partition(".")[0] in allowed, (path.name, module)
+
+
+def test_the_table_lists_every_file_that_is_needed_and_no_other() -> None:
+    assert set(RUNTIME_FILES) == set(CLASS_PREFIXES) == set(AUTO_MAP) == set(tiny.FAMILIES)
+    listed = {name for names in RUNTIME_FILES.values() for name in names}
+    assert listed == {path.name for path in RUNTIME.glob("*.py")} - {"__init__.py"}
+    for family, (modeling, *shared) in RUNTIME_FILES.items():
+        assert modeling == f"modeling_surgeon_{family}.py"
+        # transformers 5.0 copies a local folder's files only as far as the modeling file itself imports them.
+        assert {f"{module}.py" for level, module in imports(RUNTIME / modeling) if level} == set(shared)
