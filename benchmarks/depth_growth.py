@@ -190,8 +190,8 @@ def table(writers: list[Measured], fused: Measured, stages: dict[str, float], he
         per_byte = m.best / m.written
         ratio = per_byte / (copying.best / copying.written)
         lines.append(
-            f"| {m.name} | {m.best:.2f} | {', '.join(f'{w:.2f}' for w in m.walls)} | {m.written:,} | {per_byte * 1e9:.2f}"
-            f" | {ratio:.2f} | {m.peak / 1e6:.0f} |"
+            f"| {m.name} | {m.best:.2f} | {', '.join(f'{w:.2f}' for w in m.walls)} | {m.written:,}"
+            f" | {per_byte * 1e9:.2f} | {ratio:.2f} | {m.peak / 1e6:.0f} |"
         )
     lines += [
         "",

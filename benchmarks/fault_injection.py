@@ -51,11 +51,13 @@ class Trial:
         self.working = self.out.with_name(f".{self.out.name}.surgeon")
 
     def clear(self) -> None:
+        """Remove the output and whatever stands beside it for it."""
         for folder in (self.out, *self.out.parent.glob(f"{self.working.name}*")):
             if folder.exists():
                 shutil.rmtree(folder)
 
     def run(self, *prefix: str) -> subprocess.CompletedProcess[str]:
+        """Run the command, under `prefix`."""
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run(
             [*prefix, *self.command], capture_output=True, text=True, check=False, env=environment, errors="replace"

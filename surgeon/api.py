@@ -26,9 +26,9 @@ from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from surgeon.verify.logits import LogitComparison
-    from surgeon.verify.static import Check
-    from surgeon.verify.streaming import FirstDifference, StreamedComparison
+    from surgeon.verification.logits import LogitComparison
+    from surgeon.verification.static import Check
+    from surgeon.verification.streaming import FirstDifference, StreamedComparison
 
 __all__ = [
     "Applied",
@@ -289,7 +289,7 @@ def verify(
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
     is no output of surgeon; a broken promise is told in the result.
     """
-    from surgeon.verify.static import bytes_to_read, check_static
+    from surgeon.verification.static import bytes_to_read, check_static
 
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
@@ -305,9 +305,9 @@ def verify(
     if not logits or not all(check.holds for check in checks):
         return Verification(blueprint.promise, checks)
 
-    from surgeon.verify.logits import compare_logits
-    from surgeon.verify.streaming import compare_streamed
-    from surgeon.verify.tokens import token_batches
+    from surgeon.verification.logits import compare_logits
+    from surgeon.verification.streaming import compare_streamed
+    from surgeon.verification.tokens import token_batches
 
     device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)

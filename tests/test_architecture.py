@@ -41,7 +41,7 @@ FORBIDDEN = {
     ),
     "blueprint.py": ("torch", "numpy", "surgeon.execute", "surgeon.compute", "surgeon.plan"),
     "recipes.py": ("torch", "numpy", "surgeon"),
-    "verify": ("surgeon.api", "surgeon.cli", "surgeon.report"),
+    "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
 }
 
 
@@ -101,7 +101,7 @@ def imported_by(code: str) -> set[str]:
 
 def test_bytes_only_work_imports_neither_torch_nor_the_hub() -> None:
     """What keeps `apply` of a copying plan at the memory and start-up of a file copy."""
-    code = "import surgeon.api, surgeon.execute, surgeon.verify.static, surgeon.report.terminal"
+    code = "import surgeon.api, surgeon.execute, surgeon.verification.static, surgeon.report.terminal"
     loaded = imported_by(code)
     assert "surgeon.execute" in loaded
     for heavy in ("torch", "numpy", "transformers", "huggingface_hub", "safetensors", "scipy", "ot"):

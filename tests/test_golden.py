@@ -1,6 +1,6 @@
 """The blueprint of every shipped plan, as it was agreed: any change of a recipe shows up as a diff of a file.
 
-    python -m tests.test_golden      writes them anew; read the diff before you commit it
+python -m tests.test_golden      writes them anew; read the diff before you commit it
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def blueprint(plan: str, family: str, folder: Path) -> str:
     lines = [
         {"preview": shown.to_json()},
         {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types")}},
-        *({"coupling": coupling.name, "rows": [coupling.start, coupling.stop]} for coupling in drawn.couplings.values()),
+        *(
+            {"coupling": coupling.name, "rows": [coupling.start, coupling.stop]}
+            for coupling in drawn.couplings.values()
+        ),
         *({"tensor": output.name, **describe(output.recipe)} for output in drawn.outputs if output.new),
     ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

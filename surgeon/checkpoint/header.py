@@ -17,9 +17,9 @@ from typing import Any
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
-# The library's own cap.
 # What vector instructions of today's processors may care about, in bytes.
 ALIGNMENT = 64
+# The library's own cap.
 MAX_HEADER_BYTES = 100_000_000
 # {name: {"shape": [...]}} and nothing deeper.
 _MAX_DEPTH = 3

@@ -34,7 +34,7 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
         raise BadInput(f"{printable(str(folder))} exists; name another folder: surgeon demo DIR")
     base_folder, out = folder / "base", folder / "grown"
     base_folder.mkdir(parents=True)
-    listener.say(f"training a small Llama on Python's own documentation (about {seconds:.0f} s on two cores)")
+    listener.say(f"training a small Llama on Python's own documentation (about {seconds:.0f} s)")
     listener.begin("training", 1000)
     done = 0
 

@@ -235,9 +235,9 @@ def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
     """The steps of a pydantic location that are steps in the data (others name members of unions)."""
     place: list[str | int] = []
     for number, step in enumerate(location):
-        if (isinstance(data, dict) and step in data) or (
-            isinstance(data, list) and isinstance(step, int) and step < len(data)
-        ):
+        if isinstance(data, dict) and step in data:
+            data = data[str(step)]
+        elif isinstance(data, list) and isinstance(step, int) and step < len(data):
             data = data[step]
         elif number + 1 < len(location) or not isinstance(data, dict) or not isinstance(step, str):
             continue

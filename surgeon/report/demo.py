@@ -17,7 +17,7 @@ def demo_view(demo: Demo) -> RenderableType:
     return Group(
         _title("1  the base"),
         Text(
-            f"{count(base.parameters)} parameters, {base.tokens_trained:,} tokens of Python's documentation,"
+            f"{count(base.parameters)} parameters, trained on {base.tokens_trained:,} tokens of Python's documentation in"
             f" {base.seconds:.0f} s: validation loss {base.validation_loss_before:.2f} → {base.validation_loss:.2f} nats"
         ),
         _title("2  the surgery"),
@@ -29,8 +29,8 @@ def demo_view(demo: Demo) -> RenderableType:
         Text.assemble(("grown  ", "green"), _written(demo.prompt, demo.out_writes)),
         Text(),
         Text(
-            f"Look at it: surgeon inspect {printable(str(demo.applied.path))}; the plan: surgeon plans opt-deus; load it:"
-            f' AutoModelForCausalLM.from_pretrained("{printable(str(demo.applied.path))}")',
+            f"Look at it: surgeon inspect {printable(str(demo.applied.path))}; the plan: surgeon plans opt-deus;"
+            f' load it: AutoModelForCausalLM.from_pretrained("{printable(str(demo.applied.path))}")',
             style="dim",
         ),
     )

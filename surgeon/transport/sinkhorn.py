@@ -115,7 +115,7 @@ def _begin(cost_NM: Tensor) -> _State:
     g_M = torch.full_like(cost_NM[0], math.inf)
     for rows in _blocks(cost_NM):
         torch.minimum(g_M, (cost_NM[rows] - f_N[rows, None]).amin(0), out=g_M)
-    n, m = cost_NM.shape
+    n = len(f_N)
     return _State(cost_NM, f_N, g_M, torch.full_like(f_N, 1 / n), torch.full_like(g_M, 1.0))
 
 

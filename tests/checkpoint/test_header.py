@@ -131,17 +131,17 @@ def test_names_cannot_reach_the_terminal_raw(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_golden_bytes() -> None:
-    prefix, places = build_header(
-        [("w", "BF16", (2, 3)), ("e", "F32", (0,)), ("s", "F64", ())], metadata={"format": "pt"}
-    )
+@pytest.mark.parametrize("phase", [0, 8, 56])
+def test_golden_bytes(phase: int) -> None:
+    wanted = [("w", "BF16", (2, 3)), ("e", "F32", (0,)), ("s", "F64", ())]
+    prefix, places = build_header(wanted, metadata={"format": "pt"}, phase=phase)
     text = (
         b'{"__metadata__":{"format":"pt"},"w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},'
         b'"e":{"dtype":"F32","shape":[0],"data_offsets":[12,12]},"s":{"dtype":"F64","shape":[],"data_offsets":[12,20]}}'
     )
-    assert prefix == struct.pack("<Q", len(text) + 2) + text + b"  "
-    assert len(prefix) % 8 == 0
-    assert places == [(len(prefix), len(prefix) + 12), (len(prefix) + 12,) * 2, (len(prefix) + 12, len(prefix) + 20)]
+    begin = {0: 256, 8: 264, 56: 248}[phase]
+    assert prefix == struct.pack("<Q", begin - 8) + text + b" " * (begin - 8 - len(text))
+    assert places == [(begin, begin + 12), (begin + 12, begin + 12), (begin + 12, begin + 20)]
 
 
 @pytest.mark.parametrize("tensors", [[("a", "F32", (1,))] * 2, [("__metadata__", "F32", (1,))]])

@@ -11,8 +11,8 @@ import torch
 import surgeon.demo.base as demo
 from surgeon.demo.base import DemoBase, make_base, sample
 from surgeon.demo.corpus import documentation
-from surgeon.verify.loading import load_model
-from surgeon.verify.tokens import token_batches
+from surgeon.verification.loading import load_model
+from surgeon.verification.tokens import token_batches
 
 WHOLE = cache(documentation)
 FEW_STEPS = 0.5

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from surgeon.errors import BadInput, PromiseBroken, SurgeonError, printable
-from surgeon.verify.loading import LOAD_FAILURES, first_line, quiet_transformers, torch_dtype
-from surgeon.verify.logits import LogitComparison, compare_models
+from surgeon.verification.loading import LOAD_FAILURES, first_line, quiet_transformers, torch_dtype
+from surgeon.verification.logits import LogitComparison, compare_models
 
 _INDEX = "model.safetensors.index.json"
 

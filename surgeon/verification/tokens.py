@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput, printable
-from surgeon.verify.loading import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.verification.loading import LOAD_FAILURES, first_line, quiet_transformers
 
 # A folder with none of these has no tokenizer; any other failure to load one is worth telling apart.
 TOKENIZER_FILES = (

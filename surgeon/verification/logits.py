@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.verify.loading import load_model
+from surgeon.verification.loading import load_model
 
 PREFILL = "prefill"
 CACHED_DECODE = "cached decode"

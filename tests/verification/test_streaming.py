@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.verify.loading import load_model
-from surgeon.verify.logits import compare_logits
-from surgeon.verify.streaming import StreamedModel, compare_streamed
+from surgeon.verification.loading import load_model
+from surgeon.verification.logits import compare_logits
+from surgeon.verification.streaming import StreamedModel, compare_streamed
 from tests import tiny
-from tests.verify.grown import edit, grow, shard_of
+from tests.verification.grown import edit, grow, shard_of
 
 IDS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(2))
 SAME = range(6)
@@ -30,17 +30,13 @@ def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
     cache = DynamicCache(config=model.config)
     logits = [model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits]
     for step in range(ids_BT.shape[1] - steps, ids_BT.shape[1]):
-        logits.append(
-            model(input_ids=ids_BT[:, step : step + 1], past_key_values=cache, use_cache=True).logits
-        )
+        logits.append(model(input_ids=ids_BT[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
     return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
+def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path, family)
     whole, streamed = load_model(base, dtype=dtype), StreamedModel(base, dtype=dtype).module
     with torch.inference_mode():
@@ -134,9 +130,7 @@ def test_a_head_stored_beside_a_tie_is_used(family: str, tmp_path: Path) -> None
     # transformers keeps a stored head that differs from the embeddings, whatever the config says about ties.
     base = tiny.checkpoint(tmp_path / "base", family, tie_word_embeddings=False)
     config = base / "config.json"
-    config.write_text(
-        config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
-    )
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     whole, streamed = load_model(base), StreamedModel(base).module
     with torch.inference_mode():
         assert torch.equal(whole(input_ids=IDS).logits, streamed(input_ids=IDS).logits)

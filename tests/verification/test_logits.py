@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.verify.loading import load_model
-from surgeon.verify.logits import CACHED_DECODE, PREFILL, compare_logits, compare_models
-from surgeon.verify.streaming import compare_streamed
+from surgeon.verification.loading import load_model
+from surgeon.verification.logits import CACHED_DECODE, PREFILL, compare_logits, compare_models
+from surgeon.verification.streaming import compare_streamed
 from tests import tiny
-from tests.verify.grown import edit, grow, shard_of
+from tests.verification.grown import edit, grow, shard_of
 
 IDS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(1))
 
@@ -28,9 +28,7 @@ def test_a_silent_layer_changes_no_logit(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     grow(base, tmp_path / "out", after=[1, 4, 5])
     for dtype in ("auto", "float32"):
-        prefill, decode = compare_logits(
-            base, tmp_path / "out", IDS, dtype=dtype, decode_tokens=12, batch_size=2
-        )
+        prefill, decode = compare_logits(base, tmp_path / "out", IDS, dtype=dtype, decode_tokens=12, batch_size=2)
         assert (prefill.mode, decode.mode) == (PREFILL, CACHED_DECODE)
         assert prefill.dtype == ("bfloat16" if dtype == "auto" else "float32")
         assert (prefill.tokens, decode.tokens) == (3 * 24, 3 * 13)
@@ -70,7 +68,7 @@ class Fixed:
 
 def test_numbers_agree_with_a_float64_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks of two rows, so that the sums over chunks are tested too.
-    monkeypatch.setattr("surgeon.verify.logits._CHUNK_ELEMENTS", 60)
+    monkeypatch.setattr("surgeon.verification.logits._CHUNK_ELEMENTS", 60)
     made = torch.Generator().manual_seed(3)
     base = torch.randn(2, 5, 30, generator=made) * 4
     out = base + torch.randn(2, 5, 30, generator=made) * 0.5
@@ -80,9 +78,7 @@ def test_numbers_agree_with_a_float64_reference(monkeypatch: pytest.MonkeyPatch)
 
     def log_softmax(x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float64)
-        return (
-            x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        )
+        return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
 
     p, q = log_softmax(base.numpy()), log_softmax(out.numpy())
     targets = ids.numpy()[:, 1:, None]
@@ -190,8 +186,7 @@ def test_code_in_a_checkpoint_is_not_run_unless_asked(llama: Path, tmp_path: Pat
     edit_config(
         foreign,
         '"model_type": "llama"',
-        '"model_type": "strange",'
-        ' "auto_map": {"AutoConfig": "strange.C", "AutoModelForCausalLM": "strange.M"}',
+        '"model_type": "strange", "auto_map": {"AutoConfig": "strange.C", "AutoModelForCausalLM": "strange.M"}',
     )
     (foreign / "strange.py").write_text("raise SystemExit('the code of the checkpoint has run')\n")
     with pytest.raises(PromiseBroken, match="own code, which is run only with --trust-remote-code"):

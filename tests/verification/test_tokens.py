@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.errors import BadInput
-from surgeon.verify.tokens import PROBE_TEXT, token_batches
+from surgeon.verification.tokens import PROBE_TEXT, token_batches
 
 EOS = 1
 VOCABULARY = 2 + 256

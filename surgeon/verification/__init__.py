@@ -1,0 +1,1 @@
+"""Proof: by bytes, by logits, layer by layer."""
