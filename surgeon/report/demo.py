@@ -17,8 +17,8 @@ def demo_view(demo: Demo) -> RenderableType:
     return Group(
         _title("1  the base"),
         Text(
-            f"{count(base.parameters)} parameters, trained on {base.tokens_trained:,} tokens of Python's documentation in"
-            f" {base.seconds:.0f} s: validation loss {base.validation_loss_before:.2f} → {base.validation_loss:.2f} nats"
+            f"{count(base.parameters)} parameters, {base.tokens_trained:,} tokens of Python's documentation,"
+            f" {base.seconds:.0f} s; held-out loss {base.validation_loss_before:.2f} → {base.validation_loss:.2f} nats"
         ),
         _title("2  the surgery"),
         Padding(preview_view(demo.applied.preview, str(base.folder)), (0, 0, 0, 2), expand=False),

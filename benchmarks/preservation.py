@@ -1,0 +1,78 @@
+"""Every shipped plan on a real base: promise, bit-identity and perplexity, before and after.
+
+    python benchmarks/preservation.py --base DIR --text FILE [--windows 0] [--plans NAME …]
+
+Applies each plan to the base, verifies the output in the checkpoint's dtype and in float32 (prefill and cached
+decode on windows of the text; 0 windows: all of it) and loads it plainly. Results go to
+benchmarks/results/preservation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from surgeon import api
+from surgeon.plan import shipped
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COLUMNS = (
+    "plan",
+    "layers",
+    "promise",
+    "dtype",
+    "prefill",
+    "cached decode",
+    "perplexity base",
+    "perplexity output",
+    "verdict",
+)
+
+
+def rows(plan: str, base: Path, text: Path, windows: int) -> list[list[str]]:
+    """One row a dtype."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        applied = api.apply(plan, str(base), out)
+        verified = api.verify(base, out, text=text, window=256, windows=windows, dtypes=("auto", "float32"))
+    assert verified.holds, f"{plan}: a promise does not hold"
+    found = []
+    for dtype in dict.fromkeys(c.dtype for c in verified.comparisons):
+        modes = {c.mode: c for c in verified.comparisons if c.dtype == dtype}
+        prefill = modes["prefill"]
+        exact = all(c.identical for c in modes.values())
+        verdict = "exact" if exact else "not preserving, as promised"
+        found.append(
+            [
+                plan,
+                str(len(applied.manifest.layers)),
+                applied.manifest.promise,
+                dtype,
+                *("identical" if modes[m].identical else f"max Δ {modes[m].max_abs_difference:.3g}" for m in modes),
+                repr(prefill.base_perplexity),
+                repr(prefill.out_perplexity),
+                verdict,
+            ]
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=0)
+    parser.add_argument("--plans", nargs="*", default=shipped.names())
+    arguments = parser.parse_args()
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for plan in arguments.plans:
+        lines += [f"| {' | '.join(row)} |" for row in rows(plan, arguments.base, arguments.text, arguments.windows)]
+        print(lines[-1], flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    title = f"# Every shipped plan on {arguments.base.name}, text {arguments.text.name}"
+    (RESULTS / "preservation.md").write_text("\n".join([title, "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

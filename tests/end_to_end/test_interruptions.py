@@ -1,0 +1,152 @@
+"""What stops a run from outside: a full disk, Ctrl-C, a second run, a base that changes under it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from surgeon import api
+from surgeon.cli import app
+from surgeon.errors import BadInput
+from tests.end_to_end.conftest import weights
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, calls: int, code: int) -> None:
+    """The kernel's copy succeeds `calls` times, then fails with `code` for good."""
+    real = os.copy_file_range
+    left = [calls]
+
+    def limited(*arguments: int, **named: int) -> int:
+        if left[0] == 0:
+            raise OSError(code, os.strerror(code))
+        left[0] -= 1
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(os, "copy_file_range", limited)
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "Input/output error")])
+def test_a_disk_that_fails_in_the_middle(
+    code: int, words: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_after(patched, 40, code)
+        result = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "the same command continues" in result.stderr
+    assert not out.exists()
+    said = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
+    assert said.exit_code == 0
+    assert "continuing an earlier run" in said.stderr
+    assert api.verify(base, out, logits=False).holds
+
+
+def test_too_little_room_is_told_beforehand(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    fields = list(real)
+    fields[4] = 1  # free blocks for us
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    result = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "are needed" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import surgeon.execute
+
+    real = surgeon.execute.copy_range
+    touched = []
+
+    def touch(*arguments: object, **named: object) -> None:
+        real(*arguments, **named)
+        if not touched:
+            shard = sorted(base.glob("*.safetensors"))[-1]
+            os.utime(shard, ns=(1, 1))
+            touched.append(shard)
+
+    monkeypatch.setattr(surgeon.execute, "copy_range", touch)
+    with pytest.raises(BadInput, match="model-0000"):
+        api.apply("llama-pro", str(base), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+SLOW_APPLY = """
+import os, sys, time
+import surgeon.execute
+from surgeon.cli import main
+real = surgeon.execute.copy_range
+def slow(*arguments, **named):
+    time.sleep(0.02)
+    return real(*arguments, **named)
+surgeon.execute.copy_range = slow
+sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[1:]]
+main()
+"""
+
+
+def begin_slow_apply(base: Path, out: Path) -> subprocess.Popen[str]:
+    """An `apply` that takes some seconds, known to have begun writing."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_APPLY, str(base), str(out)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    journal = out.parent / f".{out.name}.surgeon" / "journal.jsonl"
+    for _ in range(2000):
+        if journal.exists() and journal.read_text().count("\n") >= 2:
+            return process
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(process.communicate()[1])
+
+
+def test_control_c(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = begin_slow_apply(base, out)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [line for line in told.splitlines() if line] == [
+        "surgeon: interrupted; the same command continues where it stopped"
+    ]
+    assert not out.exists()
+    api.apply("llama-pro", str(base), out)
+    assert api.verify(base, out, logits=False).holds
+
+
+def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = begin_slow_apply(base, out)
+    second = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
+    assert second.exit_code == 2
+    assert str(process.pid) in second.stderr
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert api.verify(base, out, logits=False).holds
+
+
+def test_another_plan_s_leftovers_are_set_aside(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_after(patched, 40, errno.EIO)
+        assert CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)]).exit_code == 2
+    result = CliRunner().invoke(app, ["apply", "copy", str(base), str(out)])
+    assert result.exit_code == 0
+    assert ".out.surgeon.old-1" in result.stderr
+    assert (tmp_path / ".out.surgeon.old-1").is_dir()
+    expected = tmp_path / "expected"
+    api.apply("copy", str(base), expected)
+    assert weights(out).keys() == weights(expected).keys()
+    assert (out / "surgery.json").read_bytes() == (expected / "surgery.json").read_bytes()
