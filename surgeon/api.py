@@ -132,6 +132,7 @@ class Applied:
     preview: Preview
     left_behind: tuple[str, ...]
     seconds: dict[str, float]
+    read_back: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -233,10 +234,14 @@ def apply(
     revision: str | None = None,
     device: str = "auto",
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
+    read_back: bool = True,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Applied:
-    """Grow `base` by `plan` into the new folder `out`; the static part of `verify` is done on the way.
+    """Grow `base` by `plan` into the new folder `out`.
+
+    With `read_back` what was written is read again and compared with the base on the way: the static part of
+    `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers.
 
     `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
     """
@@ -256,6 +261,7 @@ def apply(
         base_id=BaseId(located.repo_id or located.path.resolve().name, located.revision),
         shards=shown.shards,
         device=devices.resolve(device) if _computes(shown.blueprint) else "cpu",
+        read_back=read_back,
     )
     check_destination(target, located.path)
     check_space(target, shown.bytes_to_write, fingerprint=job.fingerprint)
@@ -266,7 +272,7 @@ def apply(
         manifest = execute(job, target, listener, stopwatch)
     except OSError as error:
         raise BadInput(_disk_trouble(error, target)) from error
-    return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds)
+    return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds, read_back)
 
 
 def verify(

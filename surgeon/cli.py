@@ -116,6 +116,9 @@ def apply(
     revision: Revision = None,
     device: Annotated[str, typer.Option(help="where new weights are computed: auto, cpu, cuda, cuda:N")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
+    read_back: Annotated[
+        bool, typer.Option("--read-back/--no-read-back", help="compare what was written with the base")
+    ] = True,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -131,6 +134,7 @@ def apply(
             revision=revision,
             device=device,
             max_shard_bytes=_bytes(max_shard_size),
+            read_back=read_back,
             trust_remote_code=trust_remote_code,
             listener=listener,
         )

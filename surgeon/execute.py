@@ -1,8 +1,8 @@
 """Carrying out a blueprint: shard by shard from the base into a staged folder, published by one rename.
 
 Copied tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and
-only then is torch imported). While the next shard is written, a second thread reads the last one back and
-compares its digests with the base's: the static proof costs no extra pass.
+only then is torch imported). While the next shard is written, other threads read the last one back and compare
+it with the base (readback.py).
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from surgeon import __version__
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
-from surgeon.checkpoint.digest import sha256_range, zeros_sha256
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import ALIGNMENT, build_header, read_header
+from surgeon.checkpoint.header import ALIGNMENT, build_header
 from surgeon.checkpoint.staging import Staging
-from surgeon.errors import PromiseBroken, SurgeonError, printable
+from surgeon.errors import SurgeonError, printable
 from surgeon.layout import Shard, is_hole, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
 from surgeon.plan.loading import LoadedPlan
+from surgeon.readback import ReadBack, Sources
 from surgeon.recipes import Constant, Copy, is_computed, numel
 from surgeon.stopwatch import Stopwatch
 
@@ -60,6 +58,7 @@ class Job:
     base_id: BaseId
     shards: tuple[Shard, ...]
     device: str = "cpu"
+    read_back: bool = True
 
     @property
     def fingerprint(self) -> str:
@@ -93,11 +92,12 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Ma
             return _published_manifest(out)
         listener.begin("writing", job.bytes_to_write)
         try:
-            with _Run(job, staging, listener, stopwatch) as run:
+            with ReadBack(job.base, staging, compare=job.read_back) as proof:
+                run = _Run(job, staging, proof, listener, stopwatch)
                 for shard in job.shards:
                     run.shard(shard)
                 with stopwatch.stage("wait for read-back"):
-                    run.settle()
+                    proof.settle()
             job.base.check_unchanged()
         except SurgeonError:
             # The base or the plan is at fault, not the moment: the same command would fail again.
@@ -109,33 +109,15 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Ma
 
 
 class _Run:
-    """The state of one execution: what is known so far of digests and maps.
+    """One execution under way: what writes, what computes, what reads back."""
 
-    A second thread reads back; its failures come out at the next shard, or in `settle`.
-    """
-
-    def __init__(self, job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch) -> None:
+    def __init__(self, job: Job, staging: Staging, proof: ReadBack, listener: Listener, stopwatch: Stopwatch) -> None:
         self.job = job
-        self.stopwatch = stopwatch
         self.staging = staging
+        self.proof = proof
         self.listener = listener
-        self.digests: dict[str, str] = {}
-        self.base_digests: dict[str, str] = {}
-        self.maps: dict[str, dict[str, Any]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-back")
-        self._reading: list[Future[None]] = []
+        self.stopwatch = stopwatch
         self._workshop: Workshop | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._reader.shutdown(wait=True, cancel_futures=kind is not None)
-
-    def settle(self) -> None:
-        """Wait until every shard is read back, proved and journalled."""
-        for reading in self._reading:
-            reading.result()
 
     @property
     def workshop(self) -> Workshop:
@@ -150,34 +132,15 @@ class _Run:
 
     def shard(self, shard: Shard) -> None:
         """Write one shard, or take it as an earlier run left it."""
-        for reading in self._reading:
-            if reading.done():
-                reading.result()
         record = self.staging.is_done(shard.file)
         if record is None:
-            maps = _write_shard(self, shard)
-            self._reading.append(self._reader.submit(self._finish, shard, maps))
+            self.proof.add(shard, _write_shard(self, shard))
             return
-        self._reading.append(self._reader.submit(self._remember, record))
+        self.proof.remember(record)
         for output in shard.outputs:
             if is_computed(output.recipe):
                 self.workshop.skip(output)
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
-
-    def _finish(self, shard: Shard, maps: dict[str, Any]) -> None:
-        """Prove a written shard and journal it; runs in the reading thread, one shard after the other."""
-        digests = _read_back(self, shard)
-        record = {"digests": digests, "base_digests": self._copied_digests(shard, digests), "maps": maps}
-        self._remember(record)
-        self.staging.done(shard.file, record)
-
-    def _copied_digests(self, shard: Shard, digests: Mapping[str, str]) -> dict[str, str]:
-        return {o.recipe.source: digests[o.name] for o in shard.outputs if isinstance(o.recipe, Copy)}
-
-    def _remember(self, record: Mapping[str, Any]) -> None:
-        self.digests.update(record["digests"])
-        self.base_digests.update(record["base_digests"])
-        self.maps.update(record["maps"])
 
     def small_files(self) -> Manifest:
         """Config, index, side files and manifest, each journalled."""
@@ -194,9 +157,9 @@ class _Run:
             job.base,
             job.base_id,
             job.shards,
-            digests=self.digests,
-            base_digests=self.base_digests,
-            maps=self.maps,
+            digests={output.name: self.proof.digest_of(output) for output in job.blueprint.outputs if output.new},
+            base_digests=self.proof.base_digests,
+            maps=self.proof.maps,
         )
         self._small(MANIFEST_FILE, manifest.to_bytes())
         return manifest
@@ -214,7 +177,7 @@ def _write_shard(run: _Run, shard: Shard) -> dict[str, Any]:
     begins = run.job.base.headers[shard.twin].data_begin if shard.twin else 0
     header, places = build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
     target = os.open(run.staging.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    with _Sources(run.job.base) as sources:
+    with Sources(run.job.base) as sources:
         try:
             reserve(target, places[-1][1])
             write_all(target, header, 0)
@@ -225,27 +188,7 @@ def _write_shard(run: _Run, shard: Shard) -> dict[str, Any]:
     return run.workshop.take_reports() if any(is_computed(output.recipe) for output in shard.outputs) else {}
 
 
-class _Sources:
-    """Base shards, opened at first need and closed together."""
-
-    def __init__(self, base: CheckpointFolder) -> None:
-        self.base = base
-        self.opened: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for source in self.opened.values():
-            os.close(source)
-
-    def __getitem__(self, file: str) -> int:
-        if file not in self.opened:
-            self.opened[file] = self.base.open_shard(file)
-        return self.opened[file]
-
-
-def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, sources: _Sources) -> None:
+def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, sources: Sources) -> None:
     match output.recipe:
         case Copy(source):
             info = run.job.base.tensors[source]
@@ -279,35 +222,6 @@ def constant_bytes(value: float, dtype: str, shape: tuple[int, ...]) -> bytes:
     for size in shape:
         count *= size
     return element * count
-
-
-def _read_back(run: _Run, shard: Shard) -> dict[str, str]:
-    """Digest what was written, as it stands in the file; copies must equal the base's bytes: the static proof."""
-    digests: dict[str, str] = {}
-    written = os.open(run.staging.folder / shard.file, os.O_RDONLY)
-    try:
-        infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
-        with _Sources(run.job.base) as sources:
-            for output in shard.outputs:
-                info = infos[output.name]
-                if is_hole(output):
-                    digests[output.name] = zeros_sha256(info.nbytes)
-                    continue
-                digests[output.name] = sha256_range(written, info.begin, info.end)
-                if isinstance(output.recipe, Copy):
-                    original = run.job.base.tensors[output.recipe.source]
-                    # Base shards come first: a layer's copy finds its original's digest already known.
-                    expected = run.base_digests.get(original.name) or sha256_range(
-                        sources[original.file], original.begin, original.end
-                    )
-                    if expected != digests[output.name]:
-                        raise PromiseBroken(
-                            f"{printable(output.name)} ({shard.file}): what was read back is not what"
-                            f" {printable(original.name)} holds; disk failing, or the base changed meanwhile?"
-                        )
-    finally:
-        os.close(written)
-    return digests
 
 
 def _index(shards: tuple[Shard, ...]) -> bytes:
