@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,9 @@ from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from surgeon.compute import Workshop
+
+# The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
+_WRITERS = 2
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -94,8 +98,7 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Ma
         try:
             with ReadBack(job.base, staging, compare=job.read_back) as proof:
                 run = _Run(job, staging, proof, listener, stopwatch)
-                for shard in job.shards:
-                    run.shard(shard)
+                run.all_shards()
                 with stopwatch.stage("wait for read-back"):
                     proof.settle()
             job.base.check_unchanged()
@@ -129,6 +132,21 @@ class _Run:
                 self.job.blueprint, self.job.base, device=self.job.device, stopwatch=self.stopwatch
             )
         return self._workshop
+
+    def all_shards(self) -> None:
+        """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
+        computed = {shard.file for shard in self.job.shards if any(is_computed(o.recipe) for o in shard.outputs)}
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
+            try:
+                copies = [writers.submit(self.shard, s) for s in self.job.shards if s.file not in computed]
+                for shard in self.job.shards:
+                    if shard.file in computed:
+                        self.shard(shard)
+                for copy in as_completed(copies):
+                    copy.result()
+            except BaseException:
+                writers.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def shard(self, shard: Shard) -> None:
         """Write one shard, or take it as an earlier run left it."""
