@@ -1,0 +1,52 @@
+"""A Hub id as base: preview without a byte of weights, apply through the cache, the commit in the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from surgeon import api
+from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
+
+
+def surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return subprocess.run(
+        [sys.executable, "-m", "surgeon", *arguments],
+        env=clean | settings | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
+    home, out, again = tmp_path / "home", tmp_path / "out", tmp_path / "again"
+    with serve(Hub(files_of(base))) as hub:
+        shown = surgeon(hub, home, "preview", "llama-pro", "user/model", "--json")
+        assert shown.returncode == 0, shown.stderr
+        assert json.loads(shown.stdout)["parameters"]["before"] > 0
+        whole = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+        assert sum(count for _, name, count in hub.sent if name.endswith(".safetensors")) < whole / 2
+
+        refused = surgeon(hub, home, "apply", "stack-of-nothing.yaml", "user/model", str(out))
+        assert refused.returncode == 2
+        applied = surgeon(hub, home, "apply", "llama-pro", "user/model", str(out))
+        assert applied.returncode == 0, applied.stderr
+    manifest = api.inspect(out).manifest
+    assert (manifest.base.id, manifest.base.revision) == ("user/model", COMMIT)
+    assert api.verify(base, out, logits=False).holds
+
+    # The server is gone: what is cached serves offline, what is not is one clear line.
+    offline = surgeon(hub, home, "apply", "llama-pro", "user/model", str(again), HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    missing = surgeon(hub, tmp_path / "empty", "preview", "llama-pro", "user/model", HF_HUB_OFFLINE="1")
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("surgeon: ")
+    assert "Traceback" not in missing.stderr
