@@ -176,7 +176,7 @@ def compose(
             for output in shard.outputs
             if output.new
         },
-        transport_maps=dict(maps),
+        transport_maps=dict(sorted(maps.items())),
         lineage=_lineage(base),
     )
 

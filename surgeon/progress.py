@@ -58,4 +58,4 @@ class ProgressListener:
     def say(self, line: str) -> None:
         """A word to the user, above the bar."""
         if not self.quiet:
-            self.console.print(printable(line, 2000), style="dim")
+            self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
