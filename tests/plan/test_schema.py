@@ -1,0 +1,71 @@
+"""The schema that editors get, and the plans that ship."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from surgeon.cli import app
+from surgeon.plan import shipped
+from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.schema import json_schema
+
+
+def test_every_field_is_described_or_says_itself_what_it_is() -> None:
+    schema = json_schema()
+    for name, definition in schema["$defs"].items():
+        for key, field in definition["properties"].items():
+            told = (
+                "description" in field
+                or "const" in field
+                or key in ("init", "interpolator", "divergence", "local_loss")
+            )
+            assert told, f"{name}.{key} has no description"
+
+
+def test_the_command_prints_it() -> None:
+    result = CliRunner().invoke(app, ["schema"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json_schema()
+
+
+@pytest.mark.parametrize("name", shipped.names())
+def test_shipped_plans_are_found_by_name_and_load(name: str) -> None:
+    loaded = load_plan(shipped.find_plan(name))
+    assert loaded.text.startswith("# "), "a plan begins with a line that says what it is"
+    printed = CliRunner().invoke(app, ["plans", name])
+    assert printed.stdout == loaded.text
+
+
+selectors = st.one_of(
+    st.sampled_from(["all", "top_half", "bottom_half", "middle", "top_and_bottom"]),
+    st.builds(lambda n: {"every": n}, st.integers(1, 99)),
+    st.builds(lambda layers: {"after": layers}, st.lists(st.integers(0, 99), min_size=1, max_size=5)),
+    st.builds(lambda a, b: {"range": [a, b]}, st.integers(0, 99), st.integers(0, 99)),
+)
+inits = st.one_of(
+    st.builds(lambda kind: {"kind": kind}, st.sampled_from(["average", "copy", "random"])),
+    st.builds(
+        lambda reg, rescale: {"kind": "ot_fusion", "reg": reg, "rescale": rescale},
+        st.floats(1e-6, 1e3),
+        st.sampled_from(["marginal", "paper"]),
+    ),
+)
+
+
+@given(selectors, inits, st.integers(0, 2**63 - 1), st.booleans())
+def test_plans_survive_yaml(where: object, init: dict, seed: int, zero_init: bool) -> None:
+    """What is written by PyYAML (1e-05 and all) is read back as the same plan."""
+    data = {
+        "surgeon": 1,
+        "seed": seed,
+        "operations": [{"op": "insert_layers", "where": where, "init": init, "zero_init": zero_init}],
+    }
+    plan = parse_plan(yaml.safe_dump(data), source="plan").plan
+    dumped = plan.model_dump(mode="json", exclude_unset=True)
+    assert dumped == data
