@@ -87,7 +87,7 @@ import surgeon.execute
 from surgeon.cli import main
 real = surgeon.execute.copy_range
 def slow(*arguments, **named):
-    time.sleep(0.02)
+    time.sleep(0.1)
     return real(*arguments, **named)
 surgeon.execute.copy_range = slow
 sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[1:]]
