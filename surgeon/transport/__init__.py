@@ -1,11 +1,26 @@
-"""Optimal transport between the rows of two weight matrices: cost, solvers, maps that are applied unformed.
+"""Optimal transport between the rows of two weight matrices: cost, solvers, maps that are applied without copies.
 
 Pure functions on tensors; nothing here knows of files, layers or plans.
 """
 
 from __future__ import annotations
 
+from surgeon.transport.flow import transport_flow
+from surgeon.transport.heads import AttentionWeights, HeadMaps, head_maps
+from surgeon.transport.maps import HalfIdentity, half_identity, identity
 from surgeon.transport.problem import Solution, TransportMap, TransportSettings
-from surgeon.transport.solving import HalfIdentity, half_identity, solve
+from surgeon.transport.solving import solve
 
-__all__ = ["HalfIdentity", "Solution", "TransportMap", "TransportSettings", "half_identity", "solve"]
+__all__ = [
+    "AttentionWeights",
+    "HalfIdentity",
+    "HeadMaps",
+    "Solution",
+    "TransportMap",
+    "TransportSettings",
+    "half_identity",
+    "head_maps",
+    "identity",
+    "solve",
+    "transport_flow",
+]

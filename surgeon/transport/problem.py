@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,8 +17,8 @@ class TransportSettings:
     `reg`: entropic regularisation in the unit of the (scaled) cost; OpT-DeUS §5.5 takes 0.06. `cost_scale`:
     divide the cost by nothing, its maximum or its mean. `rescale`: apply T as it is, whose entries sum to 1
     (`paper`, as the public code does), or times the number of its columns, so that each aligned row is a
-    convex combination of rows (`marginal`). `tolerance`: L1 distance of the row sums of T from 1/n at which
-    Sinkhorn stops; column sums are exact to rounding. ValueError for settings that make no sense.
+    convex combination of rows (`marginal`). `tolerance`: L1 distance of T's row sums from 1/n (column sums from
+    1/m) at which Sinkhorn stops; 0 means as near as rounding allows. ValueError for settings that make no sense.
     """
 
     reg: float = 0.06
@@ -29,23 +30,30 @@ class TransportSettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.reg) and 0 < self.reg <= 1e12):
-            raise ValueError(f"reg must be a finite number above 0, not {self.reg}")
+            raise ValueError(f"reg must be a finite number above 0 and at most 1e12, not {self.reg}")
         if self.solver not in ("sinkhorn", "emd"):
             raise ValueError(f"solver must be sinkhorn or emd, not {self.solver!r}")
         if self.cost_scale not in ("none", "max", "mean"):
             raise ValueError(f"cost_scale must be none, max or mean, not {self.cost_scale!r}")
         if self.rescale not in ("paper", "marginal"):
             raise ValueError(f"rescale must be paper or marginal, not {self.rescale!r}")
-        if self.max_iterations < 1 or not self.tolerance > 0:
-            raise ValueError("max_iterations must be at least 1 and tolerance above 0")
+        if self.max_iterations < 1:
+            raise ValueError(f"max_iterations must be at least 1, not {self.max_iterations}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be at least 0 and below 1, not {self.tolerance}")
+
+    def factor(self, columns: int) -> float:
+        """What T is multiplied with when it is applied: 1, or the number of its columns."""
+        return float(columns) if self.rescale == "marginal" else 1.0
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The numbers of a solved problem.
+    """The numbers of a solved problem, all measured on T as it is applied.
 
-    `row_error`, `column_error`: L1 distances of T's marginals from uniform. `entropy`: of T, in nats, at most
-    log(n·m) (OpT-DeUS, Table 8). `cost`: ⟨T, C⟩ with C in its own unit, before `cost_scale`.
+    `iterations`: passes over the kernel, every stage of ε counted. `row_error`, `column_error`: L1 distances of
+    T's marginals from uniform; `converged`: both are within the tolerance asked for. `entropy`: of T, in nats, at
+    most log(n·m) (OpT-DeUS, Table 8). `cost`: ⟨T, C⟩ with C in its own unit, before `cost_scale`.
     """
 
     rows: int
@@ -71,13 +79,66 @@ class Solution:
         }
 
 
-class TransportMap(Protocol):
-    """A map T from n rows onto m rows, solved and ready to be applied; s is 1 or m by `rescale`."""
+class TransportMap(ABC):
+    """A map T from n rows onto m rows, solved and ready to be applied; s is 1 or m by `rescale`.
+
+    Products are taken in T's dtype (float32, or float64 where the problem was) on T's device.
+    """
 
     solution: Solution
 
+    @abstractmethod
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (m, d): each row an average of rows of W (Algorithm 1, line 8)."""
 
+    @abstractmethod
     def align_columns(self, weight_RN: Tensor) -> Tensor:
         """s · W · T, (r, m): the input side follows an earlier module's map (Algorithm 1, line 6)."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """T itself, (n, m), its entries summing to 1; a buffer of its own."""
+
+    @property
+    def n(self) -> int:
+        """Rows of T: of the source."""
+        return self.solution.rows
+
+    @property
+    def m(self) -> int:
+        """Columns of T: rows of the target."""
+        return self.solution.columns
+
+    @property
+    def iterations(self) -> int:
+        """Passes over the kernel."""
+        return self.solution.iterations
+
+    @property
+    def converged(self) -> bool:
+        """Whether both marginal errors are within the tolerance asked for."""
+        return self.solution.converged
+
+    @property
+    def row_error(self) -> float:
+        """L1 distance of T's row sums from 1/n."""
+        return self.solution.row_error
+
+    @property
+    def column_error(self) -> float:
+        """L1 distance of T's column sums from 1/m."""
+        return self.solution.column_error
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of T in nats, at most log(n·m)."""
+        return self.solution.entropy
+
+    @property
+    def cost(self) -> float:
+        """⟨T, C⟩ in the unit of C before scaling."""
+        return self.solution.cost
+
+    def to_report(self) -> dict[str, Any]:
+        """The solution's numbers as JSON data."""
+        return self.solution.to_report()

@@ -1,8 +1,10 @@
-"""Entropic optimal transport with uniform marginals: stabilised Sinkhorn with ε-scaling and absorption.
+"""Entropic optimal transport with uniform marginals: stabilised Sinkhorn with ε-scaling and Anderson acceleration.
 
-T_ij = u_i · K_ij · v_j with K = exp(−(C − f − g)/ε). The potentials f, g keep the scalings u, v near one, so
-that nothing over- or underflows whatever the cost and ε: when a scaling leaves a safe range it is absorbed into
-the potentials and K is made anew. K overwrites the cost; T is never formed.
+T_ij = u_i · K_ij · v_j with K = exp(−(C − f − g)/ε). The potentials f, g are references: they make the largest
+entry of every row and column of K one, so that nothing over- or underflows whatever the cost and ε. The unknown
+is x = log v; u follows from it, so that row sums are exact and a pass over K tells how far the column sums are off
+(the plain update that ends the iteration can only lessen that). When x leaves a safe range it is absorbed into g
+and K is made anew. K overwrites the cost, and T overwrites K.
 (Cuturi 2013; absorption and ε-scaling as in Schmitzer 2019, Algorithm 2.)
 """
 
@@ -15,55 +17,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surgeon.transport.anderson import Anderson
+from surgeon.transport.maps import DenseMap
 from surgeon.transport.problem import Solution
 
-# Scalings beyond e^±this are absorbed: float32 ends at e^±87, and a product of two must stay inside.
-_ABSORB_AT = 30.0
+# |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
+# of K at most one the sums of a cut scaling stay inside.
+_ABSORB_AT = 20.0
+_CUT_AT = 38.0
+# The first ε, as a share of the cost's spread, and what each stage divides it by.
+_FIRST_EPSILON = 0.1
 _EPSILON_STEP = 4.0
 _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
-# Elements of K taken at a time: a block is used for both products while it is in cache.
-_BLOCK_ELEMENTS = 1 << 20
-# Row sums of a few thousand terms cannot be told apart below this many units of rounding.
-_SUM_ROUNDING = 16.0
-# Rounds without a smaller error, near what rounding leaves, after which more would not help.
-_STAGNANT = 20
+# Elements of K taken at a time: by a sweep, which uses a block twice while it is in cache; by what makes K and T,
+# whose many small steps should each be long; and on a device.
+_SWEEP_BLOCK = 1 << 20
+_BLOCK = 1 << 22
+_DEVICE_BLOCK = 1 << 26
+# An accelerated step that makes the error this much worse than the best is taken back.
+_WORSE = 2.0
+# This near to what rounding leaves, passes without a smaller error after which more would not help.
+_NEAR_ROUNDING = 3e-6
+_STAGNANT = 100
+# On a device a number is read back once in so many passes: reading waits for everything before it.
+_CHECK_EVERY_ON_DEVICE = 10
 
 
 @dataclass
 class _State:
-    """K in place of the cost, potentials in the unit of the scaled cost, scalings; all on one device."""
+    """K in place of the cost; references f, g in the unit of the scaled cost; x = log v in float64.
+
+    In float32 the rounding of x alone, whose size is that of a logarithm, would move the sums by more than 1e-6.
+    """
 
     kernel_NM: Tensor
     f_N: Tensor
     g_M: Tensor
-    u_N: Tensor
-    v_M: Tensor
-
-
-class SinkhornMap:
-    """T = diag(u) K diag(v), applied without being formed."""
-
-    def __init__(self, state: _State, factor: float, solution: Solution) -> None:
-        self._state = state
-        self._factor = factor
-        self.solution = solution
-
-    def align_rows(self, weight_ND: Tensor) -> Tensor:
-        """s · Tᵀ · W, (m, d)."""
-        state = self._state
-        scaled = weight_ND * (state.u_N * self._factor)[:, None]
-        return (state.kernel_NM.T @ scaled).mul_(state.v_M[:, None])
-
-    def align_columns(self, weight_RN: Tensor) -> Tensor:
-        """s · W · T, (r, m)."""
-        state = self._state
-        return ((weight_RN * (state.u_N * self._factor)) @ state.kernel_NM).mul_(state.v_M)
-
-    def matrix(self) -> Tensor:
-        """T itself, (n, m), its entries summing to one."""
-        state = self._state
-        return state.kernel_NM * state.u_N[:, None] * state.v_M
+    x_M: Tensor
 
 
 def sinkhorn(
@@ -74,162 +65,175 @@ def sinkhorn(
     factor: float,
     max_iterations: int,
     tolerance: float,
-) -> SinkhornMap:
+) -> DenseMap:
     """Solve for the cost that `make_cost` makes (anew at each call: its buffer is overwritten).
 
-    `make_cost` gives C / unit, (n, m); `reg` is in that scaled unit, `Solution.cost` in C's own.
+    `make_cost` gives C / unit, (n, m); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
+    applied times `factor`. Not reaching `tolerance` within `max_iterations` is told by the solution, no error.
     """
     cost_NM = make_cost()
     n, m = cost_NM.shape
-    state = _begin(cost_NM)
-    spread = float(cost_NM.max() - cost_NM.min())
+    lowest, highest = (float(end) for end in torch.aminmax(cost_NM))
+    stages = schedule(highest - lowest, reg)
+    if max_iterations < len(stages):
+        stages = [reg]
+    g_M = torch.zeros_like(cost_NM[0])
+    state = _State(cost_NM, cost_NM[:, 0], g_M, g_M.double())
+    _make_kernel(state, cost_NM, stages[0])
+    state.x_M.zero_()
     iterations = 0
-    error = math.inf
-    for epsilon in _schedule(spread, reg):
-        final = epsilon == reg
-        cost_NM = cost_NM if iterations == 0 else make_cost()
-        _remake_kernel(state, cost_NM, epsilon)
-        allowed = max_iterations - iterations if final else min(_COARSE_ITERATIONS, max_iterations - iterations)
-        target = tolerance if final else _COARSE_TOLERANCE
-        used, error = _iterate(state, make_cost, epsilon=epsilon, most=max(1, allowed), target=target)
-        iterations += used
-    del cost_NM
-    entropy, cost, row_error, column_error = _measure(state, reg)
-    floor = _floor(state, reg)
+    for stage, epsilon in enumerate(stages):
+        final = stage == len(stages) - 1
+        if stage:
+            _absorb(state, stages[stage - 1])
+            _make_kernel(state, _fresh(state, make_cost), epsilon)
+        left = max_iterations - iterations - (len(stages) - 1 - stage)
+        iterations += _iterate(
+            state,
+            make_cost,
+            epsilon=epsilon,
+            most=left if final else min(_COARSE_ITERATIONS, left),
+            target=tolerance if final else _COARSE_TOLERANCE,
+        )
+    entropy, cost, row_error, column_error = _finish(state, reg, factor)
     solution = Solution(
         rows=n,
         columns=m,
         iterations=iterations,
-        converged=min(error, row_error) <= max(tolerance, 10 * floor),
+        converged=max(row_error, column_error) <= tolerance,
         row_error=row_error,
         column_error=column_error,
         entropy=entropy,
         cost=cost * unit,
     )
-    return SinkhornMap(state, factor, solution)
+    return DenseMap(state.kernel_NM, factor=factor, solution=solution)
 
 
-def _begin(cost_NM: Tensor) -> _State:
-    """Potentials by one c-transform each: every row and column of the first kernel has an entry of one."""
-    f_N = cost_NM.amin(1)
-    g_M = torch.full_like(cost_NM[0], math.inf)
-    for rows in _blocks(cost_NM):
-        torch.minimum(g_M, (cost_NM[rows] - f_N[rows, None]).amin(0), out=g_M)
-    n = len(f_N)
-    return _State(cost_NM, f_N, g_M, torch.full_like(f_N, 1 / n), torch.full_like(g_M, 1.0))
-
-
-def _schedule(spread: float, reg: float) -> list[float]:
-    """ε from a tenth of the cost's spread down to `reg`; just `reg` where that is already as large."""
+def schedule(spread: float, reg: float) -> list[float]:
+    """Values of ε from a share of the cost's spread down to `reg`; just `reg` where that is about as large."""
     steps: list[float] = []
-    epsilon = spread / 10
+    epsilon = spread * _FIRST_EPSILON
     while epsilon > reg * 1.5:
         steps.append(epsilon)
         epsilon /= _EPSILON_STEP
     return [*steps, reg]
 
 
-def _remake_kernel(state: _State, cost_NM: Tensor, epsilon: float) -> None:
-    """K = exp(−(C − f − g)/ε) in place of the cost."""
+def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
+    """The cost anew; the old kernel is let go first, so that there is one buffer of this size at a time."""
+    state.kernel_NM = state.kernel_NM.new_empty(0)
+    return make_cost()
+
+
+def _make_kernel(state: _State, cost_NM: Tensor, epsilon: float) -> None:
+    """K = exp(−(C − f − g)/ε) in place of the cost, f and g moved until each row and column reaches one.
+
+    What g moves by, x takes back, so that the scaling of the columns stays what it was.
+    """
+    f_N = torch.empty_like(cost_NM[:, 0])
+    shift_M = torch.full_like(state.g_M, math.inf)
     for rows in _blocks(cost_NM):
         block = cost_NM[rows]
-        block -= state.f_N[rows, None]
         block -= state.g_M
-        block.mul_(-1 / epsilon).exp_()
-    state.kernel_NM = cost_NM
+        f_N[rows] = block.amin(1)
+        block -= f_N[rows, None]
+        torch.minimum(shift_M, block.amin(0), out=shift_M)
+    for rows in _blocks(cost_NM):
+        cost_NM[rows].sub_(shift_M).mul_(-1 / epsilon).exp_()
+    state.kernel_NM, state.f_N = cost_NM, f_N
+    state.g_M = state.g_M + shift_M
+    state.x_M = (shift_M.double() / -epsilon).clamp_(min=-_ABSORB_AT / 2)
 
 
-def _iterate(
-    state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, most: int, target: float
-) -> tuple[int, float]:
-    """Sinkhorn's updates until the row marginals are within `target` in L1; returns iterations and that error.
+def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, most: int, target: float) -> int:
+    """Move x until the column sums are within `target` in L1, and once more plainly; returns the passes."""
+    m = len(state.x_M)
+    every = _CHECK_EVERY_ON_DEVICE if state.kernel_NM.is_cuda else 1
+    history = Anderson(m, device=state.x_M.device)
+    best, since_best = math.inf, 0
+    best_x = state.x_M
+    for iteration in range(1, most + 1):
+        plain_M = _sweep(state).log_().add_(math.log(m)).neg_()
+        if iteration % every and iteration < most:
+            state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
+            continue
+        # |1/m − v_j (Kᵀu)_j|, summed: what the plain update changes the mass by.
+        error = float(torch.expm1(state.x_M - plain_M).abs_().mean())
+        if error <= target:
+            state.x_M = plain_M
+            return iteration
+        since_best = 0 if error < 0.9 * best else since_best + every
+        if iteration == most or (best < _NEAR_ROUNDING and since_best >= _STAGNANT):
+            state.x_M = plain_M if error <= best else best_x
+            return iteration
+        if not error <= _WORSE * best:
+            history.forget()
+            state.x_M = best_x
+            best = math.inf
+            continue
+        if error < best:
+            best, best_x = error, plain_M
+        if float(state.x_M.abs().max()) > _ABSORB_AT:
+            state.x_M = plain_M
+            _absorb(state, epsilon)
+            _make_kernel(state, _fresh(state, make_cost), epsilon)
+            history.forget()
+            best, best_x = math.inf, state.x_M
+            continue
+        state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
+    return most
 
-    Stops too when float rounding, not convergence, is what is left of the error.
+
+def _absorb(state: _State, epsilon: float) -> None:
+    state.g_M = (state.g_M + epsilon * state.x_M).to(state.g_M.dtype)
+    state.x_M = torch.zeros_like(state.x_M)
+
+
+def _sweep(state: _State) -> Tensor:
+    """One pass over K: u = (1/n) / (K v), and Kᵀu while each block is at hand; float64, as it sums many blocks."""
+    n = len(state.f_N)
+    v_M = state.x_M.exp().to(state.g_M.dtype)
+    column_sum_M = torch.zeros_like(state.x_M)
+    for rows in _blocks(state.kernel_NM, _SWEEP_BLOCK):
+        block = state.kernel_NM[rows]
+        column_sum_M += block.T @ (block @ v_M).mul_(n).reciprocal_()
+    return column_sum_M
+
+
+def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float, float, float]:
+    """`factor` · T in place of K; returns T's entropy, cost and marginal errors.
+
+    With log T = log u + log K + log v and C = f + g − ε log K wherever there is mass, both follow from the row
+    sums, the column sums and Σ T log K. Rows are summed in the working dtype, sums of rows in float64.
     """
     n, m = state.kernel_NM.shape
-    state.u_N.fill_(1 / n)
-    state.v_M.fill_(1.0)
-    best, since_best, error = math.inf, 0, math.inf
-    floor = _floor(state, epsilon)
-    for iteration in range(1, most + 1):
-        gap, column_sum_M = _sweep(state)
-        torch.div(1 / m, column_sum_M, out=state.v_M)
-        # Reading a number waits for the device: every few rounds is often enough there.
-        if state.kernel_NM.is_cuda and iteration % 8 and iteration < most:
-            continue
-        largest = float(torch.maximum(_log_range(state.u_N, 1 / n), _log_range(state.v_M, 1.0)))
-        if not largest < _ABSORB_AT:
-            _absorb(state, make_cost, epsilon)
-            continue
-        error = float(gap)
-        if iteration > 1 and error <= target:
-            return iteration, error
-        if error < best:
-            best, since_best = error, 0
-        else:
-            since_best += 1
-        if error <= 10 * floor and since_best >= _STAGNANT:
-            return iteration, error
-    return most, error
-
-
-def _floor(state: _State, epsilon: float) -> float:
-    """The marginal error that rounding leaves: of the sums, and of (C − f − g)/ε, whose terms are rounded first."""
-    unit = torch.finfo(state.kernel_NM.dtype).eps
-    largest = float(torch.maximum(state.f_N.abs().max(), state.g_M.abs().max()))
-    return unit * max(_SUM_ROUNDING, largest / epsilon)
-
-
-def _sweep(state: _State) -> tuple[Tensor, Tensor]:
-    """One pass over K: new u from the row sums, and Kᵀu while each block is at hand.
-
-    Returns the L1 error of the row marginals as they were before, and Kᵀu.
-    """
-    n = len(state.u_N)
-    column_sum_M = torch.zeros_like(state.v_M)
-    gap = torch.zeros((), dtype=state.u_N.dtype, device=state.u_N.device)
+    v_M = state.x_M.exp().to(state.g_M.dtype)
+    column_mass_M = torch.zeros_like(v_M, dtype=torch.float64)
+    row_mass_N = torch.zeros_like(state.f_N, dtype=torch.float64)
+    log_u_N = torch.zeros_like(row_mass_N)
+    log_kernel = torch.zeros((), dtype=torch.float64, device=v_M.device)
     for rows in _blocks(state.kernel_NM):
         block = state.kernel_NM[rows]
-        row_sum = block @ state.v_M
-        gap += (state.u_N[rows] * row_sum - 1 / n).abs().sum()
-        u = torch.div(1 / n, row_sum)
-        state.u_N[rows] = u
-        column_sum_M.addmv_(block.T, u)
-    return gap, column_sum_M
+        u = (block @ v_M).mul_(n).reciprocal_()
+        # log 0, where there is no mass, must not become 0 · ∞.
+        logs = block.log().clamp_(min=-1e4)
+        block *= u[:, None]
+        block *= v_M
+        log_u_N[rows] = u.double().log()
+        row_mass_N[rows] = block.sum(1).double()
+        column_mass_M += block.sum(0)
+        log_kernel += logs.mul_(block).sum(1).double().sum()
+        if factor != 1.0:
+            block *= factor
+    shared = float(log_kernel)
+    entropy = -float(row_mass_N @ log_u_N + column_mass_M @ state.x_M) - shared
+    cost = float(row_mass_N @ state.f_N.double() + column_mass_M @ state.g_M.double()) - epsilon * shared
+    row_error = float((row_mass_N - 1 / n).abs().sum())
+    return entropy, cost, row_error, float((column_mass_M - 1 / m).abs().sum())
 
 
-def _log_range(scaling: Tensor, neutral: float) -> Tensor:
-    return (scaling / neutral).log().abs().amax().nan_to_num(math.inf, math.inf, math.inf)
-
-
-def _absorb(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -> None:
-    """Move the scalings into the potentials and make K anew; scalings that left the floats are cut first."""
-    n = len(state.u_N)
-    for potential, scaling, neutral in ((state.f_N, state.u_N, 1 / n), (state.g_M, state.v_M, 1.0)):
-        logs = (scaling / neutral).log().nan_to_num(0.0, 80.0, -80.0).clamp_(-80.0, 80.0)
-        potential += epsilon * logs
-        scaling.fill_(neutral)
-    _remake_kernel(state, make_cost(), epsilon)
-
-
-def _measure(state: _State, epsilon: float) -> tuple[float, float, float, float]:
-    """Entropy, cost and both marginal errors of T, block by block, summed in float64."""
-    n, m = state.kernel_NM.shape
-    entropy = cost = row_error = 0.0
-    columns = torch.zeros_like(state.v_M, dtype=torch.float64)
-    for rows in _blocks(state.kernel_NM):
-        mass = state.kernel_NM[rows] * state.u_N[rows, None] * state.v_M
-        entropy -= float(torch.xlogy(mass, mass).sum(dtype=torch.float64))
-        # C = f + g − ε log K wherever there is mass.
-        logs = torch.xlogy(mass, state.kernel_NM[rows])
-        cost += float((mass * (state.f_N[rows, None] + state.g_M) - epsilon * logs).sum(dtype=torch.float64))
-        row_error += float((mass.sum(1, dtype=torch.float64) - 1 / n).abs().sum())
-        columns += mass.sum(0, dtype=torch.float64)
-    return entropy, cost, row_error, float((columns - 1 / m).abs().sum())
-
-
-def _blocks(matrix: Tensor) -> list[slice]:
-    """Row blocks that fit a core's cache on the CPU; everything at once on a device."""
+def _blocks(matrix: Tensor, elements: int = _BLOCK) -> list[slice]:
+    """Row blocks of about so many elements; larger ones on a device."""
     n, m = matrix.shape
-    step = n if matrix.is_cuda else max(1, _BLOCK_ELEMENTS // max(1, m))
+    step = max(1, (_DEVICE_BLOCK if matrix.is_cuda else elements) // m)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

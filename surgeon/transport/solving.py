@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,31 +12,72 @@ from surgeon.transport.exact import exact
 from surgeon.transport.problem import TransportMap, TransportSettings
 from surgeon.transport.sinkhorn import sinkhorn
 
+# Numbers that the cost's temporaries hold at a time after memory ran out once.
+_SMALL_BLOCK = 1 << 18
 
-def solve(source_ND: Tensor, target_MD: Tensor, settings: TransportSettings) -> TransportMap:
+
+def solve(
+    source_ND: Tensor, target_MD: Tensor, settings: TransportSettings, *, device: str | torch.device | None = None
+) -> TransportMap:
     """The transport map from the rows of `source_ND` onto those of `target_MD`, uniform marginals, Euclidean cost.
 
-    Works in float32 on the tensors' device (float64 stays float64). ValueError in one line for inputs that are
-    empty, not finite, or do not match.
+    Works in float32 (float64 where either is) on `device`, by default the source's; the largest thing held is one
+    (n, m) buffer, which ends as the map. Where memory runs out it is tried once more in small row blocks.
+    ValueError in one line for inputs that are empty, not finite, or do not match, and for too little memory.
     """
-    _check(source_ND, target_MD)
-    dtype = torch.float64 if source_ND.dtype == torch.float64 else torch.float32
-    source, target = source_ND.to(dtype), target_MD.to(dtype)
-    cost = distances(source, target)
-    unit = {"none": 1.0, "max": float(cost.max()), "mean": float(cost.mean())}[settings.cost_scale] or 1.0
-    factor = float(len(target)) if settings.rescale == "marginal" else 1.0
+    check_rows(source_ND, target_MD)
+    wide = torch.float64 in (source_ND.dtype, target_MD.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    where = source_ND.device if device is None else torch.device(device)
+    try:
+        return _solve(source_ND.to(where, dtype), target_MD.to(where, dtype), settings, {})
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+    # Outside the handler: the error's traceback held the buffers.
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        small = {"block_elements": _SMALL_BLOCK}
+        return _solve(source_ND.to(where, dtype), target_MD.to(where, dtype), settings, small)
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        needed = _bytes_needed(source_ND, target_MD, dtype, where)
+        raise ValueError(
+            f"a transport map of {len(source_ND)} × {len(target_MD)} rows of {source_ND.shape[1]} needs about"
+            f" {needed} bytes on {where}, more than is free"
+        ) from None
+
+
+def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> TransportMap:
+    """The map for a finite cost (n, m) that `make_cost` makes; called again, it must make it anew.
+
+    For costs that are not plain distances between rows; `solve` is this with Euclidean distances.
+    """
+    cost = make_cost()
+    match settings.cost_scale:
+        case "none":
+            unit = 1.0
+        case "max":
+            unit = float(cost.max())
+        case "mean":
+            unit = float(cost.mean())
+    # All rows equal: nothing to scale by, and any map is as cheap.
+    unit = unit or 1.0
+    factor = settings.factor(cost.shape[1])
     if settings.solver == "emd":
-        return exact(cost.div_(unit), unit=unit, factor=factor)
+        return exact(cost.div_(unit), unit=unit, factor=factor, tolerance=settings.tolerance)
     first = [cost]
     del cost
 
-    def make_cost() -> Tensor:
+    def make_scaled_cost() -> Tensor:
         # The first is at hand; later ones are made anew, so that one buffer of this size is held at a time.
-        made = first.pop() if first else distances(source, target)
+        made = first.pop() if first else make_cost()
         return made.div_(unit) if unit != 1.0 else made
 
     return sinkhorn(
-        make_cost,
+        make_scaled_cost,
         reg=settings.reg,
         unit=unit,
         factor=factor,
@@ -43,32 +86,30 @@ def solve(source_ND: Tensor, target_MD: Tensor, settings: TransportSettings) -> 
     )
 
 
-class HalfIdentity:
-    """½ (T + I): the mean of a residual stream's two paths (OpT-DeUS, Table 1, normalisation before the MLP)."""
-
-    def __init__(self, inner: TransportMap) -> None:
-        self._inner = inner
-        self.solution = inner.solution
-
-    def align_rows(self, weight_ND: Tensor) -> Tensor:
-        """½ (s · Tᵀ · W + W)."""
-        return self._inner.align_rows(weight_ND).add_(weight_ND).mul_(0.5)
-
-    def align_columns(self, weight_RN: Tensor) -> Tensor:
-        """½ (s · W · T + W)."""
-        return self._inner.align_columns(weight_RN).add_(weight_RN).mul_(0.5)
+def _solve(source: Tensor, target: Tensor, settings: TransportSettings, blocks: dict[str, int]) -> TransportMap:
+    return solve_cost(lambda: distances(source, target, **blocks), settings)
 
 
-def half_identity(inner: TransportMap) -> HalfIdentity:
-    """½ (T + I) for a square map."""
-    return HalfIdentity(inner)
-
-
-def _check(source: Tensor, target: Tensor) -> None:
+def check_rows(source: Tensor, target: Tensor) -> None:
+    """ValueError in one line unless both are finite floating-point matrices with rows of one length."""
     for name, rows in (("source", source), ("target", target)):
         if rows.ndim != 2 or 0 in rows.shape:
             raise ValueError(f"the {name} must be a matrix with rows and columns, not of shape {tuple(rows.shape)}")
+        if not rows.is_floating_point():
+            raise ValueError(f"the {name} must hold floating-point numbers, not {rows.dtype}")
         if not bool(torch.isfinite(rows).all()):
             raise ValueError(f"the {name} holds values that are not finite")
     if source.shape[1] != target.shape[1]:
         raise ValueError(f"rows of {source.shape[1]} and of {target.shape[1]} numbers cannot be compared")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; on the CPU torch raises a plain RuntimeError that says so."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _bytes_needed(source: Tensor, target: Tensor, dtype: torch.dtype, where: torch.device) -> int:
+    """The map, both inputs centred, and the inputs themselves where they have to be converted or moved."""
+    n, m, d = len(source), len(target), source.shape[1]
+    moved = source.dtype != dtype or source.device != where
+    return dtype.itemsize * (n * m + (2 if moved else 1) * (n + m) * d)
