@@ -5,7 +5,6 @@ Pure functions on tensors; nothing here knows of files, layers or plans.
 
 from __future__ import annotations
 
-from surgeon.transport.flow import transport_flow
 from surgeon.transport.heads import AttentionWeights, HeadMaps, head_maps
 from surgeon.transport.maps import HalfIdentity, half_identity, identity
 from surgeon.transport.problem import Solution, TransportMap, TransportSettings
@@ -22,5 +21,4 @@ __all__ = [
     "head_maps",
     "identity",
     "solve",
-    "transport_flow",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """left · right (+ bias on every row), (n, m), all of one dtype and device; transposed views are taken as they are."""
+    """left · right (+ bias on every row), (n, m), all of one dtype and device; transposed views are welcome."""
     if left_NK.dtype == torch.float32 and left_NK.device.type == "cpu" and _one_dnn():
         made: Tensor = torch.ops.mkldnn._linear_pointwise(left_NK, right_KM.T, bias_M, "none", [], "")
         return made

@@ -23,18 +23,18 @@ from surgeon.transport.problem import Solution
 
 # |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
 # of K at most one the sums of a cut scaling stay inside.
-_ABSORB_AT = 20.0
-_CUT_AT = 38.0
-# The first ε, as a share of the cost's spread, and what each stage divides it by.
-_FIRST_EPSILON = 0.1
-_EPSILON_STEP = 4.0
+_ABSORB_AT = 30.0
+_CUT_AT = 40.0
+# The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
+# saves fewer passes over K than making the cost anew takes.
+_FIRST_EPSILON = 0.01
+_EPSILON_STEP = 8.0
 _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
 # Elements of K taken at a time: by a sweep, which uses a block twice while it is in cache; by what makes K and T,
-# whose many small steps should each be long; and on a device.
-_SWEEP_BLOCK = 1 << 20
-_BLOCK = 1 << 22
-_DEVICE_BLOCK = 1 << 26
+# whose many small steps should each be long. Large matrices are cut into no more pieces than so many.
+_SWEEP_BLOCK, _SWEEP_PIECES = 1 << 20, 64
+_BLOCK, _PIECES = 1 << 22, 16
 # An accelerated step that makes the error this much worse than the best is taken back.
 _WORSE = 2.0
 # This near to what rounding leaves, passes without a smaller error after which more would not help.
@@ -194,7 +194,7 @@ def _sweep(state: _State) -> Tensor:
     n = len(state.f_N)
     v_M = state.x_M.exp().to(state.g_M.dtype)
     column_sum_M = torch.zeros_like(state.x_M)
-    for rows in _blocks(state.kernel_NM, _SWEEP_BLOCK):
+    for rows in _blocks(state.kernel_NM, _SWEEP_BLOCK, _SWEEP_PIECES):
         block = state.kernel_NM[rows]
         column_sum_M += block.T @ (block @ v_M).mul_(n).reciprocal_()
     return column_sum_M
@@ -232,8 +232,8 @@ def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float,
     return entropy, cost, row_error, float((column_mass_M - 1 / m).abs().sum())
 
 
-def _blocks(matrix: Tensor, elements: int = _BLOCK) -> list[slice]:
-    """Row blocks of about so many elements; larger ones on a device."""
+def _blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
+    """Row blocks of at least so many elements, and no more than about so many blocks."""
     n, m = matrix.shape
-    step = max(1, (_DEVICE_BLOCK if matrix.is_cuda else elements) // m)
+    step = max(1, elements // m, -(-n // pieces))
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

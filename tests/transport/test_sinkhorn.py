@@ -127,8 +127,9 @@ def test_acceleration_beats_the_plain_iteration() -> None:
 
 
 def test_schedule_ends_at_reg() -> None:
-    assert schedule(1.0, 0.06) == [0.1, 0.06]
+    assert schedule(1.0, 0.06) == [0.06]
     assert schedule(0.0, 0.06) == [0.06]
+    assert schedule(20.0, 0.06) == [0.2, 0.06]
     steps = schedule(3.0, 1e-4)
     assert steps[-1] == 1e-4
     assert all(first > second for first, second in itertools.pairwise(steps))
