@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surgeon.transport.cost import distances
 from surgeon.transport.problem import Solution, TransportMap, TransportSettings
-from surgeon.transport.product import product
+from surgeon.transport.product import transposed_product
 from surgeon.transport.solving import check_rows, solve_cost
 
 
@@ -56,7 +56,7 @@ class HeadMap(TransportMap):
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (m, d)."""
         heads = weight_ND.to(self._scaled.dtype).reshape(len(self._scaled), -1)
-        return product(self._scaled.T, heads).reshape(self.m, *weight_ND.shape[1:])
+        return transposed_product(self._scaled, heads).reshape(self.m, *weight_ND.shape[1:])
 
     def align_columns(self, weight_RN: Tensor) -> Tensor:
         """s · W · T, (r, m)."""

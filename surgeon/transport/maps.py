@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.problem import Solution, TransportMap
-from surgeon.transport.product import product
+from surgeon.transport.product import product, transposed_product
 
 
 class DenseMap(TransportMap):
@@ -21,7 +21,7 @@ class DenseMap(TransportMap):
 
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (m, d)."""
-        return product(self._scaled.T, weight_ND.to(self._scaled.dtype))
+        return transposed_product(self._scaled, weight_ND.to(self._scaled.dtype))
 
     def align_columns(self, weight_RN: Tensor) -> Tensor:
         """s · W · T, (r, m)."""

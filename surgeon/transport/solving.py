@@ -26,6 +26,7 @@ def solve(
     ValueError in one line for inputs that are empty, not finite, or do not match, and for too little memory.
     """
     check_rows(source_ND, target_MD)
+    source_ND, target_MD = source_ND.detach(), target_MD.detach()
     wide = torch.float64 in (source_ND.dtype, target_MD.dtype)
     dtype = torch.float64 if wide else torch.float32
     where = source_ND.device if device is None else torch.device(device)

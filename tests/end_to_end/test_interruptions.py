@@ -82,7 +82,9 @@ def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: 
 
 
 SLOW_APPLY = """
-import os, sys, time
+import os, signal, sys, time
+# A shell that starts jobs in the background has them ignore Ctrl-C, and so would this one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import surgeon.execute
 from surgeon.cli import main
 real = surgeon.execute.copy_range
