@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -184,7 +185,11 @@ class Verification:
             "identical": self.identical,
             "checks": [asdict(check) for check in self.checks],
             "tokens": self.tokens,
-            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            # JSON knows no infinity, which is what logits that are not numbers count as.
+            "comparisons": [
+                {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
+                for c in self.comparisons
+            ],
             "first_difference": asdict(self.first_difference) if self.first_difference else None,
         }
 

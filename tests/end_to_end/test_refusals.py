@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from surgeon.api import Verification
 from surgeon.cli import app
+from surgeon.verification.logits import LogitComparison
 
 INDEX = "model.safetensors.index.json"
 
@@ -268,3 +271,9 @@ def test_preview_of_405b_shape_from_sparse_shards(tmp_path: Path) -> None:
     assert told["parameters"]["before"] == 405_853_388_800
     assert len(told["layers"]) == 189
     assert told["promise"] == "exact"
+
+
+def test_logits_that_are_no_numbers_are_told_in_valid_json() -> None:
+    infinite = LogitComparison("prefill", "bfloat16", 8, False, math.inf, math.inf, 0.0, 1.0, math.inf)
+    told = json.dumps(Verification("none", [], [infinite]).to_json(), allow_nan=False)
+    assert json.loads(told)["comparisons"][0]["kl"] == "inf"
