@@ -417,7 +417,8 @@ def _peak_memory(blueprint: Blueprint) -> int:
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(4 * 4 * numel(recipe) for recipe in computed)
-    rows = [(coupling.stop - coupling.start) for coupling in blueprint.couplings.values()]
+    # Maps of whole heads are a number for each pair of heads.
+    rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0)
 

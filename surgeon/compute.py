@@ -29,10 +29,11 @@ from surgeon.recipes import (
     Random,
     Recipe,
     Shuffled,
+    WholeHeads,
     maps_used,
 )
 from surgeon.stopwatch import Stopwatch
-from surgeon.transport import TransportMap, TransportSettings, half_identity, solve
+from surgeon.transport import AttentionWeights, TransportMap, TransportSettings, half_identity, head_maps, solve
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -96,7 +97,11 @@ class Workshop:
                 continue
             found.add(name)
             coupling = self.blueprint.couplings[name]
-            for source in (coupling.first, coupling.second):
+            made_from = [coupling.first, coupling.second]
+            if coupling.whole_heads is not None:
+                waiting.extend(coupling.whole_heads.names)
+                made_from.extend(coupling.whole_heads.output)
+            for source in made_from:
                 waiting.extend(maps_used(source))
             if coupling.t_in.coupling is not None:
                 waiting.append(coupling.t_in.coupling)
@@ -158,22 +163,55 @@ class Workshop:
     def _map(self, ref: MapRef) -> TransportMap:
         assert ref.coupling is not None
         if ref.coupling not in self._maps:
-            self._maps[ref.coupling] = self._solve(self.blueprint.couplings[ref.coupling])
+            coupling = self.blueprint.couplings[ref.coupling]
+            if coupling.whole_heads is None:
+                self._solve(coupling)
+            else:
+                self._solve_heads(coupling.whole_heads)
         found = self._maps[ref.coupling]
         return half_identity(found) if ref.half_identity else found
 
-    def _solve(self, coupling: Coupling) -> TransportMap:
-        rows = slice(coupling.start, coupling.stop)
-        lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
-        upper = self._working(coupling.second)[rows]
+    def _solve(self, coupling: Coupling) -> None:
+        lower, upper = self._rows(coupling)
         try:
             with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
                 solved = solve(lower, upper, TransportSettings(**dict(coupling.settings)))
         except ValueError as error:
             raise BadInput(f"transport map {coupling.name}: {error}") from error
-        self._aligned[coupling.name] = lower
-        self.reports[coupling.name] = solved.solution.to_report()
-        return solved
+        self._keep(coupling.name, solved, lower)
+
+    def _solve_heads(self, whole: WholeHeads) -> None:
+        """The maps of query, key and value at once: a choice of heads is one for all three."""
+        couplings = [self.blueprint.couplings[name] for name in whole.names]
+        (query, key, value) = [self._rows(coupling) for coupling in couplings]
+        outputs = [self._working(recipe) for recipe in whole.output]
+        first, second = (AttentionWeights(query[i], key[i], value[i], outputs[i]) for i in (0, 1))
+        try:
+            with self.stopwatch.stage("solve heads"):
+                found = head_maps(
+                    first,
+                    second,
+                    TransportSettings(**dict(couplings[0].settings)),
+                    n_heads=whole.heads,
+                    n_kv_heads=whole.kv_heads,
+                    head_dim=whole.head_dim,
+                )
+        except ValueError as error:
+            raise BadInput(f"transport maps {', '.join(whole.names)}: {error}") from error
+        self._keep(whole.query, found.query, query[0])
+        self._keep(whole.key, found.key, key[0])
+        self._keep(whole.value, found.value, value[0])
+
+    def _rows(self, coupling: Coupling) -> tuple[Tensor, Tensor]:
+        """What a coupling compares: rows of the lower layer after T_in, and of the upper layer."""
+        rows = slice(coupling.start, coupling.stop)
+        lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
+        return lower, self._working(coupling.second)[rows]
+
+    def _keep(self, name: str, solved: TransportMap, lower: Tensor) -> None:
+        self._maps[name] = solved
+        self._aligned[name] = lower
+        self.reports[name] = solved.solution.to_report()
 
     def _working(self, recipe: Recipe) -> Tensor:
         """A recipe's result in float32 (float64 stays) on the working device, a copy of its own."""

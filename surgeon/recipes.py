@@ -125,11 +125,32 @@ Recipe = Copy | Constant | Random | Average | Fused | Shuffled
 
 
 @dataclass(frozen=True, slots=True)
+class WholeHeads:
+    """Couplings solved together, whole attention heads onto whole heads: those named, of query, key and value.
+
+    `output` is the attention output of both layers, whose columns count in the comparison of heads.
+    """
+
+    query: str
+    key: str
+    value: str
+    output: tuple[Recipe, Recipe]
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The couplings of query, key and value."""
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True, slots=True)
 class Coupling:
     """A transport map that several recipes share: rows `start:stop` of `first` (after `t_in`) onto those of `second`.
 
     `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
-    that this stays plain data.
+    that this stays plain data. With `whole_heads` it is one of three that are solved together.
     """
 
     name: str
@@ -139,6 +160,7 @@ class Coupling:
     stop: int
     t_in: MapRef
     settings: tuple[tuple[str, Any], ...]
+    whole_heads: WholeHeads | None = None
 
 
 def sources(recipe: Recipe) -> Iterator[Recipe]:

@@ -30,6 +30,7 @@ def blueprint(plan: str, family: str, folder: Path) -> str:
         {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types")}},
         *(
             {"coupling": coupling.name, "rows": [coupling.start, coupling.stop]}
+            | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})
             for coupling in drawn.couplings.values()
         ),
         *({"tensor": output.name, **describe(output.recipe)} for output in drawn.outputs if output.new),

@@ -6,16 +6,19 @@ Pure data: which map aligns which module from which side. The maps are computed 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.blueprint import Draft
 from surgeon.families.family import Part, Role
-from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe
+from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, WholeHeads
 
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
+Heads = Literal["free", "blocks"]
 
 # Modules that solve a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
 _SOLVED: tuple[Role, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+_OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
 
 
 def fuse_layers(
@@ -24,10 +27,14 @@ def fuse_layers(
     below: int,
     label: str,
     flow: Flow,
+    heads: Heads,
     settings: Mapping[str, object],
     skip: frozenset[str],
 ) -> dict[str, Recipe]:
     """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
+
+    With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output takes the query
+    heads' map as its T_in in every flow: its columns are those heads.
 
     Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
@@ -35,7 +42,9 @@ def fuse_layers(
     """
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = draft.anatomy.parts
-    wanted = _wanted_roles(parts, flow, skip)
+    flow_of = _Flow(flow, heads, label)
+    wanted = _wanted_roles(parts, flow_of, skip)
+    whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
     for role in _SOLVED:
         if role not in wanted:
             continue
@@ -47,8 +56,9 @@ def fuse_layers(
                 second=upper[part.suffix],
                 start=start,
                 stop=stop,
-                t_in=_t_in(role, flow, label),
+                t_in=flow_of.t_in(role),
                 settings=tuple(sorted(settings.items())),
+                whole_heads=whole_heads if role in _OF_HEADS else None,
             )
         )
     known = {part.suffix: part for part in parts}
@@ -59,13 +69,49 @@ def fuse_layers(
         elif suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
             tensors[suffix] = upper[suffix]
         else:
-            blocks = _blocks(known[suffix], flow, label, parts)
+            blocks = _blocks(known[suffix], flow_of, parts)
             plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
             tensors[suffix] = Average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
     return tensors
 
 
-def _wanted_roles(parts: tuple[Part, ...], flow: Flow, skip: frozenset[str]) -> set[Role]:
+@dataclass(frozen=True)
+class _Flow:
+    """Which map aligns the input side of each matrix of the layer `label`."""
+
+    kind: Flow
+    heads: Heads
+    label: str
+
+    @property
+    def output_follows_query(self) -> bool:
+        """Whether the attention output's columns are aligned by the query's map."""
+        return self.heads == "blocks" or self.kind in ("vanilla_output", "vanilla")
+
+    def t_in(self, role: Role) -> MapRef:
+        """Table 1 (and 7): what aligns a matrix within its layer."""
+        if role in ("gate", "up"):
+            return MapRef(f"{self.label}.output", half_identity=self.kind in ("vanilla_mlp", "vanilla"))
+        if role == "output" and self.output_follows_query:
+            return MapRef(f"{self.label}.query")
+        return IDENTITY
+
+
+def _whole_heads(draft: Draft, lower: Mapping[str, Recipe], upper: Mapping[str, Recipe], label: str) -> WholeHeads:
+    sizes = draft.anatomy.sizes
+    output, _, _ = _rows_of(draft.anatomy.parts, "output")
+    return WholeHeads(
+        query=f"{label}.query",
+        key=f"{label}.key",
+        value=f"{label}.value",
+        output=(lower[output.suffix], upper[output.suffix]),
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+    )
+
+
+def _wanted_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str]) -> set[Role]:
     """Roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
     wanted: set[Role] = set()
     for part in parts:
@@ -77,18 +123,11 @@ def _wanted_roles(parts: tuple[Part, ...], flow: Flow, skip: frozenset[str]) -> 
                 wanted.add(source)
     if wanted & {"gate", "up"}:
         wanted.add("output")
-    if "output" in wanted and flow in ("vanilla_output", "vanilla"):
+    if "output" in wanted and flow.output_follows_query:
         wanted.add("query")
+    if flow.heads == "blocks" and wanted & set(_OF_HEADS):
+        wanted.update(_OF_HEADS)
     return wanted
-
-
-def _t_in(role: Role, flow: Flow, label: str) -> MapRef:
-    """Table 1 (and 7): what aligns a matrix within its layer."""
-    if role in ("gate", "up"):
-        return MapRef(f"{label}.output", half_identity=flow in ("vanilla_mlp", "vanilla"))
-    if role == "output" and flow in ("vanilla_output", "vanilla"):
-        return MapRef(f"{label}.query")
-    return IDENTITY
 
 
 def _norm_source(role: Role) -> Role | None:
@@ -122,12 +161,12 @@ def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRe
     return MapRef(f"{label}.{source}", half_identity=role == "pre_mlp_norm")
 
 
-def _blocks(part: Part, flow: Flow, label: str, parts: tuple[Part, ...]) -> tuple[Block, ...]:
+def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ...]:
     blocks: list[Block] = []
     start = 0
     for role, rows in part.blocks:
-        t_in = _t_in(role, flow, label) if part.kind == "weight" else IDENTITY
-        blocks.append(Block(start, start + rows, t_in, _t_out(part, role, label, parts)))
+        t_in = flow.t_in(role) if part.kind == "weight" else IDENTITY
+        blocks.append(Block(start, start + rows, t_in, _t_out(part, role, flow.label, parts)))
         start += rows
     return tuple(blocks)
 

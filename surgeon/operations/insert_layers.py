@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.errors import BadInput
 from surgeon.families.family import Family, Part
-from surgeon.operations.fusion import Flow, fuse_layers
+from surgeon.operations.fusion import Flow, Heads, fuse_layers
 from surgeon.plan.selectors import GapSelector, select_gaps, show, spread
 from surgeon.recipes import Average, Constant, Random, Recipe, Shuffled
 
@@ -37,6 +37,10 @@ class _TransportInit(_Init):
         Field(description="T times n, so that aligned rows are averages of rows (marginal); T as it is (paper)"),
     ] = "marginal"
     flow: Annotated[Flow, Field(description="which T_in each module takes (Tables 1 and 7)")] = "opt_deus"
+    heads: Annotated[
+        Heads,
+        Field(description="align rows wherever they go (free) or whole attention heads, rotary pairs kept (blocks)"),
+    ] = "free"
     max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
 
     def transport_settings(self) -> dict[str, object]:
@@ -154,6 +158,7 @@ class InsertLayers(BaseModel):
                     below=gap,
                     label=label,
                     flow=self.init.flow,
+                    heads=self.init.heads,
                     settings=self.init.transport_settings(),
                     skip=self._silenced(draft.anatomy.family, parts),
                 )

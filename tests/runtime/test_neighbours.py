@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,9 @@ def test_trainer_logs_the_same_loss_however_it_accumulates(tmp_path: Path) -> No
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def _rank(rank: int, port: int, kind: str, checkpointing: bool) -> None:
+def _rank(rank: int, rendezvous: str, kind: str, checkpointing: bool) -> None:
     warnings.simplefilter("ignore")
-    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    store = distributed.FileStore(rendezvous, 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
     alone = perturbed(grafted("llama", both())).train()
     alone.freeze_base()
@@ -116,13 +116,13 @@ def _rank(rank: int, port: int, kind: str, checkpointing: bool) -> None:
             continue
         gradient = parameter.grad.full_tensor() if kind == "fsdp2" else parameter.grad
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    distributed.destroy_process_group()
+    distributed.barrier()
+    # Gloo's threads may still be running when the interpreter's exit destroys them, which aborts the process (seen
+    # in CI). What is tested is done: leave without that exit.
+    os._exit(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, checkpointing", [("ddp", False), ("fsdp2", True)])
-def test_two_ranks_compute_one_ranks_gradients(kind: str, checkpointing: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, args=(port, kind, checkpointing), nprocs=2)
+def test_two_ranks_compute_one_ranks_gradients(kind: str, checkpointing: bool, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "rendezvous"), kind, checkpointing), nprocs=2)
