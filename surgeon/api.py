@@ -105,7 +105,13 @@ class Preview:
                 for r in blueprint.operations
             ],
             "layers": [
-                {"layer": e.index, "base": e.base, "init": e.init or None, "sources": list(e.sources)}
+                {
+                    "layer": e.index,
+                    "base": e.base,
+                    "init": e.init or None,
+                    "sources": list(e.sources),
+                    "grafts": [graft.text for graft in e.grafts],
+                }
                 for e in blueprint.layers
             ],
             "parameters": {
@@ -272,6 +278,10 @@ def apply(
     check_space(target, shown.bytes_to_write, fingerprint=job.fingerprint)
     for note in shown.notes:
         listener.say(note)
+    if not shown.blueprint.native:
+        from surgeon.verification.skeleton import check_skeleton
+
+        check_skeleton(shown.blueprint)
     stopwatch = Stopwatch()
     try:
         manifest = execute(job, target, listener, stopwatch)
@@ -320,6 +330,8 @@ def verify(
     from surgeon.verification.streaming import compare_streamed
     from surgeon.verification.tokens import token_batches
 
+    # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+    trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
     device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
     comparisons: list[LogitComparison] = []
@@ -413,7 +425,7 @@ def _peak_memory(blueprint: Blueprint) -> int:
     """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes."""
     computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
     if not computed:
-        return _STREAMING_MEMORY
+        return _STREAMING_MEMORY if blueprint.native else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(4 * 4 * numel(recipe) for recipe in computed)

@@ -7,20 +7,23 @@ that preview shows, `execute` walks and `verify` checks against. No weight is re
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.family import MOST_LAYERS
-from surgeon.recipes import Copy, Coupling, Recipe
+from surgeon.families.family import MOST_LAYERS, per_layer_lists
+from surgeon.families.grafted import native_config, owner_of
+from surgeon.grafts import Graft, grafted_config, grafts_of
+from surgeon.recipes import Copy, Coupling, Recipe, numel
+from surgeon.runtime import RUNTIME_FILES
 
 Promise = Literal["exact", "none"]
 
-# Top-level config lists that hold one entry a layer; they grow with the model (`layer_types`, `no_rope_layers`).
-_PER_LAYER_KEY = re.compile(r"(^|_)layers?(_|$)")
+# Keys of `config.surgery` that belong to no single layer.
+_MODEL_WIDE = ("local_loss",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class LayerDraft:
     """A layer while operations are at work: its tensors by suffix, and where it comes from.
 
     `base` is the base layer it is (None for a new one), `operation` the operation that made it, `sources`
-    what it was made from, in words of the model as that operation found it.
+    what it was made from, in words of the model as that operation found it. `rewritten` names the operation that
+    gave a base layer's tensor another value, by suffix; `grafts` are what stands beside the native tensors.
     """
 
     tensors: dict[str, Recipe]
@@ -50,6 +54,20 @@ class LayerDraft:
     operation: int | None = None
     sources: tuple[int, ...] = ()
     init: str = ""
+    rewritten: dict[str, int] = field(default_factory=dict)
+    grafts: list[Graft] = field(default_factory=list)
+
+    def graft(self, kind: str) -> Graft | None:
+        """The graft of this kind on the trunk's layer itself, if it has one."""
+        return next((graft for graft in self.grafts if graft.kind == kind and not graft.in_branch), None)
+
+
+@dataclass(frozen=True, slots=True)
+class GraftNote:
+    """One graft of a layer, as preview and manifest tell of it; `operation` None: the base brought it."""
+
+    text: str
+    operation: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,7 @@ class Layer:
     init: str
     sources: tuple[int, ...]
     layer_type: str | None
+    grafts: tuple[GraftNote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,8 @@ class Blueprint:
     """The output, tensor by tensor, in the order of the model.
 
     `couplings` maps the names of transport maps to how they are made, in an order in which each comes after
-    those it needs. `native` says that the output is the base's own class with more layers.
+    those it needs. `native` says that the output is the base's own class with more layers; where it is not,
+    `code_files` of the shipped runtime are copied beside the weights.
     """
 
     seed: int
@@ -98,7 +118,12 @@ class Blueprint:
     layers: tuple[Layer, ...]
     operations: tuple[OperationRecord, ...]
     config: dict[str, Any]
-    native: bool = True
+    code_files: tuple[str, ...] = ()
+
+    @property
+    def native(self) -> bool:
+        """Whether the output loads without custom code."""
+        return not self.code_files
 
     @property
     def promise(self) -> Promise:
@@ -118,17 +143,22 @@ class Draft:
     def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
         self.anatomy = anatomy
         self.seed = seed
-        self.config: dict[str, Any] = copy.deepcopy(dict(config))
+        # Of the trunk alone; `finish` writes back what grafts need.
+        self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
+        # Model-wide keys of `config.surgery`.
+        self.settings: dict[str, Any] = _settings(config)
         types: Sequence[str | None] = anatomy.layer_types or [None] * anatomy.sizes.layers
         lists = self._per_layer_lists()
+        brought = grafts_of(config)
         self.layers = [
             LayerDraft(
-                tensors={suffix: Copy(info.name, info.dtype, info.shape) for suffix, info in tensors.items()},
+                tensors={suffix: _copied(info) for suffix, info in tensors.items()},
                 base=index,
                 layer_type=types[index],
                 per_layer={key: values[index] for key, values in lists.items()},
+                grafts=_with_tensors(brought.get(index, []), anatomy.grafted[index]),
             )
             for index, tensors in enumerate(anatomy.layers)
         ]
@@ -137,6 +167,19 @@ class Draft:
         """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
+
+    def copy_of(self, source: int, *, operation: int) -> LayerDraft:
+        """A new layer with the native tensors of layer `source`; that layer's grafts are not copied."""
+        original = self.layers[source]
+        return LayerDraft(
+            tensors=dict(original.tensors),
+            base=None,
+            layer_type=original.layer_type,
+            per_layer=dict(original.per_layer),
+            operation=operation,
+            sources=(source,),
+            init="copy",
+        )
 
     def insert(self, inserted: Mapping[int, list[LayerDraft]]) -> None:
         """Put new layers into the gaps after the given layers (numbers of the stack as it stands)."""
@@ -154,48 +197,81 @@ class Draft:
             layer.sources = tuple(renumbered[source] for source in layer.sources)
         self.layers = stack
 
+    def parameters(self) -> int:
+        """Numbers in the model as it stands, grafts included; tied embeddings count once."""
+        held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
+        held += [recipe for layer in self.layers for graft in layer.grafts for recipe in graft.tensors.values()]
+        return sum(numel(recipe) for recipe in held) + sum(info.numel for info in self.anatomy.outer.values())
+
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
-        outputs: list[Output] = []
-        outer = [Output(info.name, Copy(info.name, info.dtype, info.shape), False, None) for info in self._outer()]
+        outputs = [Output(info.name, _copied(info), False, None) for info in self.anatomy.outer.values()]
         for index, layer in enumerate(self.layers):
             for suffix, recipe in layer.tensors.items():
-                name = self.anatomy.layer_name(index, suffix)
-                outputs.append(Output(name, recipe, layer.base is None, layer.operation))
+                operation = layer.rewritten.get(suffix, layer.operation)
+                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation is not None, operation))
+            for graft in layer.grafts:
+                for suffix, recipe in graft.tensors.items():
+                    new = graft.operation is not None
+                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, new, graft.operation))
+        grafted = any(layer.grafts for layer in self.layers)
         return Blueprint(
             seed=self.seed,
-            outputs=(*outer, *outputs),
+            outputs=tuple(outputs),
             couplings=dict(self.couplings),
-            layers=tuple(
-                Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer.layer_type)
-                for index, layer in enumerate(self.layers)
-            ),
+            layers=tuple(_finished(index, layer) for index, layer in enumerate(self.layers)),
             operations=tuple(self.records),
-            config=self._finished_config(),
+            config=self._finished_config(grafted=grafted),
+            code_files=RUNTIME_FILES[self.anatomy.family.model_type] if grafted else (),
         )
 
-    def _outer(self) -> list[Any]:
-        return list(self.anatomy.outer.values())
-
     def _per_layer_lists(self) -> dict[str, list[Any]]:
-        count = self.anatomy.sizes.layers
-        return {
-            key: value
-            for key, value in self.config.items()
-            if isinstance(value, list) and len(value) == count and _PER_LAYER_KEY.search(key) and key != "layer_types"
-        }
+        lists = per_layer_lists(self.config, self.anatomy.sizes.layers)
+        lists.pop("layer_types", None)
+        return lists
 
-    def _finished_config(self) -> dict[str, Any]:
+    def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
-        config = copy.deepcopy(self.config)
-        config["num_hidden_layers"] = len(self.layers)
-        if self.anatomy.layer_types is not None:
-            config["layer_types"] = [layer.layer_type for layer in self.layers]
-        for key in self._per_layer_lists():
-            config[key] = [layer.per_layer[key] for layer in self.layers]
         for key in ("mlp_only_layers", "full_attention_layers"):
-            if config.get(key):
+            if self.config.get(key):
                 raise BadInput(
                     f"config.json: `{printable(key)}` names layers by number in a way surgeon cannot renumber yet"
                 )
-        return config
+        lists = {key: [layer.per_layer[key] for layer in self.layers] for key in self._per_layer_lists()}
+        if self.anatomy.layer_types is not None:
+            lists["layer_types"] = [layer.layer_type for layer in self.layers]
+        if grafted:
+            return grafted_config(
+                self.config,
+                [layer.grafts for layer in self.layers],
+                new_layers=[index for index, layer in enumerate(self.layers) if layer.base is None],
+                settings=self.settings,
+                per_layer=lists,
+            )
+        config = copy.deepcopy(self.config)
+        config["num_hidden_layers"] = len(self.layers)
+        return config | lists
+
+
+def _copied(info: TensorInfo) -> Copy:
+    return Copy(info.name, info.dtype, info.shape)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    surgery = config.get("surgery") if isinstance(config.get("surgery"), Mapping) else None
+    return {key: copy.deepcopy(surgery[key]) for key in _MODEL_WIDE if key in surgery} if surgery else {}
+
+
+def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
+    """Hand a layer's graft tensors to the grafts that own them; BadInput where one has no owner."""
+    for suffix, info in tensors.items():
+        owner = next((graft for graft in grafts if owner_of(suffix) == (graft.kind, graft.in_branch)), None)
+        if owner is None:
+            raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
+        owner.tensors[suffix] = _copied(info)
+    return grafts
+
+
+def _finished(index: int, layer: LayerDraft) -> Layer:
+    notes = tuple(GraftNote(graft.text, graft.operation) for graft in layer.grafts)
+    return Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer.layer_type, notes)

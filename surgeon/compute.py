@@ -25,6 +25,8 @@ from surgeon.recipes import (
     Copy,
     Coupling,
     Fused,
+    Interpolated,
+    Listed,
     MapRef,
     Random,
     Recipe,
@@ -113,6 +115,8 @@ class Workshop:
                 return self._read(source)
             case Constant(value, dtype, shape):
                 return torch.full(shape, value, dtype=TORCH_DTYPES[dtype])
+            case Listed(listed, dtype, shape):
+                return torch.tensor(listed, dtype=TORCH_DTYPES[dtype]).view(shape)
             case Random(key, std, dtype, shape):
                 values = self._generator(key).standard_normal(shape, dtype=np.float32)
                 return torch.from_numpy(values).mul_(std).to(TORCH_DTYPES[dtype])
@@ -121,6 +125,9 @@ class Workshop:
                 return self._rounded(lower.add_(upper).mul_(0.5), recipe.dtype)
             case Fused():
                 return self._rounded(self._fuse(recipe), recipe.dtype)
+            case Interpolated(first, second, alpha):
+                share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
+                return self._rounded(self._working(first).lerp_(self._working(second), share), recipe.dtype)
             case Shuffled(of, key):
                 # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
                 flat = self._cook(of).to("cpu").contiguous().flatten().clone()

@@ -27,7 +27,8 @@ from surgeon.layout import Shard, is_hole, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
 from surgeon.plan.loading import LoadedPlan
 from surgeon.readback import ReadBack, Sources
-from surgeon.recipes import Constant, Copy, is_computed, numel
+from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
+from surgeon.runtime import shipped_code
 from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Job:
             "base_id": [self.base_id.name, self.base_id.revision],
             "config": self.base.config,
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
+            "code": {name: hashlib.sha256(shipped_code(name)).hexdigest() for name in self.blueprint.code_files},
             "device": self.device,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -101,6 +103,7 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Ma
                 run.all_shards()
                 with stopwatch.stage("wait for read-back"):
                     proof.settle()
+                    proof.digest_the_rest()
             job.base.check_unchanged()
         except SurgeonError:
             # The base or the plan is at fault, not the moment: the same command would fail again.
@@ -166,6 +169,8 @@ class _Run:
         self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
         if len(job.shards) > 1:
             self._small(INDEX_FILE, _index(job.shards))
+        for name in job.blueprint.code_files:
+            self._small(name, shipped_code(name))
         for name in job.base.side_files:
             (folder / name).parent.mkdir(exist_ok=True)
             self._small(name, job.base.read_side_file(name))
@@ -219,27 +224,28 @@ def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, 
                     count=end - begin,
                     progress=run.listener.advance,
                 )
-        case Constant(value, dtype):
+        case Constant() | Listed():
             if not is_hole(output):
-                write_all(target, constant_bytes(value, dtype, output.recipe.shape), begin)
+                write_all(target, constant_bytes(output.recipe), begin)
                 run.listener.advance(end - begin)
         case _:
             write_all(target, run.workshop.make(output), begin)
             run.listener.advance(end - begin)
 
 
-def constant_bytes(value: float, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """A tensor of one value as little-endian bytes, without numpy or torch."""
-    if dtype == "BF16":
-        single = struct.pack("<f", value)
-        assert single[:2] == b"\0\0", f"{value} is not a bfloat16"
-        element = single[2:]
-    else:
-        element = struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
-    count = 1
-    for size in shape:
-        count *= size
-    return element * count
+def constant_bytes(recipe: Constant | Listed) -> bytes:
+    """A tensor whose values the recipe names, as little-endian bytes, without numpy or torch."""
+    if isinstance(recipe, Listed):
+        return b"".join(_element(value, recipe.dtype) for value in recipe.values)
+    return _element(recipe.value, recipe.dtype) * numel(recipe)
+
+
+def _element(value: float, dtype: str) -> bytes:
+    if dtype != "BF16":
+        return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+    # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
 
 
 def _index(shards: tuple[Shard, ...]) -> bytes:

@@ -21,6 +21,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.layout import Shard
 from surgeon.plan.loading import LoadedPlan
 from surgeon.recipes import describe
+from surgeon.runtime import shipped_code
 
 MANIFEST_FILE = "surgery.json"
 FORMAT = 1
@@ -64,13 +65,21 @@ class OperationEntry(_Entry):
     trains: Literal["new", "all"]
 
 
+class GraftEntry(_Entry):
+    """One graft of a layer; `operation` is None where the base brought it."""
+
+    text: str
+    operation: int | None
+
+
 class LayerEntry(_Entry):
-    """One layer of the output: which base layer it is, or what made it from what."""
+    """One layer of the output: which base layer it is, or what made it from what, and the grafts it carries."""
 
     base: int | None
     operation: int | None
     init: str
     sources: list[int]
+    grafts: list[GraftEntry] = []
 
 
 class NewTensor(_Entry):
@@ -106,6 +115,7 @@ class Manifest(_Entry):
     new_tensors: dict[str, NewTensor]
     transport_maps: dict[str, dict[str, Any]]
     lineage: list[Ancestor]
+    code: dict[str, Sha256] = {}
 
     @property
     def layer_of_base(self) -> list[int]:
@@ -162,7 +172,13 @@ def compose(
             for record in blueprint.operations
         ],
         layers=[
-            LayerEntry(base=layer.base, operation=layer.operation, init=layer.init, sources=list(layer.sources))
+            LayerEntry(
+                base=layer.base,
+                operation=layer.operation,
+                init=layer.init,
+                sources=list(layer.sources),
+                grafts=[GraftEntry(text=graft.text, operation=graft.operation) for graft in layer.grafts],
+            )
             for layer in blueprint.layers
         ],
         new_tensors={
@@ -178,6 +194,7 @@ def compose(
         },
         transport_maps=dict(sorted(maps.items())),
         lineage=_lineage(base),
+        code={name: hashlib.sha256(shipped_code(name)).hexdigest() for name in blueprint.code_files},
     )
 
 

@@ -94,6 +94,13 @@ class ReadBack:
         for pending in self._pending:
             pending.result()
 
+    def digest_the_rest(self) -> None:
+        """Hash the base tensors that the output has no copy of, so that the manifest names the whole base."""
+        with Sources(self._base) as sources:
+            for name, info in self._base.tensors.items():
+                if name not in self.base_digests:
+                    self.base_digests[name] = sha256_range(sources[info.file], info.begin, info.end)
+
     def digest_of(self, output: Output) -> str:
         """The digest of an output tensor; a copy's is its original's, which it was found equal to."""
         if isinstance(output.recipe, Copy):

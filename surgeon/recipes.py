@@ -33,6 +33,15 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """A short vector of these values (the two biases of a gate)."""
+
+    values: tuple[float, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Random:
     """Normal with mean zero and standard deviation `std`, seeded from (the plan's seed, `key`)."""
 
@@ -121,7 +130,29 @@ class Shuffled:
         return self.of.shape
 
 
-Recipe = Copy | Constant | Random | Average | Fused | Shuffled
+@dataclass(frozen=True, slots=True)
+class Interpolated:
+    """first + α (second - first), element by element, rounded once (Control LLM, Lerp8MSE0*M).
+
+    `alpha` is the share of `second`; a recipe of one number is its logit.
+    """
+
+    first: Recipe
+    second: Recipe
+    alpha: float | Recipe
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of both."""
+        return self.first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both."""
+        return self.first.shape
+
+
+Recipe = Copy | Constant | Listed | Random | Average | Fused | Shuffled | Interpolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +202,11 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield second
         case Shuffled(of, _):
             yield of
+        case Interpolated(first, second, alpha):
+            yield first
+            yield second
+            if not isinstance(alpha, float):
+                yield alpha
         case _:
             return
 
@@ -207,6 +243,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"copy": source}
         case Constant(value):
             return {"constant": value}
+        case Listed(values):
+            return {"values": list(values)}
         case Random(key, std):
             return {"random": key, "std": std}
         case Average(first, second):
@@ -220,6 +258,9 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             }
         case Shuffled(of, key):
             return {"shuffled": describe(of), "key": key}
+        case Interpolated(first, second, alpha):
+            share = alpha if isinstance(alpha, float) else {"sigmoid": describe(alpha)}
+            return {"interpolated": [describe(first), describe(second)], "alpha": share}
 
 
 def _map_text(ref: MapRef) -> str:
@@ -238,4 +279,4 @@ def numel(recipe: Recipe) -> int:
 
 def is_computed(recipe: Recipe) -> bool:
     """Whether the recipe is more than copied or constant bytes, so that weights must be read into memory."""
-    return not isinstance(recipe, Copy | Constant)
+    return not isinstance(recipe, Copy | Constant | Listed)

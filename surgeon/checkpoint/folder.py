@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
@@ -13,11 +13,15 @@ from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
 from surgeon.errors import BadInput, printable
+from surgeon.runtime import AUTO_MAP, is_shipped_code
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000
+MAX_CODE_BYTES = 1_000_000
+
+Code = Literal["none", "shipped", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class CheckpointFolder:
 
     `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
     relative names an output carries along, `left_behind` what else lies in the folder. `manifest` is the parsed
-    `surgery.json`, not validated. `notes` are words for the user.
+    `surgery.json`, not validated. `notes` are words for the user. `code` says what code lies in the folder: none,
+    exactly what this version of surgeon ships for its model type, or somebody else's.
     """
 
     path: Path
@@ -39,6 +44,7 @@ class CheckpointFolder:
     manifest: dict[str, Any] | None
     notes: list[str]
     source: Source
+    code: Code = "none"
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -53,8 +59,12 @@ class CheckpointFolder:
             listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
         )
         config = _config(source, listing)
-        if not trust_remote_code:
-            _refuse_code(config, listing, source.shown)
+        code, told = _code(config, listing, source)
+        if code == "foreign" and not trust_remote_code:
+            raise BadInput(
+                f"{source.shown}: the base brings its own code ({told}); it is neither run nor copied unless you have"
+                " read it and say `--trust-remote-code`"
+            )
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
         manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
@@ -63,6 +73,8 @@ class CheckpointFolder:
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
         if SINGLE_FILE not in weights.files:
             known.add(INDEX_FILE)
+        if code == "shipped":  # the output gets the same files, from the package
+            known.update(name for name in listing if name.endswith(".py"))
         return cls(
             path=path,
             config=config,
@@ -74,6 +86,7 @@ class CheckpointFolder:
             manifest=manifest,
             notes=notes,
             source=source,
+            code=code,
         )
 
     def read(self, name: str) -> bytearray:
@@ -103,6 +116,10 @@ class CheckpointFolder:
         assert name in self.side_files, name
         return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
 
+    def read_code(self, name: str) -> bytes | None:
+        """The content of a file of code in the folder, not run; None where there is none of this name."""
+        return self.source.small(name, max_bytes=MAX_CODE_BYTES) if name in self.source.listing() else None
+
     def open_shard(self, file: str) -> int:
         """A read-only descriptor of a shard, for the caller to close; BadInput where it is no longer the same."""
         return self.source.open_shard(file)
@@ -129,14 +146,19 @@ def _object(source: Source, name: str, max_bytes: int) -> dict[str, Any]:
     return found
 
 
-def _refuse_code(config: dict[str, Any], listing: dict[str, int], shown: str) -> None:
+def _code(config: dict[str, Any], listing: dict[str, int], source: Source) -> tuple[Code, str]:
+    """Whose code the folder brings, and what was found that is not surgeon's."""
     scripts = [name for name in listing if name.endswith(".py")]
-    if "auto_map" in config or scripts:
-        found = "config.json has an `auto_map`" if "auto_map" in config else f"{printable(scripts[0])} lies beside it"
-        raise BadInput(
-            f"{shown}: the base brings its own code ({found}); it is neither run nor copied unless you have read it and"
-            " say `--trust-remote-code`"
-        )
+    mapped = config.get("auto_map")
+    if mapped is None and not scripts:
+        return "none", ""
+    ours = AUTO_MAP.get(str(config.get("model_type", "")).removeprefix("upcycled_"))
+    if mapped is not None and mapped != ours:
+        return "foreign", "config.json has an `auto_map`"
+    for name in scripts:
+        if not is_shipped_code(name, source.small(name, max_bytes=MAX_CODE_BYTES)):
+            return "foreign", f"{printable(name)} lies beside it, which is not what this version of surgeon ships"
+    return "shipped", ""
 
 
 def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:

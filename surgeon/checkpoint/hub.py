@@ -25,6 +25,7 @@ from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.source import LocalSource
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
 from surgeon.errors import BadInput, printable
+from surgeon.runtime import is_shipped_name
 
 _T = TypeVar("_T")
 
@@ -217,7 +218,7 @@ def _check_id(base: str) -> None:
 def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
-    return name in _SMALL or (code and name.endswith(".py") and "/" not in name)
+    return name in _SMALL or is_shipped_name(name) or (code and name.endswith(".py") and "/" not in name)
 
 
 def _offline() -> bool:

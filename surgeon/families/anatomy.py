@@ -11,6 +11,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
 from surgeon.families.family import Family, Part, Sizes
+from surgeon.families.grafted import BRANCH, is_grafted, native_config, owner_of
 
 # Only a number right after `layers.` at the known place counts as a layer index: renaming works on it alone,
 # never on substrings.
@@ -25,7 +26,8 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
-    maps full names outside the layers; `prefix` stands before `layers.` in names (`model.` or nothing).
+    maps full names outside the layers; `prefix` stands before `layers.` in names (`model.` or nothing). Of a base
+    that carries grafts, family, sizes and layers are those of its trunk, and `grafted[i]` holds the grafts' tensors.
     """
 
     family: Family
@@ -36,6 +38,7 @@ class Anatomy:
     outer: dict[str, TensorInfo]
     layer_types: list[str] | None
     tied: bool
+    grafted: tuple[dict[str, TensorInfo], ...]
 
     def layer_name(self, index: int, suffix: str) -> str:
         """The full name of a layer's tensor."""
@@ -47,12 +50,16 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
 
     Raises BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
     """
+    carries_grafts = is_grafted(config)
+    config = native_config(config)
     family = family_of(config)
     _refuse_quantised(config)
     sizes = family.sizes(config)
     parts = family.layer_parts(config, sizes)
     prefix, layers, outer = _sort(tensors, sizes.layers)
+    grafted = tuple(_take_grafts(layer) if carries_grafts else {} for layer in layers)
     _check_layers(layers, parts, prefix)
+    _check_branches(grafted, parts)
     tied = family.tied(config)
     _check_outer(outer, sizes, prefix, tied=tied)
     return Anatomy(
@@ -64,7 +71,20 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
         outer=outer,
         layer_types=family.layer_types(config, sizes.layers),
         tied=tied,
+        grafted=grafted,
     )
+
+
+def _take_grafts(layer: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Take the grafts' tensors out of a layer's and return them."""
+    return {suffix: layer.pop(suffix) for suffix in list(layer) if owner_of(suffix) is not None}
+
+
+def _check_branches(grafted: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, ...]) -> None:
+    shapes = {f"{BRANCH}{part.suffix}": part.shape for part in parts}
+    for layer in grafted:
+        for suffix, info in layer.items():
+            _check_tensor(info, shapes.get(suffix, info.shape))
 
 
 def _refuse_quantised(config: Mapping[str, Any]) -> None:

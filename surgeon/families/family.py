@@ -6,6 +6,7 @@ so that code above this room (transport flow, zero-initialisation) never spells 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +30,9 @@ Role = Literal[
 ]
 Kind = Literal["weight", "bias", "norm"]
 Config = Mapping[str, Any]
+
+# Top-level config lists that hold one entry a layer; they grow with the model (`layer_types`, `no_rope_layers`).
+_PER_LAYER_KEY = re.compile(r"(^|_)layers?(_|$)")
 
 # Far above any model made so far; keeps a hostile config from asking for a billion layers.
 MOST_LAYERS = 10_000
@@ -186,6 +190,15 @@ def gated_mlp(sizes: Sizes, *, bias: bool = False) -> tuple[Part, ...]:
 def flag(config: Config, key: str) -> bool:
     """A boolean of the config that is off where it is left out."""
     return bool(config.get(key, False))
+
+
+def per_layer_lists(config: Config, layers: int) -> dict[str, list[Any]]:
+    """The config's lists that hold one entry for each of `layers` layers, by key."""
+    return {
+        key: value
+        for key, value in config.items()
+        if isinstance(value, list) and len(value) == layers and _PER_LAYER_KEY.search(key)
+    }
 
 
 def listed_layer_types(config: Config, layers: int) -> list[str] | None:

@@ -1,15 +1,24 @@
 """The operations a plan can ask for: one file each, listed here.
 
 An operation is a pydantic spec (what the plan may say) with a method `edit(draft, number)` that changes the
-draft and returns an `OperationRecord`. A new operation is one file here and one line in `OPERATIONS`.
+draft and returns an `OperationRecord`. A new operation is one file here and its two lines
+below.
 """
 
 from __future__ import annotations
 
+from surgeon.operations.control_llm import ControlLLM
+from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
+from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.stack_layers import StackLayers
 
-OPERATIONS: dict[str, type[InsertLayers] | type[StackLayers]] = {
+Operation = InsertLayers | StackLayers | ControlLLM | GatedAdapters | MergeBranches
+
+OPERATIONS: dict[str, type[Operation]] = {
     "insert_layers": InsertLayers,
     "stack_layers": StackLayers,
+    "control_llm": ControlLLM,
+    "gated_adapters": GatedAdapters,
+    "merge_branches": MergeBranches,
 }

@@ -14,6 +14,7 @@ from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.errors import BadInput
 from surgeon.families.family import Family, Part
 from surgeon.operations.fusion import Flow, Heads, fuse_layers
+from surgeon.operations.silence import silence
 from surgeon.plan.selectors import GapSelector, select_gaps, show, spread
 from surgeon.recipes import Average, Constant, Random, Recipe, Shuffled
 
@@ -179,7 +180,7 @@ class InsertLayers(BaseModel):
                 sources = ()
                 tensors = _random_tensors(draft, gap, label)
         if self.zero_init:
-            tensors = _silence(tensors, draft.anatomy.family, draft.anatomy.parts)
+            tensors = silence(tensors, draft.anatomy.family, draft.anatomy.parts)
         return LayerDraft(
             tensors=tensors,
             base=None,
@@ -200,14 +201,6 @@ class InsertLayers(BaseModel):
         silenced = family.silence(parts)
         what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
         return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
-
-
-def _silence(tensors: dict[str, Recipe], family: Family, parts: tuple[Part, ...]) -> dict[str, Recipe]:
-    silenced = dict(tensors)
-    for suffix, value in family.silence(parts).items():
-        recipe = tensors[suffix]
-        silenced[suffix] = Constant(value, recipe.dtype, recipe.shape)
-    return silenced
 
 
 def _random_tensors(draft: Draft, gap: int, label: str) -> dict[str, Recipe]:

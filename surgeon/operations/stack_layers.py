@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint import Claim, Draft, OperationRecord
 from surgeon.errors import BadInput
 from surgeon.plan.selectors import show
 
@@ -37,18 +37,12 @@ class StackLayers(BaseModel):
                 " added, or layers lost; their sum must exceed the number of layers"
             )
         twice = list(range(total - top, bottom))
-        copies = [
-            LayerDraft(
-                tensors=dict(draft.layers[source].tensors),
-                base=None,
-                layer_type=draft.layers[source].layer_type,
-                per_layer=dict(draft.layers[source].per_layer),
-                operation=number,
-                sources=(source,),
-                init="copy",
+        carrying = [source for source in twice if draft.layers[source].grafts]
+        if carrying:
+            raise BadInput(
+                f"layers {show(carrying)} carry grafts, which cannot run twice: stack layers before grafting"
             )
-            for source in twice
-        ]
+        copies = [draft.copy_of(source, operation=number) for source in twice]
         draft.insert({bottom - 1: copies})
         return OperationRecord(
             op=self.op,

@@ -107,7 +107,14 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     for ancestor in manifest.lineage:
         facts.add_row("earlier", f"{printable(', '.join(ancestor.operations))} on {printable(ancestor.base)}")
     new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
-    facts.add_row("new layers", show(new_layers))
+    if new_layers:
+        facts.add_row("new layers", show(new_layers))
+    grafts: dict[str, list[int]] = {}
+    for index, layer in enumerate(manifest.layers):
+        for graft in layer.grafts:
+            grafts.setdefault(graft.text, []).append(index)
+    for text, layers in grafts.items():
+        facts.add_row("grafts", f"{printable(text)}: {'layer' if len(layers) == 1 else 'layers'} {show(layers)}")
     facts.add_row(
         "new tensors",
         f"{len(manifest.new_tensors)}, in {_listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",
@@ -141,9 +148,7 @@ def _stack(blueprint: Blueprint) -> Table:
     for run in reversed(list(_runs(blueprint.layers))):
         first, last = run[0], run[-1]
         if first.base is not None and last.base is not None:
-            table.add_row(
-                _span(first.base, last.base), "──▶", _span(first.index, last.index), Text("kept", style="dim")
-            )
+            table.add_row(_span(first.base, last.base), "──▶", _span(first.index, last.index), _kept(first))
         else:
             table.add_row(
                 "",
@@ -166,9 +171,23 @@ def _runs(layers: Iterable[Layer]) -> Iterable[list[Layer]]:
 
 
 def _joins(below: Layer, above: Layer) -> bool:
+    if below.grafts != above.grafts:
+        return False
     if below.base is not None and above.base is not None:
-        return above.base == below.base + 1
+        return above.base == below.base + 1 and above.init == below.init
     return below.base is above.base is None and below.operation == above.operation and below.init == above.init
+
+
+def _kept(layer: Layer) -> Text:
+    return _with_grafts(Text(layer.init, style="yellow") if layer.init else Text("kept", style="dim"), layer)
+
+
+def _with_grafts(text: Text, layer: Layer) -> Text:
+    for graft in layer.grafts:
+        text.append(f" + {graft.text}", style="green")
+        told = "the base's" if graft.operation is None else f"operation {graft.operation}"
+        text.append(f" ({told})", style="dim")
+    return text
 
 
 def _made(run: list[Layer]) -> Text:
@@ -180,7 +199,7 @@ def _made(run: list[Layer]) -> Text:
         text.append(f" of {_span(first.sources[0], last.sources[-1])}")
     if first.operation is not None:
         text.append(f"  (operation {first.operation})", style="dim")
-    return text
+    return _with_grafts(text, first)
 
 
 def _span(first: int, last: int) -> str:

@@ -6,6 +6,8 @@ transformers only. This file is not copied.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 SHARED_FILES = (
     "surgeon_adapters.py",
     "surgeon_interpolators.py",
@@ -44,3 +46,20 @@ AUTO_MAP: dict[str, dict[str, str]] = {
     }
     for family, prefix in CLASS_PREFIXES.items()
 }
+
+_HERE = Path(__file__).resolve().parent
+
+
+def shipped_code(name: str) -> bytes:
+    """The content of one of `RUNTIME_FILES`, as it is copied."""
+    return (_HERE / name).read_bytes()
+
+
+def is_shipped_name(name: str) -> bool:
+    """Whether a file that is shipped has this name."""
+    return any(name in files for files in RUNTIME_FILES.values())
+
+
+def is_shipped_code(name: str, content: bytes) -> bool:
+    """Whether a file beside somebody's weights is, byte for byte, one that this version ships."""
+    return is_shipped_name(name) and shipped_code(name) == content

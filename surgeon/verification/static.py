@@ -6,6 +6,7 @@ the plan means, not what the output says about itself.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from surgeon.blueprint import Blueprint
-from surgeon.checkpoint.digest import sha256_range
+from surgeon.checkpoint.digest import sha256_range, zeros_sha256
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.errors import printable
 from surgeon.execute import constant_bytes
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest import Manifest
-from surgeon.recipes import Copy, is_computed
+from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def check_static(
     advance: Callable[[int], None],
 ) -> list[Check]:
     """Every check that needs bytes only. `advance` hears of bytes read (of base and output together)."""
-    described = [_config(blueprint, out), _tensors(blueprint, out)]
+    described = [_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
         return described
     digests = _digests(base, base.tensors, advance), _digests(out, out.tensors, advance)
@@ -50,6 +52,7 @@ def check_static(
         _base_is_the_one(manifest, digests[0]),
         _copies(blueprint, *digests),
         _silence(blueprint, anatomy, out),
+        _constants(blueprint, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
     ]
 
@@ -77,6 +80,21 @@ def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     if wrong := [name for name in expected if expected[name] != found[name]]:
         return Check("tensors", False, f"of another shape or dtype than planned: {_some(wrong)}")
     return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
+
+
+def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """Nothing for a native output; else whether the code beside the weights is what was shipped with them."""
+    if blueprint.native:
+        return []
+    wrong = [
+        name
+        for name in blueprint.code_files
+        if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
+    ]
+    if wrong:
+        return [Check("code", False, f"not the files that surgery put there: {_some(wrong)}")]
+    whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
+    return [Check("code", True, f"{len(blueprint.code_files)} files, {whose}")]
 
 
 def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
@@ -111,13 +129,28 @@ def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> C
             name = anatomy.layer_name(layer.index, suffix)
             info = out.tensors[name]
             checked += 1
-            if bytes(out.read(name)) != constant_bytes(value, info.dtype, info.shape):
+            if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
                 loud.append(name)
     if loud:
         return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}")
     if not checked:
         return Check("silent at birth", True, "no operation promises it")
     return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
+
+
+def _constants(blueprint: Blueprint, out: dict[str, str]) -> Check:
+    """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
+    constants = [(o.name, o.recipe) for o in blueprint.outputs if isinstance(o.recipe, Constant | Listed)]
+    wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
+    if wrong:
+        return Check("constants", False, f"not the value they are born with: {_some(wrong)}")
+    return Check("constants", True, f"{len(constants)} tensors hold the value they are born with")
+
+
+def _constant_digest(recipe: Constant | Listed) -> str:
+    if isinstance(recipe, Constant) and recipe.value == 0:
+        return zeros_sha256(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
+    return hashlib.sha256(constant_bytes(recipe)).hexdigest()
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:

@@ -1,0 +1,80 @@
+"""Configs and tensor names of checkpoints that carry grafts, read as those of the native trunk beneath.
+
+A grafted checkpoint's `model_type` is `upcycled_<family>`, its `config.surgery` says which grafts stand where, and its
+`num_hidden_layers` counts trunk and branches (a branch is a layer of the tail, so that caches are allocated for it).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from surgeon.errors import BadInput, printable
+from surgeon.families.family import per_layer_lists
+from surgeon.runtime.surgeon_surgery import read_surgery
+
+GraftKind = Literal["control", "adapters"]
+
+PREFIX = "upcycled_"
+BRANCH = "expanded."
+ADAPTER = "mlp.adapter."
+INTERPOLATOR = "interpolator."
+
+# Native classes whose names do not begin as the upcycled ones do.
+_NATIVE_CLASSES = {"UpcycledGemma3TextForCausalLM": "Gemma3ForCausalLM"}
+
+
+def is_grafted(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a checkpoint with grafts."""
+    return str(config.get("model_type", "")).startswith(PREFIX)
+
+
+def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
+
+    A native config comes back as it is (a copy). BadInput where `surgery` does not fit the rest.
+    """
+    native = copy.deepcopy(dict(config))
+    if not is_grafted(config):
+        return native
+    trunk = _trunk_layers(config)
+    for key, values in per_layer_lists(native, native["num_hidden_layers"]).items():
+        native[key] = values[:trunk]
+    native["num_hidden_layers"] = trunk
+    native["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
+    native["architectures"] = [
+        _NATIVE_CLASSES.get(str(name), str(name).removeprefix("Upcycled")) for name in native.get("architectures") or ()
+    ]
+    del native["surgery"]
+    native.pop("auto_map", None)
+    return native
+
+
+def owner_of(suffix: str) -> tuple[GraftKind, bool] | None:
+    """Which graft a layer's tensor belongs to, as (kind, inside the branch); None for a native one."""
+    if suffix.startswith(BRANCH + ADAPTER):
+        return "adapters", True
+    if suffix.startswith(ADAPTER):
+        return "adapters", False
+    if suffix.startswith((BRANCH, INTERPOLATOR)):
+        return "control", False
+    return None
+
+
+def _trunk_layers(config: Mapping[str, Any]) -> int:
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(config.get("surgery"), dict):
+        raise BadInput("config.json: a model type of surgeon's, yet no `surgery` or `num_hidden_layers` in it")
+    types = config.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
+    stated = SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types)
+    try:
+        trunk = read_surgery(stated).trunk_layers
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"config.json: `surgery` cannot be read: {printable(str(error))}") from None
+    if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
+        raise BadInput(f"config.json: `surgery.trunk_layers` is {printable(repr(trunk))}, of {layers} layers")
+    return trunk

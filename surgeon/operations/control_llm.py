@@ -1,0 +1,203 @@
+"""`control_llm`: expanded twins beside (concat) or copies on top of (stack) chosen layers (Control LLM).
+
+Wei et al., arXiv:2501.10979, sections 3.2 and 3.3, figure 5. Concat: a copy of the layer runs on the same input, and
+an interpolator makes one output of both; born equal, they are fused without rounding, whatever α is. Stack: a copy
+above the layer that adds nothing at birth. Hybrid: the two by turns, stack first, as in the public code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.errors import BadInput
+from surgeon.families.grafted import BRANCH, INTERPOLATOR
+from surgeon.grafts import Graft
+from surgeon.operations.silence import silence
+from surgeon.plan.selectors import LayerSelector, select_layers, show
+from surgeon.recipes import Constant, Listed, Random, Recipe
+from surgeon.runtime.surgeon_surgery import SCALAR_ALPHA
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Interpolator(_Part):
+    """How the two branches become one (section 3.3): α is the share of the expanded one."""
+
+    kind: Annotated[
+        Literal["lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj"],
+        Field(
+            description="one α (lerp; plerp with a projection, slerp along the arc, proj projecting for the divergence)"
+            " or one for each token, from both branches (dlerp), from the input (dlerp_in), or 0 or 1 (moe)"
+        ),
+    ] = "lerp"
+    alpha: Annotated[float, Field(ge=0, le=1, description="share of the expanded branch at birth")] = 0.5
+    inference_alpha: Annotated[
+        float | None, Field(ge=0, le=1, description="share in evaluation, where it is to differ (Lerp8MSE0*)")
+    ] = None
+    learnable: Annotated[bool, Field(description="train α (Lerp8MSEα), or the bias of the gate that makes it")] = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.alpha == 0:
+            raise ValueError(
+                "`alpha` 0 leaves the expanded branch out, which would never train; the paper's Lerp8MSE0 trains that"
+                " branch alone: write `alpha: 1.0` (and `inference_alpha: 0.5` for Lerp8MSE0*)"
+            )
+        if self.inference_alpha is not None and self.kind not in SCALAR_ALPHA:
+            raise ValueError(
+                f"`inference_alpha` needs one α for all tokens ({', '.join(SCALAR_ALPHA)}), not `{self.kind}`"
+            )
+        if self.alpha == 1 and (self.learnable or self.kind not in SCALAR_ALPHA):
+            raise ValueError(f"`alpha` must be below 1 where `{self.kind}` learns it")
+        return self
+
+
+def _no_attention(kind: object) -> object:
+    if kind == "attention":
+        raise ValueError(
+            "divergence `attention` compares attention maps, which sdpa, flash and flex attention never form;"
+            " use `mse` or `cosine`"
+        )
+    return kind
+
+
+class Divergence(_Part):
+    """What keeps the expanded branch near the pre-trained one in training (section 3.4)."""
+
+    kind: Annotated[
+        Literal["mse", "cosine", "none"],
+        BeforeValidator(_no_attention),
+        Field(description="mean square over the hidden size, or 1 - cosine; tokens of padding left out"),
+    ] = "mse"
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False, description="its share λ of the loss")] = 1.0
+
+
+class ControlLLM(BaseModel):
+    """Trainable copies of chosen layers: beside them with an interpolator, on top of them, or by turns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["control_llm"]
+    layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
+    expansion: Annotated[
+        Literal["concat", "stack", "hybrid"],
+        Field(description="a side branch, a layer on top, or the two by turns, stack first"),
+    ] = "concat"
+    interpolator: Interpolator = Interpolator()
+    divergence: Divergence = Divergence()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.expansion == "stack":
+            given = sorted({"interpolator", "divergence"} & self.model_fields_set)
+            if given:
+                raise ValueError(
+                    f"`{given[0]}` has no meaning with `expansion: stack`, which has one branch: leave it out"
+                )
+        elif self.interpolator.kind == "proj" and self.divergence.kind == "none":
+            raise ValueError("interpolator `proj` projects for the divergence, which is `none`: use `lerp`")
+        return self
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Attach the branches, insert the copies, and say what was matched and what is promised."""
+        layers = select_layers(self.layers, len(draft.layers))
+        stacked, beside = self._split(layers)
+        for layer in beside:
+            draft.layers[layer].grafts.extend(self._branch(draft, number, layer))
+        family, parts = draft.anatomy.family, draft.anatomy.parts
+        copies: dict[int, list[LayerDraft]] = {}
+        for layer in stacked:
+            copied = draft.copy_of(layer, operation=number)
+            copied.tensors = silence(copied.tensors, family, parts)
+            copied.init = "copy, zero-init"
+            copies[layer] = [copied]
+        draft.insert(copies)
+        matched = [f"side branches at {_named(beside)}"] if beside else []
+        matched += [f"copies after {_named(stacked)}"] if stacked else []
+        return OperationRecord(self.op, "; ".join(matched), self._claim(beside, stacked), trains="new")
+
+    def _split(self, layers: list[int]) -> tuple[list[int], list[int]]:
+        """Layers that get a copy on top, and layers that get one beside them."""
+        match self.expansion:
+            case "concat":
+                return [], layers
+            case "stack":
+                return layers, []
+            case "hybrid":
+                if len(layers) < 2:
+                    raise BadInput(
+                        "`expansion: hybrid` alternates, which needs two layers or more; `layers` matches one"
+                    )
+                return layers[::2], layers[1::2]
+
+    def _branch(self, draft: Draft, number: int, layer: int) -> list[Graft]:
+        home = draft.layers[layer]
+        if home.graft("control") is not None:
+            raise BadInput(f"layer {layer} has a control block already; leave it out of `layers`")
+        # The twin of a layer with an adapter has that adapter too: else the two would not be born equal.
+        twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
+        adapter = home.graft("adapters")
+        grafts = [Graft("control", self._entry(), twin | self._gate(draft, number, layer), number)]
+        if adapter is not None:
+            tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in adapter.tensors.items()}
+            entry = {key: value for key, value in adapter.entry.items() if key != "frozen"}
+            grafts.append(Graft("adapters", entry, tensors, number, in_branch=True))
+        return grafts
+
+    def _entry(self) -> dict[str, Any]:
+        return {
+            "interpolator": self.interpolator.model_dump(),
+            "divergence": self.divergence.model_dump(),
+        }
+
+    def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
+        """The interpolator's tensors as the runtime gives them birth: none for a fixed lerp."""
+        width = draft.anatomy.sizes.hidden
+        dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
+        kind, logit = self.interpolator.kind, _logit(self.interpolator.alpha) if self._has_bias else 0.0
+        tensors: dict[str, Recipe] = {}
+        match kind:
+            case "plerp" | "proj":
+                tensors["weight"] = Constant(0.0, dtype, (width, width))
+            case "dlerp":
+                tensors["weight"] = Constant(0.0, dtype, (1, 2 * width))
+            case "dlerp_in":
+                tensors["weight"] = Constant(0.0, dtype, (1, width))
+            case "moe":
+                key = f"operations[{number}].layer[{layer}].{INTERPOLATOR}weight"
+                tensors["weight"] = Random(key, 1 / math.sqrt(3 * width), dtype, (2, width))
+        if self._has_bias:
+            match kind:
+                case "dlerp" | "dlerp_in":
+                    tensors["bias"] = Constant(logit, dtype, (1,))
+                case "moe":
+                    tensors["bias"] = Listed((0.0, logit), dtype, (2,))
+                case _:
+                    tensors["logit"] = Constant(logit, dtype, (1,))
+        return {f"{INTERPOLATOR}{name}": recipe for name, recipe in tensors.items()}
+
+    @property
+    def _has_bias(self) -> bool:
+        return self.interpolator.learnable
+
+    def _claim(self, beside: list[int], stacked: list[int]) -> Claim:
+        reasons = []
+        if beside:
+            reasons.append("both branches are born equal, and equal branches are fused without rounding")
+        if stacked:
+            reasons.append("copies on top add exactly zero to the residual stream")
+        return Claim("exact", "; ".join(reasons))
+
+
+def _logit(alpha: float) -> float:
+    return math.log(alpha) - math.log1p(-alpha)
+
+
+def _named(layers: list[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {show(layers)}"

@@ -1,0 +1,154 @@
+"""`gated_adapters`: adapters parallel to the FFN, each with a gate of its own (Neutral Residues).
+
+Talla et al., arXiv:2410.02744, section 3, figure 2. An adapter is an FFN of the backbone's GLU form and activation;
+its output matrix is zero at birth, so the grown model computes what the base computes, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.errors import BadInput
+from surgeon.families.grafted import ADAPTER
+from surgeon.grafts import Graft
+from surgeon.plan.selectors import LayerSelector, select_layers, show
+from surgeon.recipes import Constant, Random, Recipe
+
+# Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
+_STEP = 8
+# The paper's α where it is not varied (section 4.1).
+_DEFAULT_WEIGHT = 0.01
+
+LossKind = Literal["l1", "cross_entropy"]
+
+
+class LocalLoss(BaseModel):
+    """A loss on the adapters themselves (section 3): ℓ1 of what they add on original text, or domain classification."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Annotated[
+        LossKind,
+        Field(
+            description="l1: mean over adapters of the output's ℓ1 norm over the width, original-domain tokens only;"
+            " cross_entropy: every sigmoid gate classifies the token's domain"
+        ),
+    ]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share α of the loss")] = _DEFAULT_WEIGHT
+
+
+class GatedAdapters(BaseModel):
+    """Gated adapters parallel to the FFN of chosen layers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["gated_adapters"]
+    layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"
+    extra_weights: Annotated[
+        float | None,
+        Field(gt=0, le=10, description="size as a share of the model's parameters, for all adapters together"),
+    ] = None
+    size: Annotated[int | None, Field(ge=1, le=2**20, description="hidden size of every adapter, instead")] = None
+    gate: Annotated[
+        Literal["relu", "sigmoid", "none"],
+        Field(description="the block's scalar gate: Neutral Residues, its sigmoid variant, a vanilla parallel adapter"),
+    ] = "relu"
+    init: Annotated[
+        Literal["low_variance", "he"],
+        Field(description="variance 1/(d·L) or 2/d of the matrices that read; output zero"),
+    ] = "low_variance"
+    local_loss: Annotated[
+        Literal["default", "none"] | LocalLoss | list[LocalLoss],
+        Field(description="default: l1 with a relu gate, cross_entropy with sigmoid, none without a gate; weight 0.01"),
+    ] = "default"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.extra_weights is None) == (self.size is None):
+            raise ValueError("give either `extra_weights` (a share, such as 0.2) or `size`, not both or neither")
+        kinds = list(self.losses)
+        if "cross_entropy" in kinds and self.gate != "sigmoid":
+            raise ValueError("local_loss `cross_entropy` classifies domains by a sigmoid gate: write `gate: sigmoid`")
+        if isinstance(self.local_loss, list) and len(kinds) != len(self.local_loss):
+            raise ValueError("`local_loss` lists one kind twice")
+        return self
+
+    @property
+    def losses(self) -> dict[LossKind, float]:
+        """Weights of the local losses, by kind; empty where there is none."""
+        match self.local_loss:
+            case "none":
+                return {}
+            case "default":
+                by_gate: dict[str, dict[LossKind, float]] = {
+                    "relu": {"l1": _DEFAULT_WEIGHT},
+                    "sigmoid": {"cross_entropy": _DEFAULT_WEIGHT},
+                    "none": {},
+                }
+                return by_gate[self.gate]
+            case LocalLoss():
+                return {self.local_loss.kind: self.local_loss.weight}
+            case _:
+                return {loss.kind: loss.weight for loss in self.local_loss}
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Attach the adapters and say what was matched and what is promised."""
+        layers = select_layers(self.layers, len(draft.layers))
+        before = draft.parameters()
+        size = self.size or self._size(draft, len(layers), before)
+        for layer in layers:
+            home = draft.layers[layer]
+            if home.graft("adapters") is not None:
+                raise BadInput(f"layer {layer} has an adapter already; leave it out of `layers`")
+            entry = {"size": size, "gate": self.gate, "init": self.init}
+            home.grafts.append(Graft("adapters", entry, self._tensors(draft, number, layer, size), number))
+        self._set_losses(draft)
+        share = (draft.parameters() - before) / before
+        return OperationRecord(
+            op=self.op,
+            matched=f"adapters of {size} at {'layer' if len(layers) == 1 else 'layers'} {show(layers)}, {share:+.1%}",
+            claim=Claim("exact", "the adapters' output matrices are zero"),
+            trains="new",
+        )
+
+    def _size(self, draft: Draft, count: int, parameters: int) -> int:
+        """Hidden size by which `count` adapters take the wanted share of the model's parameters."""
+        assert self.extra_weights is not None
+        width = draft.anatomy.sizes.hidden
+        gates = width if self.gate != "none" else 0
+        size = (self.extra_weights * parameters / count - gates) / (3 * width)
+        return max(_STEP, round(size / _STEP) * _STEP)
+
+    def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
+        width = draft.anatomy.sizes.hidden
+        dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
+        std = math.sqrt(1 / (width * len(draft.layers)) if self.init == "low_variance" else 2 / width)
+        shapes = {"gate_proj": (size, width), "up_proj": (size, width)}
+        if self.gate != "none":
+            shapes["gate"] = (1, width)
+        tensors: dict[str, Recipe] = {}
+        for name, shape in shapes.items():
+            suffix = f"{ADAPTER}{name}.weight"
+            tensors[suffix] = Random(f"operations[{number}].layer[{layer}].{suffix}", std, dtype, shape)
+        tensors[f"{ADAPTER}down_proj.weight"] = Constant(0.0, dtype, (width, size))
+        return tensors
+
+    def _set_losses(self, draft: Draft) -> None:
+        """The local losses are one setting of the model: two operations that differ in it cannot stand together."""
+        wanted = {"l1": 0.0, "cross_entropy": 0.0} | {str(kind): weight for kind, weight in self.losses.items()}
+        earlier = draft.settings.get("local_loss")
+        if earlier is not None and earlier != wanted:
+            raise BadInput(
+                f"`local_loss` here means {wanted}, adapters that are already there have {earlier}; a model has one"
+                " setting for all its adapters"
+            )
+        gates = {g.entry.get("gate", "relu") for layer in draft.layers for g in layer.grafts if g.kind == "adapters"}
+        if wanted["cross_entropy"] and gates != {"sigmoid"}:
+            raise BadInput(
+                "local_loss `cross_entropy` needs a sigmoid gate at every adapter, and earlier ones have none"
+            )
+        draft.settings["local_loss"] = wanted

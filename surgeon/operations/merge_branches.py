@@ -1,0 +1,77 @@
+"""`merge_branches`: fold control blocks back into one layer each (Control LLM, Table 5, Lerp8MSE0*M).
+
+W = (1 - α) W_pre-trained + α W_expanded, tensor by tensor. The layers are not linear in their weights, so this
+changes the function; what it costs is measured by `surgeon merge`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.errors import BadInput
+from surgeon.families.grafted import BRANCH, INTERPOLATOR
+from surgeon.grafts import Graft
+from surgeon.plan.selectors import show
+from surgeon.recipes import Interpolated, Recipe
+
+
+class MergeBranches(BaseModel):
+    """Every control block becomes one native layer again; other grafts stay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["merge_branches"]
+    alpha: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="share of the expanded branch; default: the one used at inference"),
+    ] = None
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Put interpolated weights in the place of both branches."""
+        merged = [index for index, layer in enumerate(draft.layers) if layer.graft("control") is not None]
+        if not merged:
+            raise BadInput("there is no control block to merge in this model")
+        for index in merged:
+            layer = draft.layers[index]
+            control = layer.graft("control")
+            assert control is not None
+            if any(graft.in_branch for graft in layer.grafts):
+                raise BadInput(
+                    f"the control block of layer {index} holds an adapter, which cannot be folded into a layer"
+                )
+            self._merge(layer, control, index, number)
+        share = "α at inference" if self.alpha is None else f"α {self.alpha:g}"
+        return OperationRecord(
+            op=self.op,
+            matched=f"control blocks of layers {show(merged)}, {share}",
+            claim=Claim("none", "a layer is not linear in its weights, so one block cannot do what two did"),
+            trains="new",
+        )
+
+    def _merge(self, layer: LayerDraft, control: Graft, index: int, number: int) -> None:
+        alpha = self.alpha if self.alpha is not None else _inference_alpha(control, index)
+        for suffix, recipe in layer.tensors.items():
+            layer.tensors[suffix] = Interpolated(recipe, control.tensors[f"{BRANCH}{suffix}"], alpha)
+            layer.rewritten[suffix] = number
+        layer.init = "merged"
+        layer.grafts.remove(control)
+
+
+def _inference_alpha(control: Graft, index: int) -> float | Recipe:
+    """The one α that the block uses in evaluation; BadInput where each token has its own."""
+    stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
+    if stated["kind"] not in ("lerp", "proj"):
+        why = {
+            "plerp": "projects the pre-trained branch, which no single layer can do",
+            "slerp": "goes along an arc; a straight mean is something else",
+        }.get(stated["kind"], "chooses α for every token")
+        raise BadInput(
+            f"the control block of layer {index} has interpolator `{stated['kind']}`, which {why}; say which fixed"
+            " share to take with `alpha` (--alpha)"
+        )
+    if stated.get("inference_alpha") is not None:
+        return float(stated["inference_alpha"])
+    return control.tensors[f"{INTERPOLATOR}logit"] if stated.get("learnable") else float(stated["alpha"])
