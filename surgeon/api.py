@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "Inspection",
+    "Merged",
     "Preview",
     "Verification",
     "apply",
     "inspect",
     "json_schema",
+    "merge",
     "preview",
     "verify",
 ]
@@ -201,6 +203,18 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A finished merge: what was written, and what the merged model does beside the one with branches."""
+
+    applied: Applied
+    measured: Verification
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {"applied": self.applied.to_json(), "measured": self.measured.to_json()}
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
 
@@ -238,7 +252,7 @@ def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_r
 
 
 def apply(
-    plan: str | Path,
+    plan: str | Path | LoadedPlan,
     base: str,
     out: str | Path,
     *,
@@ -258,7 +272,7 @@ def apply(
     """
     listener = listener or Quiet()
     target = Path(out)
-    loaded = load_plan(find_plan(plan))
+    loaded = plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
         _preview(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code))
@@ -288,6 +302,28 @@ def apply(
     except OSError as error:
         raise BadInput(_disk_trouble(error, target)) from error
     return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds, read_back)
+
+
+def merge(
+    out: str | Path,
+    dest: str | Path,
+    *,
+    alpha: float | None = None,
+    text: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    listener: Listener | None = None,
+) -> Merged:
+    """Fold the control blocks of `out` back into one layer each, into the new folder `dest`, and measure the cost.
+
+    Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at inference). That does
+    not preserve the function, so both models are run on real tokens, as in `verify`. Raises BadInput.
+    """
+    merged = apply(_merging(alpha), str(out), dest, device=device, listener=listener)
+    return Merged(
+        merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
+    )
 
 
 def verify(
@@ -375,6 +411,11 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
         manifest=manifest,
         parameters=sum(info.numel for info in opened.tensors.values()),
     )
+
+
+def _merging(alpha: float | None) -> LoadedPlan:
+    share = "" if alpha is None else f"\n    alpha: {alpha!r}"
+    return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
 
 
 def _manifest_of(folder: CheckpointFolder) -> Manifest:

@@ -194,6 +194,37 @@ def verify(
 
 
 @app.command()
+def merge(
+    out: OutArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
+    alpha: Annotated[
+        float | None, typer.Option(min=0, max=1, help="share of the expanded branch; default: the one at inference")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="measure on this text or JSON-lines file")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens in each sequence")] = 128,
+    windows: Annotated[int, typer.Option(min=0, help="sequences to measure on; 0 takes the whole text")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fold the control blocks of OUT into one layer each: not function-preserving, so what it costs is measured."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        merged = api.merge(
+            out, dest, alpha=alpha, text=text, window=window, windows=windows, device=device, listener=listener
+        )
+    if as_json:
+        _print_json(merged.to_json())
+        return
+    from surgeon.report.terminal import applied_view, verification_view
+
+    console = _console()
+    console.print(applied_view(merged.applied))
+    console.print(verification_view(merged.measured))
+
+
+@app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],
     as_json: AsJson = False,

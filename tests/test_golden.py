@@ -23,11 +23,12 @@ CASES = [(plan, "llama") for plan in shipped.names()] + [("opt-deus", f) for f i
 
 def blueprint(plan: str, family: str, folder: Path) -> str:
     """Preview, config and the recipe of every new tensor, one line each."""
-    shown = api.preview(plan, str(tiny.checkpoint(folder, family)))
+    base = tiny.base_for(plan, folder) if family == "llama" else tiny.checkpoint(folder, family)
+    shown = api.preview(plan, str(base))
     drawn = shown.blueprint
     lines = [
         {"preview": shown.to_json()},
-        {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types")}},
+        {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types", "surgery")}},
         *(
             {"coupling": coupling.name, "rows": [coupling.start, coupling.stop]}
             | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})

@@ -78,3 +78,14 @@ def checkpoint(
     """Write a tiny checkpoint of several shards into `folder` (made if absent) and return it."""
     shutil.copytree(_made(model_type, dtype, shard, tuple(sorted(overrides.items()))), folder, dirs_exist_ok=True)
     return folder
+
+
+def base_for(plan: str, folder: Path) -> Path:
+    """A tiny base that the shipped plan `plan` can be tried on."""
+    if plan == "control-llm/merge":
+        from surgeon import api
+
+        api.apply("control-llm/lerp8-mse-0-star", str(base_for("control-llm", folder / "before")), folder / "base")
+        return folder / "base"
+    layers = {"num_hidden_layers": 8} if plan.startswith("control-llm") else {}
+    return checkpoint(folder / "base", "llama", **layers)

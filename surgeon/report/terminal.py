@@ -37,6 +37,7 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
 def applied_view(applied: Applied) -> RenderableType:
     """A finished surgery in a few lines."""
     manifest = applied.manifest
+    kept = sum(not output.new for output in applied.preview.blueprint.outputs)
     proof = "read back and byte-identical" if applied.read_back else "not read back (surgeon verify does it)"
     lines: list[RenderableType] = [
         Text.assemble(
@@ -46,7 +47,7 @@ def applied_view(applied: Applied) -> RenderableType:
             _PROMISES[manifest.promise],
         ),
         Text(
-            f"{len(manifest.base.tensors)} base tensors in their places, {proof}",
+            f"{kept} base tensors in their places, {proof}",
             style="dim",
         ),
     ]

@@ -45,7 +45,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return found
 
 
-LOADER = """
+WITHOUT_SURGEON = """
 import importlib.abc, json, sys
 
 class NoSurgeon(importlib.abc.MetaPathFinder):
@@ -54,11 +54,17 @@ class NoSurgeon(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError("surgeon is not installed here")
 
 sys.meta_path.insert(0, NoSurgeon())
+"""
+
+LOADER = (
+    WITHOUT_SURGEON
+    + """
 import torch
 from transformers import AutoModelForCausalLM, AutoConfig
 results = {}
-for folder in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+for folder in sys.argv[2:]:
+    trust = {"trust_remote_code": True} if sys.argv[1] == "trust" else {}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **trust)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     ids = torch.arange(3, 23).reshape(2, 10) % model.config.vocab_size
     with torch.inference_mode():
@@ -74,12 +80,19 @@ for folder in sys.argv[1:]:
     }
 json.dump(results, sys.stdout)
 """
+)
 
 
-def load_elsewhere(*folders: Path, cache: Path) -> list[dict[str, Any]]:
+def load_elsewhere(*folders: Path, cache: Path, trust: bool = False) -> list[dict[str, Any]]:
     """Load, run and generate in a process that cannot import surgeon, with an empty modules cache."""
+    results = run_elsewhere(LOADER, "trust" if trust else "plain", *map(str, folders), cache=cache)
+    return [results[str(folder)] for folder in folders]
+
+
+def run_elsewhere(script: str, *arguments: str, cache: Path) -> Any:
+    """Run a script in a process that starts with an empty cache; what it prints is read as JSON."""
     ran = subprocess.run(
-        [sys.executable, "-c", LOADER, *map(str, folders)],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         cwd=cache,
@@ -87,5 +100,4 @@ def load_elsewhere(*folders: Path, cache: Path) -> list[dict[str, Any]]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    results = json.loads(ran.stdout)
-    return [results[str(folder)] for folder in folders]
+    return json.loads(ran.stdout)

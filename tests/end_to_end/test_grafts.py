@@ -1,0 +1,288 @@
+"""Plans with grafts, from preview to a process without surgeon that loads, generates, trains, saves and reloads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from surgeon import api
+from surgeon.cli import app
+from surgeon.families import FAMILIES
+from surgeon.plan import shipped
+from surgeon.runtime import RUNTIME_FILES, shipped_code
+from surgeon.runtime.surgeon_adapters import GatedAdapter
+from surgeon.runtime.surgeon_interpolators import build_interpolator
+from surgeon.runtime.surgeon_surgery import AdapterSpec, InterpolatorSpec
+from tests import tiny
+from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
+
+GRAFT_PLANS = [
+    name
+    for name in shipped.names()
+    if name.startswith(("control-llm", "neutral-residues")) and name != "control-llm/merge"
+]
+CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
+ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
+INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "average"}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_from_preview_to_generation(family: str, plan: Callable[..., Path], tmp_path: Path) -> None:
+    """Inserted layer, control blocks (stacked and beside) and adapters in one plan."""
+    base = tiny.checkpoint(tmp_path / "base", family)
+    out = tmp_path / "out"
+    chosen = plan(INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS)
+    shown = api.preview(chosen, str(base))
+    assert not shown.blueprint.native
+    applied = api.apply(chosen, str(base), out)
+    assert applied.manifest.promise == "exact"
+
+    (native,) = load_elsewhere(base, cache=tmp_path)
+    (grown,) = load_elsewhere(out, cache=tmp_path, trust=True)
+    assert grown["class"].startswith("Upcycled")
+    assert grown["layers"] == len(shown.blueprint.layers) == 6 + 1 + 2
+    assert grown["logits"] == native["logits"]
+    assert grown["told"] == native["told"]
+    assert grown["told_uncached"] == native["told_uncached"]
+
+    for dtypes in (["auto"], ["float32"]):
+        verification = api.verify(base, out, window=24, windows=2, dtypes=dtypes)
+        assert verification.holds
+        assert verification.identical
+    assert api.verify(base, out, window=24, windows=1, streamed=True).identical
+
+
+@pytest.mark.parametrize("name", GRAFT_PLANS)
+def test_shipped_plans_verify_as_exact(name: str, tmp_path: Path) -> None:
+    base, out = tiny.base_for(name, tmp_path), tmp_path / "out"
+    applied = api.apply(name, str(base), out)
+    assert applied.manifest.promise == "exact"
+    verification = api.verify(base, out, window=24, windows=2)
+    assert verification.holds
+    assert verification.identical
+
+
+TRAINER = (
+    WITHOUT_SURGEON
+    + """
+import torch
+from transformers import AutoModelForCausalLM
+out, saved = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="float32")
+before = {name: value.clone() for name, value in model.named_parameters()}
+new = model.freeze_base()
+ids = torch.arange(3, 43).reshape(4, 10)
+batch = {"input_ids": ids, "labels": ids, "domain_ids": torch.tensor([0, 1, 0, 1])}
+model.train()
+optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+for _ in range(3):
+    optimiser.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    optimiser.step()
+moved = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
+model.eval().save_pretrained(saved)
+again = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+with torch.inference_mode():
+    same = bool(torch.equal(model(ids).logits, again(ids).logits))
+losses = {key: float(value) for key, value in result.items() if key.endswith("_loss")}
+json.dump({"new": new, "moved": moved, "same": same, "losses": losses}, sys.stdout)
+"""
+)
+
+
+def test_what_is_new_and_nothing_else_trains_without_surgeon(
+    base: Path, plan: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    chosen = plan(INSERT, CONTROL | {"interpolator": {"kind": "dlerp", "learnable": True}}, ADAPTERS)
+    applied = api.apply(chosen, str(base), out)
+    ran = run_elsewhere(TRAINER, str(out), str(tmp_path / "saved"), cache=tmp_path)
+    assert set(ran["new"]) == set(applied.manifest.new_tensors)
+    assert set(ran["moved"]) == set(ran["new"])
+    assert ran["same"]
+    assert ran["losses"]["divergence_loss"] > 0
+    assert ran["losses"]["local_l1_loss"] > 0
+
+
+def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    """Grafts move with their layers; what an earlier surgery made does not train again; trained grafts stay exact."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    api.apply(plan(ADAPTERS | {"gate": "sigmoid"}, CONTROL, name="first.yaml"), str(base), first)
+    tell(first, list(api.inspect(first).manifest.new_tensors))
+    chosen = plan(INSERT | {"where": {"after": [0]}}, CONTROL | {"layers": [1]}, name="second.yaml")
+    applied = api.apply(chosen, str(first), second)
+    verification = api.verify(first, second, window=24, windows=2)
+    assert verification.holds
+    assert verification.identical
+    surgery = json.loads((second / "config.json").read_text())["surgery"]
+    assert [entry["layer"] for entry in surgery["control"]] == [1, 2, 5]
+    assert [entry.get("frozen", False) for entry in surgery["control"]] == [False, True, True]
+    assert surgery["new_layers"] == [1]
+    ran = run_elsewhere(TRAINER, str(second), str(tmp_path / "saved"), cache=tmp_path)
+    assert set(ran["new"]) == set(applied.manifest.new_tensors)
+    assert [ancestor.operations for ancestor in applied.manifest.lineage] == [["gated_adapters", "control_llm"]]
+
+
+def tell(folder: Path, names: list[str]) -> None:
+    """Give the named tensors of a checkpoint other values, as training would."""
+    from safetensors.torch import load_file, save_file
+
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        generator = torch.Generator().manual_seed(7)
+        for name in set(tensors) & set(names):
+            noise = torch.randn(tensors[name].shape, generator=generator) * 0.1
+            tensors[name] = (tensors[name].float() + noise).to(tensors[name].dtype)
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    """Against the mean of both branches' weights in float64; a native model whose logits differ, as promised."""
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    star = {"interpolator": {"kind": "lerp", "alpha": 1.0, "inference_alpha": 0.25}}
+    api.apply(plan(CONTROL | star), str(base), out)
+    tell(out, list(api.inspect(out).manifest.new_tensors))
+    result = api.merge(out, merged, window=24, windows=2)
+    assert result.applied.manifest.native
+    assert result.measured.promise == "none"
+    assert result.measured.identical is False
+    assert result.measured.holds
+    before, after = weights(out), weights(merged)
+    for layer in (1, 4):
+        for suffix in ("mlp.up_proj.weight", "input_layernorm.weight"):
+            name = f"model.layers.{layer}.{suffix}"
+            trunk, twin = before[name].double(), before[f"model.layers.{layer}.expanded.{suffix}"].double()
+            assert torch.equal(after[name], (0.75 * trunk + 0.25 * twin).to(torch.bfloat16))
+    assert set(after) == set(weights(base))
+    (elsewhere,) = load_elsewhere(merged, cache=tmp_path)
+    assert elsewhere["class"] == "LlamaForCausalLM"
+    config, native = (json.loads((folder / "config.json").read_text()) for folder in (merged, base))
+    assert config == native
+
+
+@pytest.mark.parametrize(
+    ("operation", "owner", "build"),
+    [
+        *(
+            (
+                CONTROL | {"interpolator": {"kind": kind} | more},
+                "interpolator.",
+                lambda kind=kind, more=more: build_interpolator(InterpolatorSpec(kind=kind, **more), 32),
+            )
+            for kind, more in [
+                ("lerp", {"learnable": True, "alpha": 0.3}),
+                ("dlerp", {}),
+                ("dlerp_in", {"learnable": True, "alpha": 0.7}),
+                ("moe", {"learnable": True, "alpha": 0.7}),
+                ("plerp", {}),
+                ("slerp", {}),
+            ]
+        ),
+        *(
+            (
+                ADAPTERS | {"gate": gate, "init": init},
+                "mlp.adapter.",
+                lambda gate=gate, init=init: GatedAdapter(AdapterSpec(1, 12, gate, init), 32, 6, "silu"),
+            )
+            for gate, init in [("relu", "low_variance"), ("sigmoid", "he"), ("none", "he")]
+        ),
+    ],
+)
+def test_tensors_are_born_as_the_shipped_code_bears_them(
+    operation: dict[str, Any],
+    owner: str,
+    build: Callable[[], nn.Module],
+    base: Path,
+    plan: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Names, shapes, constants and standard deviations are those of the module's own initialisation."""
+    api.apply(plan(operation), str(base), tmp_path / "out")
+    prefix = f"model.layers.1.{owner}"
+    found = {k.removeprefix(prefix): v.float() for k, v in weights(tmp_path / "out").items() if k.startswith(prefix)}
+    module = build()
+    torch.manual_seed(0)
+    for part in module.modules():
+        if hasattr(part, "initialise"):
+            part.initialise()
+    expected = {name: value.detach() for name, value in module.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        if value.numel() < 3 or not value.any():
+            assert torch.equal(found[name], value.bfloat16().float()), name
+        else:
+            # Two samples of n values each; four standard errors of their ratio.
+            assert found[name].std() == pytest.approx(value.std().item(), rel=4 / math.sqrt(value.numel())), name
+
+
+def test_code_is_copied_verbatim_and_checked(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    api.apply(plan(ADAPTERS), str(base), out)
+    assert {path.name for path in out.glob("*.py")} == set(RUNTIME_FILES["llama"])
+    for path in out.glob("*.py"):
+        assert path.read_bytes() == shipped_code(path.name)
+    (out / "surgeon_layers.py").write_text("raise SystemExit('run')\n")
+    assert CliRunner().invoke(app, ["verify", str(base), str(out)]).exit_code == 2
+    trusted = api.verify(base, out, trust_remote_code=True, logits=False)
+    assert not trusted.holds
+    assert [check.name for check in trusted.checks if not check.holds] == ["code"]
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "alpha 0": ([CONTROL | {"interpolator": {"kind": "lerp", "alpha": 0.0}}], ["alpha: 1.0", "Lerp8MSE0"]),
+    "attention divergence": ([CONTROL | {"divergence": {"kind": "attention"}}], ["sdpa", "mse"]),
+    "inference alpha of dlerp": (
+        [CONTROL | {"interpolator": {"kind": "dlerp", "inference_alpha": 0.5}}],
+        ["inference_alpha", "dlerp"],
+    ),
+    "alpha 1 learnt": ([CONTROL | {"interpolator": {"alpha": 1.0, "learnable": True}}], ["below 1"]),
+    "stack with interpolator": ([CONTROL | {"expansion": "stack", "interpolator": {}}], ["no meaning", "stack"]),
+    "hybrid of one": ([CONTROL | {"expansion": "hybrid", "layers": [3]}], ["hybrid", "two layers"]),
+    "proj without divergence": (
+        [CONTROL | {"interpolator": {"kind": "proj"}, "divergence": {"kind": "none"}}],
+        ["proj", "lerp"],
+    ),
+    "two blocks on a layer": ([CONTROL, CONTROL | {"layers": [4]}], ["operations[1]", "layer 4", "already"]),
+    "two adapters on a layer": ([ADAPTERS, ADAPTERS], ["layer 0", "already"]),
+    "both sizes": ([ADAPTERS | {"extra_weights": 0.2}], ["extra_weights", "size"]),
+    "neither size": ([{"op": "gated_adapters"}], ["extra_weights", "size"]),
+    "cross-entropy without sigmoid": (
+        [ADAPTERS | {"local_loss": {"kind": "cross_entropy"}}],
+        ["cross_entropy", "sigmoid"],
+    ),
+    "two local losses": (
+        [ADAPTERS | {"layers": [0]}, ADAPTERS | {"layers": [1], "local_loss": {"kind": "l1", "weight": 0.5}}],
+        ["local_loss", "one setting"],
+    ),
+    "stacking grafted layers": ([ADAPTERS, {"op": "stack_layers", "bottom": 4, "top": 4}], ["carry grafts", "2-3"]),
+    "merging nothing": ([{"op": "merge_branches"}], ["no control block"]),
+    "merging a gate for every token": (
+        [CONTROL | {"interpolator": {"kind": "dlerp"}}, {"op": "merge_branches"}],
+        ["dlerp", "alpha"],
+    ),
+    "unknown interpolator": ([CONTROL | {"interpolator": {"kind": "larp"}}], ["larp"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_are_one_line_and_write_nothing(
+    case: str, base: Path, plan: Callable[..., Path], tmp_path: Path
+) -> None:
+    operations, words = REFUSED[case]
+    result = CliRunner().invoke(app, ["apply", str(plan(*operations)), str(base), str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    told = result.stderr.strip()
+    assert len(told.splitlines()) == 1
+    for word in words:
+        assert word in told, told
+    assert not (tmp_path / "out").exists()
