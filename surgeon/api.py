@@ -15,7 +15,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.errors import BadInput, printable
-from surgeon.execute import Job, Listener, execute
+from surgeon.execute import Job, Listener, assist, execute
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, Shard, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, parse
@@ -23,6 +23,7 @@ from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
+from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.stopwatch import Stopwatch
 
@@ -262,15 +263,18 @@ def apply(
     read_back: bool = True,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
+    ranks: Ranks | None = None,
 ) -> Applied:
     """Grow `base` by `plan` into the new folder `out`.
 
     With `read_back` what was written is read again and compared with the base on the way: the static part of
-    `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers.
+    `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
+    the processes that torchrun has started (`surgeon.ranks.joined`), which all make this call.
 
     `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
     """
     listener = listener or Quiet()
+    ranks = ranks or Ranks()
     target = Path(out)
     loaded = plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
     if not Path(base).exists():
@@ -285,22 +289,16 @@ def apply(
         base=folder,
         base_id=BaseId(located.repo_id or located.path.resolve().name, located.revision),
         shards=shown.shards,
-        device=devices.resolve(device) if _computes(shown.blueprint) else "cpu",
+        device=_device(device, ranks) if _computes(shown.blueprint) else "cpu",
         read_back=read_back,
     )
-    check_destination(target, located.path)
-    check_space(target, shown.bytes_to_write, fingerprint=job.fingerprint)
-    for note in shown.notes:
-        listener.say(note)
-    if not shown.blueprint.native:
-        from surgeon.verification.skeleton import check_skeleton
-
-        check_skeleton(shown.blueprint)
     stopwatch = Stopwatch()
-    try:
-        manifest = execute(job, target, listener, stopwatch)
-    except OSError as error:
-        raise BadInput(_disk_trouble(error, target)) from error
+    if ranks.leads:
+        with ranks.leading():
+            manifest = _lead(job, shown, located.path, target, listener, stopwatch, ranks)
+    else:
+        assist(job, listener, stopwatch, ranks)
+        manifest = _manifest_of(CheckpointFolder.open(target))
     return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds, read_back)
 
 
@@ -456,6 +454,30 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
         peak_memory=_peak_memory(blueprint),
         notes=tuple(folder.notes),
     )
+
+
+def _lead(
+    job: Job, shown: Preview, base: Path, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks
+) -> Manifest:
+    """Check what stands in the way of writing, then write."""
+    check_destination(out, base)
+    check_space(out, shown.bytes_to_write, fingerprint=job.fingerprint)
+    for note in shown.notes:
+        listener.say(note)
+    if not shown.blueprint.native:
+        from surgeon.verification.skeleton import check_skeleton
+
+        check_skeleton(shown.blueprint)
+    try:
+        return execute(job, out, listener, stopwatch, ranks)
+    except OSError as error:
+        raise BadInput(_disk_trouble(error, out)) from error
+
+
+def _device(device: str, ranks: Ranks) -> str:
+    """The device of this process; of several, `auto` gives each its own."""
+    resolved = devices.resolve(device)
+    return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
 
 def _computes(blueprint: Blueprint) -> bool:

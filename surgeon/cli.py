@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from surgeon import __version__
 from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.ranks import joined, speaks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,8 @@ class _Group(TyperGroup):
 def _fail(message: str, code: int) -> NoReturn:
     if _Debug.on:
         traceback.print_exc()
-    print(f"surgeon: {printable(message, 2000)}", file=sys.stderr)
+    if speaks():
+        print(f"surgeon: {printable(message, 2000)}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -123,10 +125,13 @@ def apply(
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Grow BASE by PLAN into the new folder OUT; the same command continues a run that was cut off."""
+    """Grow BASE by PLAN into the new folder OUT; the same command continues a run that was cut off.
+
+    Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) computed layers are dealt out over N processes.
+    """
     from surgeon import api
 
-    with _listening(quiet) as listener:
+    with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = api.apply(
             plan,
             base,
@@ -137,7 +142,10 @@ def apply(
             read_back=read_back,
             trust_remote_code=trust_remote_code,
             listener=listener,
+            ranks=ranks,
         )
+    if not ranks.leads:
+        return
     if as_json:
         _print_json(applied.to_json())
     elif not quiet:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,10 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import ALIGNMENT, build_header
 from surgeon.checkpoint.staging import Staging
 from surgeon.errors import SurgeonError, printable
-from surgeon.layout import Shard, is_hole, nbytes
+from surgeon.layout import Shard, group_by_layer, is_hole, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
 from surgeon.plan.loading import LoadedPlan
+from surgeon.ranks import Elsewhere, Ranks, Report
 from surgeon.readback import ReadBack, Sources
 from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.runtime import shipped_code
@@ -33,6 +35,8 @@ from surgeon.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from surgeon.compute import Workshop
+
+_ALONE = Ranks()
 
 # The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
 _WRITERS = 2
@@ -86,43 +90,63 @@ class Job:
         return sum(nbytes(o) for shard in self.shards for o in shard.outputs if not is_hole(o))
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch) -> Manifest:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Manifest:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
 
-    An earlier run of the same job that was cut off is continued. Raises BadInput for what the user can mend
-    (disk full, base changed meanwhile) and PromiseBroken when what was read back is not what was written.
+    With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
+    is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
+    what was read back is not what was written.
     """
     with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
         if staging.already_published:
             listener.say(f"{printable(str(out))} was already complete; nothing to do")
+            ranks.send(Order("", ()))
+            ranks.gather(Report({}))
             return _published_manifest(out)
         listener.begin("writing", job.bytes_to_write)
         try:
             with ReadBack(job.base, staging, compare=job.read_back) as proof:
-                run = _Run(job, staging, proof, listener, stopwatch)
+                run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof)
                 run.all_shards()
                 with stopwatch.stage("wait for read-back"):
                     proof.settle()
                     proof.digest_the_rest()
             job.base.check_unchanged()
-        except SurgeonError:
+        except SurgeonError as error:
             # The base or the plan is at fault, not the moment: the same command would fail again.
-            staging.abandon()
+            if not (isinstance(error, Elsewhere) and error.momentary):
+                staging.abandon()
             raise
         manifest = run.small_files()
         staging.publish()
     return manifest
 
 
-class _Run:
-    """One execution under way: what writes, what computes, what reads back."""
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 asks of the others: the folder with the staged shards, and the shards whose layers to compute."""
 
-    def __init__(self, job: Job, staging: Staging, proof: ReadBack, listener: Listener, stopwatch: Stopwatch) -> None:
+    folder: str
+    files: tuple[str, ...]
+
+
+def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+    """On every rank but 0: compute a share of the layers that rank 0 asks for, and wait until it has published."""
+    order: Order = ranks.receive()
+    share = _Share(job, Path(order.folder), listener, stopwatch, ranks)
+    ranks.gather(share.of([shard for shard in job.shards if shard.file in order.files]))
+    ranks.receive()
+
+
+class _Share:
+    """One process's part of an execution: it writes tensors into shards that are begun."""
+
+    def __init__(self, job: Job, folder: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
         self.job = job
-        self.staging = staging
-        self.proof = proof
+        self.folder = folder
         self.listener = listener
         self.stopwatch = stopwatch
+        self.ranks = ranks
         self._workshop: Workshop | None = None
 
     @property
@@ -136,32 +160,119 @@ class _Run:
             )
         return self._workshop
 
+    def of(self, shards: Sequence[Shard]) -> Report:
+        """Write this rank's layers of `shards`; an error is told, not raised, as the other ranks wait for it."""
+        maps: dict[str, dict[str, Any]] = {}
+        dealt = 0
+        try:
+            for shard in shards:
+                layers = group_by_layer(shard.outputs)
+                mine = [
+                    o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer
+                ]
+                dealt += len(layers)
+                self.skip([output for output in shard.outputs if output not in mine])
+                maps[shard.file] = self.write(shard, mine) if mine else {}
+        except SurgeonError as error:
+            return Report({}, str(error), error.exit_code)
+        except OSError as error:
+            told = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
+            return Report({}, told, momentary=True)
+        return Report(maps)
+
+    def begin(self, shard: Shard) -> None:
+        """Make a shard's file: its header, and room for its tensors."""
+        header, places = self._header(shard)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            reserve(target, places[-1][1])
+            write_all(target, header, 0)
+        finally:
+            os.close(target)
+
+    def write(self, shard: Shard, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them."""
+        _, places = self._header(shard)
+        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        target = os.open(self.folder / shard.file, os.O_RDWR)
+        with Sources(self.job.base) as sources:
+            try:
+                for output in outputs:
+                    _write_tensor(self, output, target, *place_of[output.name], sources)
+            finally:
+                os.close(target)
+        return self.workshop.take_reports() if any(is_computed(output.recipe) for output in outputs) else {}
+
+    def skip(self, outputs: Sequence[Output]) -> None:
+        """Count tensors as done that an earlier run or another rank makes."""
+        for output in outputs:
+            if is_computed(output.recipe):
+                self.workshop.skip(output)
+
+    def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
+        entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
+        # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
+        # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
+        begins = self.job.base.headers[shard.twin].data_begin if shard.twin else 0
+        return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
+
+
+class _Run(_Share):
+    """An execution under way on rank 0: it holds the staged folder and has everything read back."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        listener: Listener,
+        stopwatch: Stopwatch,
+        ranks: Ranks,
+        staging: Staging,
+        proof: ReadBack,
+    ) -> None:
+        super().__init__(job, folder, listener, stopwatch, ranks)
+        self.staging = staging
+        self.proof = proof
+
     def all_shards(self) -> None:
         """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
-        computed = {shard.file for shard in self.job.shards if any(is_computed(o.recipe) for o in shard.outputs)}
+        computed = [shard for shard in self.job.shards if any(is_computed(o.recipe) for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
-                copies = [writers.submit(self.shard, s) for s in self.job.shards if s.file not in computed]
-                for shard in self.job.shards:
-                    if shard.file in computed:
+                copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
+                if self.ranks.size == 1:
+                    for shard in computed:
                         self.shard(shard)
+                else:
+                    self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
                 for copy in as_completed(copies):
                     copy.result()
             except BaseException:
                 writers.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def _among_ranks(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            self.begin(shard)
+        self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
+        reports = self.ranks.gather(self.of(shards))
+        for shard in shards:
+            self.proof.add(shard, {name: told for r in reports for name, told in r.maps.get(shard.file, {}).items()})
+
     def shard(self, shard: Shard) -> None:
         """Write one shard, or take it as an earlier run left it."""
+        if not self._done_earlier(shard):
+            self.begin(shard)
+            self.proof.add(shard, self.write(shard, shard.outputs))
+
+    def _done_earlier(self, shard: Shard) -> bool:
         record = self.staging.is_done(shard.file)
         if record is None:
-            self.proof.add(shard, _write_shard(self, shard))
-            return
+            return False
         self.proof.remember(record)
-        for output in shard.outputs:
-            if is_computed(output.recipe):
-                self.workshop.skip(output)
+        self.skip(shard.outputs)
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
+        return True
 
     def small_files(self) -> Manifest:
         """Config, index, side files and manifest, each journalled."""
@@ -192,26 +303,7 @@ class _Run:
         self.staging.done(name, {})
 
 
-def _write_shard(run: _Run, shard: Shard) -> dict[str, Any]:
-    """Write a shard's file; returns the reports of the transport maps that were solved for it."""
-    entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-    # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
-    # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
-    begins = run.job.base.headers[shard.twin].data_begin if shard.twin else 0
-    header, places = build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
-    target = os.open(run.staging.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    with Sources(run.job.base) as sources:
-        try:
-            reserve(target, places[-1][1])
-            write_all(target, header, 0)
-            for output, (begin, end) in zip(shard.outputs, places, strict=True):
-                _write_tensor(run, output, target, begin, end, sources)
-        finally:
-            os.close(target)
-    return run.workshop.take_reports() if any(is_computed(output.recipe) for output in shard.outputs) else {}
-
-
-def _write_tensor(run: _Run, output: Output, target: int, begin: int, end: int, sources: Sources) -> None:
+def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, sources: Sources) -> None:
     match output.recipe:
         case Copy(source):
             info = run.job.base.tensors[source]

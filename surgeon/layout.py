@@ -6,7 +6,7 @@ live in shards of their own, so that a surgery's delta is a set of files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.blueprint import Blueprint, Output
@@ -68,15 +68,19 @@ def _shard_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _new_shards(blueprint: Blueprint, limit: int) -> list[list[Output]]:
+def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
+    """Outputs of the same layer together, in the order in which layers first occur."""
     layers: dict[str, list[Output]] = {}
-    for output in blueprint.outputs:
-        if output.new:
-            before, _, after = output.name.partition("layers.")
-            layers.setdefault(before + after.partition(".")[0], []).append(output)
+    for output in outputs:
+        before, _, after = output.name.partition("layers.")
+        layers.setdefault(before + after.partition(".")[0], []).append(output)
+    return list(layers.values())
+
+
+def _new_shards(blueprint: Blueprint, limit: int) -> list[list[Output]]:
     shards: list[list[Output]] = []
     room = 0
-    for outputs in layers.values():
+    for outputs in group_by_layer([output for output in blueprint.outputs if output.new]):
         size = sum(nbytes(output) for output in outputs)
         if not shards or size > room:
             shards.append([])
