@@ -194,3 +194,18 @@ def test_built_on_meta_the_names_and_shapes_are_the_checkpoints() -> None:
         assert shapes == {name: tensor.shape for name, tensor in real.state_dict().items()}
         native = {name: tensor.shape for name, tensor in tiny.model(family).state_dict().items()}
         assert {name: shapes[name] for name in native} == native
+
+
+def test_layers_on_disk_give_the_same_logits(tmp_path: Path) -> None:
+    """A device map with offloaded layers, control block and adapter among them (`device_map="auto"` makes such)."""
+    model = perturbed(grafted("llama", both()))
+    folder = written(tmp_path / "out", model, "llama")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {f"model.layers.{layer}": "disk" if layer in (0, 1, 4) else "cpu" for layer in range(6)}
+    kind = classes("llama", "ForCausalLM")
+    spread = kind.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offloaded")
+    with torch.no_grad():
+        assert torch.equal(spread(tokens()).logits, model(tokens()).logits)
+    whole = kind.from_pretrained(folder, device_map="auto")
+    with torch.no_grad():
+        assert torch.equal(whole(tokens()).logits, model(tokens()).logits)
