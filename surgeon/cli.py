@@ -232,6 +232,29 @@ def merge(
     console.print(verification_view(merged.measured))
 
 
+@app.command("transport-report")
+def transport_report(
+    out: OutArgument,
+    trained: Annotated[Path | None, typer.Option(help="the same model after training, to compare with")] = None,
+    maps: Annotated[list[str] | None, typer.Option(help="draw this map (12.below.query); may be given again")] = None,
+    png: Annotated[Path | None, typer.Option(help="folder for the pictures of --maps")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Tell how widely inserted layers' neurons correspond to their neighbours': entropies of transport maps."""
+    from surgeon.transport_report import transport_report as report
+
+    with _listening(quiet) as listener:
+        found = report(out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say)
+    if as_json:
+        _print_json(found.to_json())
+        return
+    from surgeon.report.transport import transport_view
+
+    _console().print(transport_view(found))
+
+
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],

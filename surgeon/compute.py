@@ -89,6 +89,10 @@ class Workshop:
                 self._maps.pop(name, None)
                 self._aligned.pop(name, None)
 
+    def map_of(self, name: str) -> TransportMap:
+        """The map of the coupling `name`, solved now if it is not yet; its report is in `reports`."""
+        return self._map(MapRef(name))
+
     def _all_maps(self, recipe: Recipe) -> frozenset[str]:
         """Couplings a recipe needs, those included that other couplings are made with."""
         found: set[str] = set()
