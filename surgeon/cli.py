@@ -243,10 +243,12 @@ def transport_report(
     quiet: QuietOption = False,
 ) -> None:
     """Tell how widely inserted layers' neurons correspond to their neighbours': entropies of transport maps."""
-    from surgeon.transport_report import transport_report as report
+    from surgeon import api
 
     with _listening(quiet) as listener:
-        found = report(out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say)
+        found = api.transport_report(
+            out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say
+        )
     if as_json:
         _print_json(found.to_json())
         return

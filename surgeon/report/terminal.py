@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from surgeon.api import Applied, Inspection, Preview, Verification
 from surgeon.blueprint import Blueprint, Layer
 from surgeon.errors import printable
 from surgeon.plan.selectors import show
+from surgeon.results import Applied, Inspection, Preview, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from surgeon.entropies import MODULES, TransportReport
 from surgeon.errors import printable
-from surgeon.transport_report import MODULES, TransportReport
 
 
 def transport_view(report: TransportReport) -> RenderableType:

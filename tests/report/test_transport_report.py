@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from surgeon import api
 from surgeon.cli import app
-from surgeon.transport_report import MODULES, transport_report
+from surgeon.entropies import MODULES, transport_report
 from tests import tiny
 from tests.end_to_end.conftest import weights
 

@@ -1,0 +1,190 @@
+"""What the API's functions give back: typed results, each with its plain data for `--json`. No logic of surgery."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.blueprint import Blueprint
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.families.anatomy import Anatomy
+from surgeon.layout import Shard
+from surgeon.manifest import Manifest
+from surgeon.plan.loading import LoadedPlan
+
+if TYPE_CHECKING:
+    from surgeon.verification.logits import LogitComparison
+    from surgeon.verification.static import Check
+    from surgeon.verification.streaming import FirstDifference, StreamedComparison
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a plan would do to a base, from headers and config alone.
+
+    Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data; `bytes_holes` is
+    the part of the output that is zeros and takes no room on disk. `peak_memory` is an estimate in bytes.
+    """
+
+    plan: LoadedPlan
+    blueprint: Blueprint
+    shards: tuple[Shard, ...]
+    model_type: str
+    parameters_before: int
+    parameters_after: int
+    parameters_new: int
+    parameters_trainable: int
+    bytes_to_read: int
+    bytes_to_write: int
+    bytes_holes: int
+    peak_memory: int
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        blueprint = self.blueprint
+        return {
+            "model_type": self.model_type,
+            "native": blueprint.native,
+            "promise": blueprint.promise,
+            "operations": [
+                {
+                    "op": r.op,
+                    "matched": r.matched,
+                    "promise": r.claim.promise,
+                    "reason": r.claim.reason,
+                    "trains": r.trains,
+                }
+                for r in blueprint.operations
+            ],
+            "layers": [
+                {
+                    "layer": e.index,
+                    "base": e.base,
+                    "init": e.init or None,
+                    "sources": list(e.sources),
+                    "grafts": [graft.text for graft in e.grafts],
+                }
+                for e in blueprint.layers
+            ],
+            "parameters": {
+                "before": self.parameters_before,
+                "after": self.parameters_after,
+                "new": self.parameters_new,
+                "trainable": self.parameters_trainable,
+            },
+            "bytes": {"read": self.bytes_to_read, "written": self.bytes_to_write, "holes": self.bytes_holes},
+            "peak_memory": self.peak_memory,
+            "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A finished surgery: where the output lies, its manifest, what the preview said, and seconds by stage.
+
+    `left_behind` are files of the base that were not carried along.
+    """
+
+    path: Path
+    manifest: Manifest
+    preview: Preview
+    left_behind: tuple[str, ...]
+    seconds: dict[str, float]
+    read_back: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "left_behind": list(self.left_behind),
+            "seconds": self.seconds,
+            **self.preview.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether an output keeps its manifest's promises.
+
+    `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
+    where none was made (`promise` none), differing logits are as promised.
+    """
+
+    promise: str
+    checks: list[Check]
+    comparisons: list[LogitComparison] = field(default_factory=list)
+    streamed: list[StreamedComparison] = field(default_factory=list)
+    tokens: str = ""
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all compared logits (and hidden states) were bit-identical; None when none were compared."""
+        if not self.comparisons:
+            return None
+        return self.first_difference is None and all(c.identical for c in self.comparisons)
+
+    @property
+    def first_difference(self) -> FirstDifference | None:
+        """The first base layer after which hidden states differ, where the comparison went layer by layer."""
+        return next((s.first_difference for s in self.streamed if s.first_difference is not None), None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise of the manifest holds."""
+        kept = self.promise == "none" or self.identical is not False
+        return kept and all(check.holds for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "promise": self.promise,
+            "holds": self.holds,
+            "identical": self.identical,
+            "checks": [asdict(check) for check in self.checks],
+            "tokens": self.tokens,
+            # JSON knows no infinity, which is what logits that are not numbers count as.
+            "comparisons": [
+                {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
+                for c in self.comparisons
+            ],
+            "first_difference": asdict(self.first_difference) if self.first_difference else None,
+        }
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A finished merge: what was written, and what the merged model does beside the one with branches."""
+
+    applied: Applied
+    measured: Verification
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {"applied": self.applied.to_json(), "measured": self.measured.to_json()}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
+
+    path: Path
+    folder: CheckpointFolder
+    anatomy: Anatomy
+    manifest: Manifest | None
+    parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "model_type": self.anatomy.family.model_type,
+            "layers": self.anatomy.sizes.layers,
+            "parameters": self.parameters,
+            "tied_embeddings": self.anatomy.tied,
+            "shards": list(self.folder.shards),
+            "surgery": self.manifest.model_dump() if self.manifest else None,
+        }
