@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,6 +123,7 @@ def apply(
         shards=shown.shards,
         device=_device(device, ranks) if _computes(shown.blueprint) else "cpu",
         read_back=read_back,
+        texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
     )
     stopwatch = Stopwatch()
     if ranks.leads:
@@ -260,6 +262,7 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
     anatomy = dissect(folder.config, folder.tensors)
     blueprint = draw(loaded, anatomy, folder.config)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
+    texts = _texts(blueprint, loaded)
     outputs = blueprint.outputs
     new = sum(numel(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
@@ -283,7 +286,7 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
-        notes=tuple(folder.notes),
+        notes=(*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())),
     )
 
 
@@ -303,6 +306,25 @@ def _lead(
         return execute(job, out, listener, stopwatch, ranks)
     except OSError as error:
         raise BadInput(_disk_trouble(error, out)) from error
+
+
+def _texts(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
+    """The texts that the plan has the base run on, by their names in the plan; BadInput where one is missing."""
+    found: dict[str, Path] = {}
+    for coupling in blueprint.couplings.values():
+        if coupling.support is not None:
+            path = Path(loaded.source).parent / coupling.support.text
+            if not path.is_file():
+                raise BadInput(
+                    f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"
+                )
+            found[coupling.support.text] = path
+    return found
+
+
+def _digest(text: Path) -> str:
+    with text.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _device(device: str, ranks: Ranks) -> str:

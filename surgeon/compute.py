@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from surgeon.activations import activations
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
@@ -31,6 +33,7 @@ from surgeon.recipes import (
     Random,
     Recipe,
     Shuffled,
+    TextSupport,
     WholeHeads,
     maps_used,
 )
@@ -49,9 +52,16 @@ class Workshop:
     """Makes the tensors of a blueprint from a base, one after the other, sharing its transport maps."""
 
     def __init__(
-        self, blueprint: Blueprint, base: CheckpointFolder, *, device: str = "cpu", stopwatch: Stopwatch | None = None
+        self,
+        blueprint: Blueprint,
+        base: CheckpointFolder,
+        *,
+        device: str = "cpu",
+        stopwatch: Stopwatch | None = None,
+        plan_source: str = "",
     ) -> None:
         self.blueprint = blueprint
+        self.plan_source = plan_source
         self.base = base
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
@@ -59,6 +69,7 @@ class Workshop:
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
         self._aligned: dict[str, Tensor] = {}
+        self._fired: dict[TextSupport, dict[str, Tensor]] = {}
         self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
         self._users = Counter(name for names in self._needs.values() for name in names)
 
@@ -184,9 +195,10 @@ class Workshop:
 
     def _solve(self, coupling: Coupling) -> None:
         lower, upper = self._rows(coupling)
+        compared = (lower, upper) if coupling.support is None else self._activations(coupling, coupling.support)
         try:
             with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
-                solved = solve(lower, upper, TransportSettings(**dict(coupling.settings)))
+                solved = solve(*compared, TransportSettings(**dict(coupling.settings)))
         except ValueError as error:
             raise BadInput(f"transport map {coupling.name}: {error}") from error
         self._keep(coupling.name, solved, lower)
@@ -218,6 +230,25 @@ class Workshop:
         rows = slice(coupling.start, coupling.stop)
         lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
         return lower, self._working(coupling.second)[rows]
+
+    def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
+        """What the coupling's rows put out on its text; the base is run once for all couplings of that text."""
+        if support not in self._fired:
+            wanted = [c for c in self.blueprint.couplings.values() if c.support == support]
+            names = {recipe.source for c in wanted for recipe in (c.first, c.second) if isinstance(recipe, Copy)}
+            with self.stopwatch.stage("run the base"):
+                self._fired[support] = activations(
+                    self.base,
+                    sorted(names),
+                    support,
+                    text=Path(self.plan_source).parent / support.text,
+                    device=self.device,
+                )
+        rows = slice(coupling.start, coupling.stop)
+        assert isinstance(coupling.first, Copy), coupling.name
+        assert isinstance(coupling.second, Copy), coupling.name
+        fired = self._fired[support]
+        return fired[coupling.first.source][rows].to(self.device), fired[coupling.second.source][rows].to(self.device)
 
     def _keep(self, name: str, solved: TransportMap, lower: Tensor) -> None:
         self._maps[name] = solved

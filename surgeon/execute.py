@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +59,10 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One execution: what is written, from what, under which plan."""
+    """One execution: what is written, from what, under which plan.
+
+    `texts` are digests of the texts that the plan has the base run on, by their names in the plan.
+    """
 
     loaded: LoadedPlan
     blueprint: Blueprint
@@ -68,6 +71,7 @@ class Job:
     shards: tuple[Shard, ...]
     device: str = "cpu"
     read_back: bool = True
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -81,6 +85,7 @@ class Job:
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
             "code": {name: hashlib.sha256(shipped_code(name)).hexdigest() for name in self.blueprint.code_files},
             "device": self.device,
+            "texts": dict(self.texts),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -156,7 +161,11 @@ class _Share:
             from surgeon.compute import Workshop
 
             self._workshop = Workshop(
-                self.job.blueprint, self.job.base, device=self.job.device, stopwatch=self.stopwatch
+                self.job.blueprint,
+                self.job.base,
+                device=self.job.device,
+                stopwatch=self.stopwatch,
+                plan_source=self.job.loaded.source,
             )
         return self._workshop
 
@@ -294,6 +303,7 @@ class _Run(_Share):
             digests={output.name: self.proof.digest_of(output) for output in job.blueprint.outputs if output.new},
             base_digests=self.proof.base_digests,
             maps=self.proof.maps,
+            texts=job.texts,
         )
         self._small(MANIFEST_FILE, manifest.to_bytes())
         return manifest

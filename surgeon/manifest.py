@@ -116,6 +116,7 @@ class Manifest(_Entry):
     transport_maps: dict[str, dict[str, Any]]
     lineage: list[Ancestor]
     code: dict[str, Sha256] = {}
+    texts: dict[str, Sha256] = {}
 
     @property
     def layer_of_base(self) -> list[int]:
@@ -146,6 +147,7 @@ def compose(
     digests: Mapping[str, str],
     base_digests: Mapping[str, str],
     maps: Mapping[str, dict[str, Any]],
+    texts: Mapping[str, str],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `base_digests` of base tensors."""
     return Manifest(
@@ -195,6 +197,7 @@ def compose(
         transport_maps=dict(sorted(maps.items())),
         lineage=_lineage(base),
         code={name: hashlib.sha256(shipped_code(name)).hexdigest() for name in blueprint.code_files},
+        texts=dict(texts),
     )
 
 

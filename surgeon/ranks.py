@@ -97,9 +97,6 @@ class Ranks:
         except SurgeonError as error:
             self.send(Elsewhere(str(error), error.exit_code))
             raise
-        except OSError as error:
-            self.send(Elsewhere(str(error)))
-            raise
 
 
 @contextmanager

@@ -177,11 +177,21 @@ class WholeHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class TextSupport:
+    """Rows are compared by what their modules put out on the first `samples` tokens of a text, in windows."""
+
+    text: str
+    samples: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class Coupling:
     """A transport map that several recipes share: rows `start:stop` of `first` (after `t_in`) onto those of `second`.
 
     `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
-    that this stays plain data. With `whole_heads` it is one of three that are solved together.
+    that this stays plain data. With `whole_heads` it is one of three that are solved together. `support` None compares
+    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run.
     """
 
     name: str
@@ -192,6 +202,7 @@ class Coupling:
     t_in: MapRef
     settings: tuple[tuple[str, Any], ...]
     whole_heads: WholeHeads | None = None
+    support: TextSupport | None = None
 
 
 def sources(recipe: Recipe) -> Iterator[Recipe]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.blueprint import Draft
+from surgeon.errors import BadInput
 from surgeon.families.family import Part, Role
-from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, WholeHeads
+from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads
 
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
 Heads = Literal["free", "blocks"]
@@ -30,11 +31,13 @@ def fuse_layers(
     heads: Heads,
     settings: Mapping[str, object],
     skip: frozenset[str],
+    support: TextSupport | None = None,
 ) -> dict[str, Recipe]:
     """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
     With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output takes the query
-    heads' map as its T_in in every flow: its columns are those heads.
+    heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
+    which only layers of the base have: BadInput for others.
 
     Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
@@ -59,8 +62,11 @@ def fuse_layers(
                 t_in=flow_of.t_in(role),
                 settings=tuple(sorted(settings.items())),
                 whole_heads=whole_heads if role in _OF_HEADS else None,
+                support=support,
             )
         )
+    if support is not None:
+        _check_of_base(draft, below)
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
     for suffix, recipe in lower.items():
@@ -73,6 +79,15 @@ def fuse_layers(
             plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
             tensors[suffix] = Average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
     return tensors
+
+
+def _check_of_base(draft: Draft, below: int) -> None:
+    for index in (below, below + 1):
+        if draft.layers[index].base is None or draft.layers[index].rewritten:
+            raise BadInput(
+                f"`support: activations` needs layers of the base on both sides; layer {index} was made by an earlier"
+                " operation: put this one first, or use `support: weights`"
+            )
 
 
 @dataclass(frozen=True)

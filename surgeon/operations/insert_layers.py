@@ -6,9 +6,9 @@ scale of those norms), so that the grown model computes what the base computes, 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.errors import BadInput
@@ -16,7 +16,7 @@ from surgeon.families.family import Family, Part
 from surgeon.operations.fusion import Flow, Heads, fuse_layers
 from surgeon.operations.silence import silence
 from surgeon.plan.selectors import GapSelector, select_gaps, show, spread
-from surgeon.recipes import Average, Constant, Random, Recipe, Shuffled
+from surgeon.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
 
 
 class _Init(BaseModel):
@@ -43,6 +43,38 @@ class _TransportInit(_Init):
         Field(description="align rows wherever they go (free) or whole attention heads, rotary pairs kept (blocks)"),
     ] = "free"
     max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
+    support: Annotated[
+        Literal["weights", "activations"],
+        Field(description="compare rows of weights, or what the modules put out on a text (needs a cost_scale)"),
+    ] = "weights"
+    text: Annotated[
+        str | None,
+        Field(min_length=1, description="for activations: a text or JSON-lines file, seen from the plan"),
+    ] = None
+    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: how many tokens of the text")] = 512
+    window: Annotated[int, Field(ge=2, le=2**16, description="for activations: tokens in each sequence")] = 128
+
+    @model_validator(mode="after")
+    def _support_fits(self) -> Self:
+        if self.support == "weights":
+            given = sorted({"text", "samples", "window"} & self.model_fields_set)
+            if given:
+                raise ValueError(f"`{given[0]}` has a meaning with `support: activations` only")
+            return self
+        if self.text is None:
+            raise ValueError("`support: activations` needs a `text`, on which the base is run")
+        if self.cost_scale == "none":
+            raise ValueError(
+                "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale"
+                " at every module and with every number of samples"
+            )
+        if self.heads == "blocks":
+            raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
+        return self
+
+    def text_support(self) -> TextSupport | None:
+        """Where the rows' activations come from; None where weights are compared."""
+        return None if self.text is None else TextSupport(self.text, self.samples, self.window)
 
     def transport_settings(self) -> dict[str, object]:
         """Keyword arguments for `surgeon.transport.TransportSettings`."""
@@ -162,6 +194,7 @@ class InsertLayers(BaseModel):
                     heads=self.init.heads,
                     settings=self.init.transport_settings(),
                     skip=self._silenced(draft.anatomy.family, parts),
+                    support=self.init.text_support(),
                 )
                 if isinstance(self.init, Shuffle):
                     matrices = {part.suffix for part in parts if part.kind == "weight"}
