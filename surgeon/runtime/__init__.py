@@ -10,11 +10,16 @@ from pathlib import Path
 
 SHARED_FILES = (
     "surgeon_adapters.py",
+    "surgeon_experts.py",
+    "surgeon_frames.py",
     "surgeon_interpolators.py",
     "surgeon_layers.py",
     "surgeon_losses.py",
     "surgeon_models.py",
     "surgeon_precision.py",
+    "surgeon_sites.py",
+    "surgeon_specs.py",
+    "surgeon_states.py",
     "surgeon_surgery.py",
 )
 

@@ -1,4 +1,4 @@
-"""Mistral with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+"""Mistral with grafts: thin names over transformers' own classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers.models.mistral.modeling_mistral import (
 )
 
 # Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
-from .surgeon_adapters import AdapterSite
+from .surgeon_adapters import GatedAdapter  # noqa: F401
+from .surgeon_experts import ExpertLinear  # noqa: F401
+from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import Flow  # noqa: F401
@@ -28,6 +30,9 @@ from .surgeon_models import (
     attach_surgery,
 )
 from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_sites import AttentionSite, FeedForwardSite
+from .surgeon_specs import AdapterSpec  # noqa: F401
+from .surgeon_states import ControlBank  # noqa: F401
 from .surgeon_surgery import Surgery  # noqa: F401
 
 
@@ -41,8 +46,12 @@ class UpcycledMistralConfig(MistralConfig):
         attach_surgery(self, surgery)
 
 
-class UpcycledMistralMLP(AdapterSite, MistralMLP):
-    """The native MLP with an adapter beside it."""
+class UpcycledMistralAttention(AttentionSite, MistralAttention):
+    """The native attention with a control state beside it."""
+
+
+class UpcycledMistralMLP(FeedForwardSite, MistralMLP):
+    """The native MLP with an adapter, a control state or both beside it."""
 
 
 class UpcycledMistralBranch(BranchLayer, MistralDecoderLayer):
@@ -54,6 +63,7 @@ class UpcycledMistralBranch(BranchLayer, MistralDecoderLayer):
 class UpcycledMistralDecoderLayer(UpcycledLayer, MistralDecoderLayer):
     """A layer of the trunk."""
 
+    attention_class = UpcycledMistralAttention
     mlp_class = UpcycledMistralMLP
     branch_class = UpcycledMistralBranch
 

@@ -1,4 +1,4 @@
-"""OLMo 2 with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+"""OLMo 2 with grafts: thin names over transformers' own classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers.models.olmo2.modeling_olmo2 import (
 )
 
 # Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
-from .surgeon_adapters import AdapterSite
+from .surgeon_adapters import GatedAdapter  # noqa: F401
+from .surgeon_experts import ExpertLinear  # noqa: F401
+from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import Flow  # noqa: F401
@@ -28,6 +30,9 @@ from .surgeon_models import (
     attach_surgery,
 )
 from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_sites import AttentionSite, FeedForwardSite
+from .surgeon_specs import AdapterSpec  # noqa: F401
+from .surgeon_states import ControlBank  # noqa: F401
 from .surgeon_surgery import Surgery  # noqa: F401
 
 
@@ -41,8 +46,12 @@ class UpcycledOlmo2Config(Olmo2Config):
         attach_surgery(self, surgery)
 
 
-class UpcycledOlmo2MLP(AdapterSite, Olmo2MLP):
-    """The native MLP with an adapter beside it."""
+class UpcycledOlmo2Attention(AttentionSite, Olmo2Attention):
+    """The native attention with a control state beside it."""
+
+
+class UpcycledOlmo2MLP(FeedForwardSite, Olmo2MLP):
+    """The native MLP with an adapter, a control state or both beside it."""
 
 
 class UpcycledOlmo2Branch(BranchLayer, Olmo2DecoderLayer):
@@ -54,6 +63,7 @@ class UpcycledOlmo2Branch(BranchLayer, Olmo2DecoderLayer):
 class UpcycledOlmo2DecoderLayer(UpcycledLayer, Olmo2DecoderLayer):
     """A layer of the trunk."""
 
+    attention_class = UpcycledOlmo2Attention
     mlp_class = UpcycledOlmo2MLP
     branch_class = UpcycledOlmo2Branch
 

@@ -1,4 +1,4 @@
-"""Phi-3 with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+"""Phi-3 with grafts: thin names over transformers' own classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers.models.phi3.modeling_phi3 import (
 )
 
 # Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
-from .surgeon_adapters import AdapterSite
+from .surgeon_adapters import GatedAdapter  # noqa: F401
+from .surgeon_experts import ExpertLinear  # noqa: F401
+from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import Flow  # noqa: F401
@@ -28,6 +30,9 @@ from .surgeon_models import (
     attach_surgery,
 )
 from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_sites import AttentionSite, FeedForwardSite
+from .surgeon_specs import AdapterSpec  # noqa: F401
+from .surgeon_states import ControlBank  # noqa: F401
 from .surgeon_surgery import Surgery  # noqa: F401
 
 
@@ -41,8 +46,12 @@ class UpcycledPhi3Config(Phi3Config):
         attach_surgery(self, surgery)
 
 
-class UpcycledPhi3MLP(AdapterSite, Phi3MLP):
-    """The native MLP with an adapter beside it."""
+class UpcycledPhi3Attention(AttentionSite, Phi3Attention):
+    """The native attention with a control state beside it."""
+
+
+class UpcycledPhi3MLP(FeedForwardSite, Phi3MLP):
+    """The native MLP with an adapter, a control state or both beside it."""
 
 
 class UpcycledPhi3Branch(BranchLayer, Phi3DecoderLayer):
@@ -54,6 +63,7 @@ class UpcycledPhi3Branch(BranchLayer, Phi3DecoderLayer):
 class UpcycledPhi3DecoderLayer(UpcycledLayer, Phi3DecoderLayer):
     """A layer of the trunk."""
 
+    attention_class = UpcycledPhi3Attention
     mlp_class = UpcycledPhi3MLP
     branch_class = UpcycledPhi3Branch
 

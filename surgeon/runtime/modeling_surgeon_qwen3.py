@@ -1,4 +1,4 @@
-"""Qwen3 with grafts (control blocks, gated adapters): thin names over transformers' own classes."""
+"""Qwen3 with grafts: thin names over transformers' own classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 # Every shipped file is named here: transformers 5.0 copies only what this file itself imports.
-from .surgeon_adapters import AdapterSite
+from .surgeon_adapters import GatedAdapter  # noqa: F401
+from .surgeon_experts import ExpertLinear  # noqa: F401
+from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import Flow  # noqa: F401
@@ -28,6 +30,9 @@ from .surgeon_models import (
     attach_surgery,
 )
 from .surgeon_precision import at_least_fp32  # noqa: F401
+from .surgeon_sites import AttentionSite, FeedForwardSite
+from .surgeon_specs import AdapterSpec  # noqa: F401
+from .surgeon_states import ControlBank  # noqa: F401
 from .surgeon_surgery import Surgery  # noqa: F401
 
 
@@ -41,8 +46,12 @@ class UpcycledQwen3Config(Qwen3Config):
         attach_surgery(self, surgery)
 
 
-class UpcycledQwen3MLP(AdapterSite, Qwen3MLP):
-    """The native MLP with an adapter beside it."""
+class UpcycledQwen3Attention(AttentionSite, Qwen3Attention):
+    """The native attention with a control state beside it."""
+
+
+class UpcycledQwen3MLP(FeedForwardSite, Qwen3MLP):
+    """The native MLP with an adapter, a control state or both beside it."""
 
 
 class UpcycledQwen3Branch(BranchLayer, Qwen3DecoderLayer):
@@ -54,6 +63,7 @@ class UpcycledQwen3Branch(BranchLayer, Qwen3DecoderLayer):
 class UpcycledQwen3DecoderLayer(UpcycledLayer, Qwen3DecoderLayer):
     """A layer of the trunk."""
 
+    attention_class = UpcycledQwen3Attention
     mlp_class = UpcycledQwen3MLP
     branch_class = UpcycledQwen3Branch
 

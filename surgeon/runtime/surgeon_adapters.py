@@ -11,8 +11,6 @@ stand alone under a norm, which would blow its first gradients up.
 from __future__ import annotations
 
 import math
-import threading
-from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers.initialization as init
@@ -20,31 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .surgeon_precision import at_least_fp32
-from .surgeon_surgery import AdapterSpec
-
-
-class AdapterRecord(NamedTuple):
-    """What one adapter did, for local losses: ‖output‖₁ / D and the gate before its sigmoid; B T."""
-
-    l1: Tensor
-    gate_logit: Tensor | None
-
-
-class _ActiveRecords(threading.local):
-    """Where adapters leave records during a layer's forward: native code passes nothing to its MLP."""
-
-    records: list[AdapterRecord] | None = None
-
-
-_active = _ActiveRecords()
-
-
-def begin_records(records: list[AdapterRecord] | None) -> list[AdapterRecord] | None:
-    """Let adapters of this thread write to `records`; returns what was there, to be put back afterwards."""
-    previous = _active.records
-    _active.records = records
-    return previous
+from .surgeon_specs import AdapterSpec
 
 
 class InputProjection(nn.Linear):
@@ -108,31 +82,6 @@ class GatedAdapter(nn.Module):
         score = self.gate(x)
         gate = F.relu(score) if self.gate_kind == "relu" else torch.sigmoid(score)
         return gate * output, score
-
-
-class AdapterSite(nn.Module):
-    """Mixed in before a family's MLP: adds an adapter's output to the FFN's."""
-
-    # The config field that names the backbone's activation.
-    activation_field: ClassVar[str] = "hidden_act"
-
-    def __init__(self, config: Any, spec: AdapterSpec, trunk_layers: int) -> None:
-        super().__init__(config)
-        activation = getattr(config, self.activation_field)
-        self.adapter = GatedAdapter(spec, config.hidden_size, trunk_layers, activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """FFN(x) + adapter(x)."""
-        output = super().forward(x)
-        adapted, score = self.adapter(x)
-        records = _active.records
-        if records is not None:
-            precise = torch.promote_types(adapted.dtype, torch.float32)
-            l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
-            gate_logit = None if score is None else at_least_fp32(score).squeeze(-1)
-            records.append(AdapterRecord(l1, gate_logit))
-        combined: Tensor = output + adapted
-        return combined
 
 
 def input_std(kind: str, width: int, trunk_layers: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .surgeon_precision import at_least_fp32
-from .surgeon_surgery import InterpolatorSpec
+from .surgeon_specs import InterpolatorSpec
 
 # Below this angle (radians) slerp's share differs from α by less than fp32 can hold.
 SMALL_ANGLE = 1e-3

@@ -1,7 +1,8 @@
 """Decoder layers with grafts, mixed in before a family's native layer.
 
 A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__`
-carries what crosses layers (the auxiliary losses) in and out of the forward's `Flow`.
+carries what crosses layers (the router's distribution, the auxiliary losses) in and out of the forward's `Flow`. What
+carries gradient goes in by position and comes out as a result; a frame shows it to the layer's own modules.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .surgeon_adapters import AdapterRecord, AdapterSite, begin_records
+from .surgeon_experts import ExpertRouter, attach_experts, task_loss
+from .surgeon_frames import AdapterRecord, Frame, enter_frame
 from .surgeon_interpolators import build_interpolator
 from .surgeon_losses import Flow, divergence, local_losses
-from .surgeon_surgery import read_surgery
+from .surgeon_sites import AttentionSite, FeedForwardSite
+from .surgeon_states import Mixing
+from .surgeon_surgery import Surgery, read_surgery
 
 
 class BranchLayer(nn.Module):
@@ -23,13 +27,15 @@ class BranchLayer(nn.Module):
     The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
     """
 
-    mlp_class: ClassVar[type[AdapterSite]]
+    mlp_class: ClassVar[type[FeedForwardSite]]
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         surgery = read_surgery(config)
         if layer_idx in surgery.adapters:
             self.mlp = self.mlp_class(config, surgery.adapters[layer_idx], surgery.trunk_layers)
+        if layer_idx in surgery.experts:
+            attach_experts(self, surgery.experts[layer_idx])
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -42,9 +48,10 @@ class BranchLayer(nn.Module):
 
 
 class UpcycledLayer(nn.Module):
-    """A trunk layer: native, perhaps with an adapter at its MLP, perhaps with an expanded twin beside it."""
+    """A trunk layer: native, with what the surgery put into it and beside it."""
 
-    mlp_class: ClassVar[type[AdapterSite]]
+    attention_class: ClassVar[type[AttentionSite]]
+    mlp_class: ClassVar[type[FeedForwardSite]]
     branch_class: ClassVar[type[BranchLayer]]
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -52,46 +59,96 @@ class UpcycledLayer(nn.Module):
         surgery = read_surgery(config)
         self.local_loss = surgery.local_loss
         self.control = surgery.controls.get(layer_idx)
-        self.grafted = self.control is not None or layer_idx in surgery.adapters
-        if layer_idx in surgery.adapters:
-            self.mlp = self.mlp_class(config, surgery.adapters[layer_idx], surgery.trunk_layers)
+        self._replace_blocks(config, layer_idx, surgery)
+        if layer_idx in surgery.experts:
+            attach_experts(self, surgery.experts[layer_idx])
+        self.expert_router = None
+        if surgery.router is not None and surgery.router.layer == layer_idx:
+            self.expert_router = ExpertRouter(surgery.router, config.hidden_size)
         if self.control is not None:
             self.expanded = self.branch_class(config, self.control.branch)
             self.interpolator = build_interpolator(self.control.interpolator, config.hidden_size)
+        own = {layer_idx} if self.control is None else {layer_idx, self.control.branch}
+        self.grafted = bool(
+            self.control is not None
+            or self.expert_router is not None
+            or own & {*surgery.adapters, *surgery.experts}
+            or surgery.sites_of(layer_idx)
+        )
+        weights = (surgery.local_loss.l1, surgery.local_loss.cross_entropy)
+        balance = 0.0 if surgery.mixture is None else surgery.mixture.balance_weight
+        diverges = 0.0 if self.control is None else self.control.divergence.weight
+        self.loss_weights = (diverges, *weights, balance, surgery.router_loss.task_id)
+
+    def _replace_blocks(self, config: Any, layer_idx: int, surgery: Surgery) -> None:
+        sites, adapter = surgery.sites_of(layer_idx), surgery.adapters.get(layer_idx)
+        if "attention" in sites:
+            self.self_attn = self.attention_class(config, layer_idx, sites["attention"])
+        if "ffn" in sites or adapter is not None:
+            self.mlp = self.mlp_class(config, adapter, surgery.trunk_layers, sites.get("ffn"))
 
     def __call__(self, hidden_states: Tensor, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
-        """Run the layer; `surgery_flow` (in training) gives the tokens and takes the losses."""
+        """Run the layer; `surgery_flow` brings what crosses layers and takes the losses."""
         if surgery_flow is None or not self.grafted:
             return super().__call__(hidden_states, *args, **kwargs)
-        output, diverged, l1, cross_entropy = super().__call__(
+        output, *told = super().__call__(
             hidden_states,
+            surgery_flow.routing,
             *args,
             valid_tokens=surgery_flow.valid,
             token_domains=surgery_flow.domains,
+            mixing=surgery_flow.mixing,
+            in_flow=True,
             **kwargs,
         )
-        weight = 0.0 if self.control is None else self.control.divergence.weight
-        surgery_flow.add(diverged, weight, l1, cross_entropy)
+        if self.expert_router is not None:
+            surgery_flow.routing = told.pop(0)
+        if told:
+            surgery_flow.add(told, self.loss_weights)
         return output
 
     def forward(
         self,
         hidden_states: Tensor,
+        routing: Tensor | None = None,
         *args: Any,
         valid_tokens: Tensor | None = None,
         token_domains: Tensor | None = None,
+        mixing: Mixing | None = None,
+        in_flow: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The layer's output, B T D; with `valid_tokens` (B T) also its divergence, ℓ1 and cross-entropy."""
-        if valid_tokens is None:
-            return self.combine(hidden_states, *args, **kwargs)[0]
-        records: list[AdapterRecord] = []
-        previous = begin_records(records)
+        """The layer's output, B T D; in a flow also the routing (B T slots), where made here, and losses.
+
+        Losses are vectors, one for each of `LOSS_FIELDS`, or none without `valid_tokens` (B T). The result is flat:
+        what is nested gets no gradient from reentrant checkpointing.
+        """
+        logs = None
+        if self.expert_router is not None:
+            routing, logs = self.expert_router(hidden_states)
+        records: list[AdapterRecord] | None = None if valid_tokens is None else []
+        frame = Frame(records=records, routing=routing, mixing=mixing)
+        previous = enter_frame(frame)
         try:
             output, diverged = self.combine(hidden_states, *args, valid_tokens=valid_tokens, **kwargs)
         finally:
-            begin_records(previous)
-        return output, diverged, *local_losses(records, valid_tokens, token_domains, self.local_loss)
+            enter_frame(previous)
+        if not in_flow:
+            return output
+        made = (output,) if self.expert_router is None else (output, routing)
+        if valid_tokens is None or records is None:
+            return made
+        none = valid_tokens.new_zeros(0, dtype=torch.float32)
+        routed = none
+        if logs is not None and token_domains is not None and self.loss_weights[-1] > 0:
+            routed = task_loss(logs, valid_tokens, token_domains)
+        return (
+            *made,
+            diverged,
+            *local_losses(records, valid_tokens, token_domains, self.local_loss),
+            torch.cat(frame.balance) if frame.balance else none,
+            routed,
+        )
 
     def combine(
         self, hidden_states: Tensor, *args: Any, valid_tokens: Tensor | None = None, **kwargs: Any

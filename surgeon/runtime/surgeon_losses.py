@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D hidden size. All measures are in at least fp32 and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,25 +15,40 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.utils import logging
 
-from .surgeon_adapters import AdapterRecord
+from .surgeon_frames import AdapterRecord
 from .surgeon_precision import at_least_fp32
-from .surgeon_surgery import LocalLossSpec, Surgery
+from .surgeon_specs import LocalLossSpec
+from .surgeon_states import Mixing
+from .surgeon_surgery import Surgery
 
 logger = logging.get_logger(__name__)
 
 IGNORED_LABEL = -100
 
 
+# What a layer measures in training, in the order in which it tells: the field of the output each becomes.
+LOSS_FIELDS = (
+    "divergence_loss",
+    "local_l1_loss",
+    "local_cross_entropy_loss",
+    "balance_loss",
+    "router_loss",
+)
+
+
 @dataclass
 class UpcycledCausalLMOutput(CausalLMOutputWithPast):
     """The native output, and in training the auxiliary losses before their weights (None where they are off).
 
-    divergence_loss: mean over control blocks; local_l1_loss, local_cross_entropy_loss: means over adapters.
+    divergence_loss: mean over control blocks; local_l1_loss, local_cross_entropy_loss: means over adapters;
+    balance_loss: mean over control states; router_loss: the experts' router against the tasks.
     """
 
     divergence_loss: torch.FloatTensor | None = None
     local_l1_loss: torch.FloatTensor | None = None
     local_cross_entropy_loss: torch.FloatTensor | None = None
+    balance_loss: torch.FloatTensor | None = None
+    router_loss: torch.FloatTensor | None = None
 
 
 @dataclass
@@ -42,36 +58,44 @@ class UpcycledSequenceClassifierOutput(SequenceClassifierOutputWithPast):
     divergence_loss: torch.FloatTensor | None = None
     local_l1_loss: torch.FloatTensor | None = None
     local_cross_entropy_loss: torch.FloatTensor | None = None
+    balance_loss: torch.FloatTensor | None = None
+    router_loss: torch.FloatTensor | None = None
 
 
 @dataclass
 class Flow:
-    """One forward's tokens and, layer by layer, its losses. New for each call, so threads do not meet."""
+    """What crosses layers in one forward. New for each call, so threads do not meet.
 
-    valid: Tensor
-    domains: Tensor | None
-    divergences: list[Tensor] = field(default_factory=list)
-    weighted_divergences: list[Tensor] = field(default_factory=list)
-    l1: list[Tensor] = field(default_factory=list)
-    cross_entropy: list[Tensor] = field(default_factory=list)
+    `valid` (B T, bool; None where no loss is asked for) are the tokens that count in losses, `domains` (B T) their
+    domains; layers leave their losses in `losses`, weighted ones beside them. `routing` (B T slots) is there from the
+    router's layer on; `mixing` are the control states at work. A caller may pass a flow of its own to a model, to see
+    afterwards what was routed where.
+    """
 
-    def add(self, divergence: Tensor, weight: float, l1: Tensor, cross_entropy: Tensor) -> None:
-        """Take one layer's losses: vectors with an entry for each control block or adapter in it."""
-        self.divergences.append(divergence)
-        self.weighted_divergences.append(weight * divergence)
-        self.l1.append(l1)
-        self.cross_entropy.append(cross_entropy)
+    valid: Tensor | None = None
+    domains: Tensor | None = None
+    routing: Tensor | None = None
+    mixing: Mixing | None = None
+    records_choices: bool = False
+    losses: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in LOSS_FIELDS])
+    weighted: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in LOSS_FIELDS])
+
+    def add(self, losses: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Take one layer's losses: for each kind a vector with an entry for each graft, and their common weight."""
+        for kind, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
+            self.losses[kind].append(loss)
+            self.weighted[kind].append(weight * loss)
 
 
 def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow | None:
     """The flow of a training step, or None where no auxiliary loss applies. `inputs` is B T or B T D."""
     if surgery.needs_domains and domain_ids is None and not torch.compiler.is_compiling():
         logger.warning_once(
-            "The adapters' local loss is off: this batch has no `domain_ids` "
-            "(0 for the original domain, 1 and up for new ones; one for each sample or each token)."
+            "The losses that need domains (adapters' local loss, the router's loss) are off: this batch has no "
+            "`domain_ids` (0 for the original domain, 1 and up for new ones; one for each sample or each token)."
         )
     with_domains = surgery.needs_domains and domain_ids is not None
-    if not surgery.diverges and not with_domains:
+    if not surgery.diverges and not surgery.balances and not with_domains:
         return None
     shape = torch.Size(inputs.shape[:2])
     domains = None
@@ -80,8 +104,11 @@ def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids:
     return Flow(valid=valid_tokens(attention_mask, shape, inputs.device), domains=domains)
 
 
-def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device) -> Tensor:
-    """Which tokens are no padding: B T, bool. A 4-D mask is read on its diagonal."""
+def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
+    """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them.
+
+    A 4-D mask is read at each token's own column; where a window has cut that off, a token that sees anything counts.
+    """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values())))
     if attention_mask is None:
@@ -89,12 +116,17 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device) -
     if not isinstance(attention_mask, Tensor):
         raise ValueError(
             f"attention_mask is a {type(attention_mask).__name__}, which does not show padding; "
-            "the auxiliary losses need the two-dimensional mask"
+            "what is computed over a batch's tokens needs the two-dimensional mask"
         )
     if attention_mask.dim() == 2:
-        return attention_mask.bool()
-    seen = attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)
-    return (seen if seen.dtype == torch.bool else seen >= 0).expand(shape)
+        return attention_mask[:, -shape[1] :].bool()
+    visible = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
+    own = torch.arange(shape[1], device=visible.device) + (seen if shape[1] != visible.shape[-1] else 0)
+    if int(own[-1]) < visible.shape[-1]:
+        found = visible.gather(-1, own.view(1, -1, 1).expand(visible.shape[0], -1, -1)).squeeze(-1)
+    else:
+        found = visible.any(dim=-1)
+    return found.expand(shape)
 
 
 def masked_mean(values: Tensor, chosen: Tensor) -> Tensor:
@@ -141,20 +173,16 @@ def local_losses(
     return l1, cross_entropy
 
 
-def close_flow(output: Any, flow: Flow | None, spec: LocalLossSpec, scale: float | Tensor) -> dict[str, Any]:
-    """The fields of the output with `loss` raised by scale · (mean λ·divergence + Σ weight · local loss)."""
+def close_flow(output: Any, flow: Flow | None, scale: float | Tensor) -> dict[str, Any]:
+    """The fields of the output with `loss` raised by scale · Σ over kinds of the mean weighted loss."""
     fields = dict(output.items())
     if flow is None:
         return fields
     total: Tensor = output.loss
-    for name, parts, weighted, weight in (
-        ("divergence_loss", flow.divergences, flow.weighted_divergences, 1.0),
-        ("local_l1_loss", flow.l1, flow.l1, spec.l1),
-        ("local_cross_entropy_loss", flow.cross_entropy, flow.cross_entropy, spec.cross_entropy),
-    ):
-        if any(part.numel() for part in parts):
-            fields[name] = _mean(parts, output.loss).detach()
-            total = total + scale * weight * _mean(weighted, output.loss)
+    for name, losses, weighted in zip(LOSS_FIELDS, flow.losses, flow.weighted, strict=True):
+        if any(part.numel() for part in losses):
+            fields[name] = _mean(losses, output.loss).detach()
+            total = total + scale * _mean(weighted, output.loss)
     fields["loss"] = total
     return fields
 

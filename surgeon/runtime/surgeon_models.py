@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .surgeon_adapters import BlockGate, GatedAdapter, InputProjection, OutputProjection
+from .surgeon_experts import LoraSlot, RouterColumn
 from .surgeon_interpolators import Interpolator
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import (
@@ -19,10 +20,23 @@ from .surgeon_losses import (
     accumulation_scale,
     close_flow,
     open_flow,
+    valid_tokens,
 )
-from .surgeon_surgery import read_surgery
+from .surgeon_states import ControlBank, ControlState, Mixing, MixtureGate, RoutingCache
+from .surgeon_surgery import Surgery, read_surgery
 
-BORN_WITH_VALUES = (Interpolator, InputProjection, OutputProjection, BlockGate)
+BORN_WITH_VALUES = (
+    Interpolator,
+    InputProjection,
+    OutputProjection,
+    BlockGate,
+    LoraSlot,
+    RouterColumn,
+    ControlState,
+    MixtureGate,
+)
+# Modules that a surgery adds, whose tensors a checkpoint must hold, and how many of them a config describes.
+GRAFTS = (BranchLayer, Interpolator, GatedAdapter, LoraSlot, RouterColumn, ControlState, MixtureGate)
 
 
 def attach_surgery(config: Any, surgery: dict[str, Any] | None) -> None:
@@ -49,15 +63,7 @@ class UpcycledPreTrained(PreTrainedModel):
         for name, module in self.named_modules():
             if isinstance(module, UpcycledModel):
                 prefix = f"{name}." if name else ""
-                surgery = read_surgery(module.config)
-                owners += [f"{prefix}layers.{layer}." for layer in surgery.new_layers]
-                for control in surgery.controls.values():
-                    if not control.frozen:
-                        owners += [f"{prefix}layers.{control.layer}.{part}." for part in ("expanded", "interpolator")]
-                homes = {control.branch: f"{control.layer}.expanded" for control in surgery.controls.values()}
-                for adapter in surgery.adapters.values():
-                    if not adapter.frozen:
-                        owners.append(f"{prefix}layers.{homes.get(adapter.layer, adapter.layer)}.mlp.adapter.")
+                owners += [f"{prefix}{owner}" for owner in _training(read_surgery(module.config))]
         return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
 
     def freeze_base(self) -> list[str]:
@@ -100,8 +106,11 @@ class UpcycledModel(UpcycledPreTrained):
 
     def _graft(self) -> None:
         """Put the upcycled trunk in the place of the native layers; the tail moves into its twins."""
-        trunk = range(read_surgery(self.config).trunk_layers)
-        self.layers = nn.ModuleList([self.layer_class(self.config, index) for index in trunk])
+        surgery = self.surgery = read_surgery(self.config)
+        self.layers = nn.ModuleList([self.layer_class(self.config, index) for index in range(surgery.trunk_layers)])
+        self.control_bank = None
+        if surgery.mixture is not None:
+            self.control_bank = ControlBank(surgery.mixture, surgery.sites, self.config.hidden_size)
         self.post_init()
 
     def forward(
@@ -113,18 +122,32 @@ class UpcycledModel(UpcycledPreTrained):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         domain_ids: Tensor | None = None,
+        surgery_flow: Flow | None = None,
         **kwargs: Any,
     ) -> Any:
         """The native forward. `domain_ids` is for the heads' losses and has no part in the output."""
-        return super().forward(
+        if surgery_flow is None and self.surgery.routes:
+            surgery_flow = Flow()
+        past: RoutingCache | None = None
+        if surgery_flow is not None and self.control_bank is not None:
+            past = _routing_cache(past_key_values, self.surgery)
+            inputs = _inputs(input_ids, inputs_embeds)
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
+            surgery_flow.mixing = Mixing(self.control_bank, valid, past)
+            surgery_flow.mixing.choices = [] if surgery_flow.records_choices else None
+        output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **kwargs,
+            **(kwargs if surgery_flow is None else kwargs | {"surgery_flow": surgery_flow}),
         )
+        if surgery_flow is not None and surgery_flow.mixing is not None and surgery_flow.mixing.sums:
+            _keep_routing(surgery_flow.mixing, past, getattr(output, "past_key_values", None))
+        return output
 
 
 class UpcycledCausalLM(UpcycledPreTrained):
@@ -173,7 +196,7 @@ class UpcycledCausalLM(UpcycledPreTrained):
             return_dict=True,
             **(kwargs if flow is None else kwargs | {"surgery_flow": flow}),
         )
-        return UpcycledCausalLMOutput(**close_flow(output, flow, self.surgery.local_loss, scale))
+        return UpcycledCausalLMOutput(**close_flow(output, flow, scale))
 
 
 class UpcycledSequenceClassifier(UpcycledPreTrained):
@@ -221,16 +244,12 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
             return_dict=True,
             **(kwargs if flow is None else kwargs | {"surgery_flow": flow}),
         )
-        return UpcycledSequenceClassifierOutput(**close_flow(output, flow, self.surgery.local_loss, 1.0))
+        return UpcycledSequenceClassifierOutput(**close_flow(output, flow, 1.0))
 
 
 def graft_tensors(model: nn.Module) -> list[str]:
     """Names of all tensors that a graft holds, trained or not."""
-    owners = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, BranchLayer | Interpolator | GatedAdapter)
-    )
+    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, GRAFTS))
     return [name for name in model.state_dict() if name.startswith(owners)]
 
 
@@ -240,15 +259,71 @@ def check_sites(model: nn.Module) -> None:
         if not isinstance(base, UpcycledModel):
             continue
         surgery = read_surgery(base.config)
-        branches = sum(isinstance(module, BranchLayer) for module in base.modules())
-        interpolators = sum(isinstance(module, Interpolator) for module in base.modules())
-        adapters = sum(isinstance(module, GatedAdapter) for module in base.modules())
-        expected = (len(surgery.controls), len(surgery.controls), len(surgery.adapters))
-        if (branches, interpolators, adapters) != expected:
+        controls, sites = len(surgery.controls), len(surgery.sites)
+        slots = sum(len(slot.targets) for experts in surgery.experts.values() for slot in experts.slots)
+        columns = 0 if surgery.router is None else len(surgery.router.slots)
+        gates = 0 if base.control_bank is None else len(base.control_bank.gates)
+        expected = (controls, controls, len(surgery.adapters), slots, columns, sites, gates)
+        found = tuple(sum(isinstance(module, kind) for module in base.modules()) for kind in GRAFTS)
+        if found != expected:
             raise ValueError(
-                f"{name or 'the model'} has {branches} branches, {interpolators} interpolators, {adapters} "
-                f"adapters after loading; the config describes {expected}: something replaced them"
+                f"{name or 'the model'} has {_counted(found)} after loading; the config describes"
+                f" {_counted(expected)}: something replaced them"
             )
+
+
+def _counted(counts: tuple[int, ...]) -> str:
+    names = ("branches", "interpolators", "adapters", "slots", "router columns", "control states", "gates")
+    return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
+
+
+def _training(surgery: Surgery) -> list[str]:
+    """What the names of parameters that train begin with, below the base model."""
+    owners = [f"layers.{layer}." for layer in surgery.new_layers]
+    for control in surgery.controls.values():
+        if not control.frozen:
+            owners += [f"layers.{control.layer}.{part}." for part in ("expanded", "interpolator")]
+    homes = {control.branch: f"{control.layer}.expanded" for control in surgery.controls.values()}
+    for adapter in surgery.adapters.values():
+        if not adapter.frozen:
+            owners.append(f"layers.{homes.get(adapter.layer, adapter.layer)}.mlp.adapter.")
+    for experts in surgery.experts.values():
+        home = homes.get(experts.layer, experts.layer)
+        owners += [
+            f"layers.{home}.{target}.slots.{slot.slot}."
+            for slot in experts.slots
+            if not slot.frozen
+            for target in slot.targets
+        ]
+    if surgery.router is not None:
+        columns = [column for column in surgery.router.slots if not column.frozen]
+        owners += [f"layers.{surgery.router.layer}.expert_router.slots.{column.slot}." for column in columns]
+    if surgery.mixture is not None and not surgery.mixture.frozen:
+        owners.append("control_bank.")
+    return owners
+
+
+def _routing_cache(cache: Any, surgery: Surgery) -> RoutingCache | None:
+    """The layer of a cache that holds earlier tokens' routing; an error where earlier tokens have none."""
+    found = next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutingCache)), None)
+    mixture = surgery.mixture
+    asked = mixture is not None and mixture.top_k > 0 and mixture.inference_routing == "prefix_mean"
+    if found is None and asked and cache is not None and not torch.compiler.is_compiling():
+        seen = int(cache.get_seq_length())
+        if seen:
+            raise ValueError(
+                f"the cache holds {seen} tokens that this model did not route; pass one that its own forward filled"
+            )
+    return found
+
+
+def _keep_routing(mixing: Mixing, past: RoutingCache | None, cache: Any) -> None:
+    if cache is None:
+        return
+    if past is None:
+        past = RoutingCache(is_sliding=bool(getattr(cache.layers[0], "is_sliding", False)))
+        cache.layers.append(past)
+    mixing.keep(past)
 
 
 def _inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

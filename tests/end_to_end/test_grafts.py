@@ -20,7 +20,7 @@ from surgeon.plan import shipped
 from surgeon.runtime import RUNTIME_FILES, shipped_code
 from surgeon.runtime.surgeon_adapters import GatedAdapter
 from surgeon.runtime.surgeon_interpolators import build_interpolator
-from surgeon.runtime.surgeon_surgery import AdapterSpec, InterpolatorSpec
+from surgeon.runtime.surgeon_specs import AdapterSpec, InterpolatorSpec
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from surgeon.runtime import CLASS_PREFIXES
-from surgeon.runtime.surgeon_surgery import SCALAR_ALPHA
+from surgeon.runtime.surgeon_specs import SCALAR_ALPHA
 from tests import tiny
 
 TRUNK = 6
@@ -63,6 +63,53 @@ def both() -> dict[str, Any]:
     return surgery
 
 
+def experts(
+    *,
+    threshold: int = 3,
+    groups: tuple[int, ...] = (0, 0),
+    ranks: tuple[int, ...] = (3, 5),
+    targets: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj"),
+    scale: float = 1.5,
+    task_id: float = 0.0,
+) -> dict[str, Any]:
+    """A surgery of PMoE slots: one LoRA in layers below `threshold`, above it a slot for each of `groups`."""
+    slots = [
+        {"slot": k, "rank": rank, "targets": list(targets), "scale": scale, "group": group}
+        for k, (group, rank) in enumerate(zip(groups, ranks, strict=True))
+    ]
+    shared = [{"slot": 0, "rank": 2, "targets": list(targets), "scale": scale}]
+    return {
+        "trunk_layers": TRUNK,
+        "experts": [
+            {"layer": layer, "routed": layer >= threshold, "slots": slots if layer >= threshold else shared}
+            for layer in range(TRUNK)
+        ],
+        "expert_router": [
+            {"layer": threshold, "slots": [{"slot": k, "group": group} for k, group in enumerate(groups)]}
+        ],
+        "router_loss": {"task_id": task_id},
+    }
+
+
+def states(
+    *, layers: tuple[int, ...] = (0, 2, 5), sites: tuple[str, ...] = ("attention", "ffn"), **mixture: Any
+) -> dict[str, Any]:
+    """A surgery of control states at `layers`."""
+    return {
+        "trunk_layers": TRUNK,
+        "control_states": [{"layer": layer, "sites": list(sites)} for layer in layers],
+        "mixture": {"rank": 4, "alpha": 0.6} | mixture,
+    }
+
+
+def everything() -> dict[str, Any]:
+    """All kinds of grafts on one model: experts in a branch too, a layer with adapter and control state."""
+    surgery = both() | {name: value for name, value in experts(groups=(0, 1)).items() if name != "trunk_layers"}
+    twin = next(entry for entry in surgery["experts"] if entry["layer"] == 4)
+    surgery["experts"].append(twin | {"layer": TRUNK + 1})
+    return surgery | {name: value for name, value in states(top_k=2).items() if name != "trunk_layers"}
+
+
 def every_graft() -> dict[str, dict[str, Any]]:
     """Each graft of the paper's tables by name, with each interpolator and each gate."""
     named = {
@@ -71,6 +118,14 @@ def every_graft() -> dict[str, dict[str, Any]]:
     named |= {f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")}
     named |= {f"adapters-{gate}": adapters(gate) for gate in ("relu", "sigmoid", "none")}
     named["both"] = both()
+    named["experts"] = experts()
+    named["experts-in-groups"] = experts(groups=(0, 0, 1, 2), ranks=(3, 3, 2, 4))
+    named["experts-from-the-bottom"] = experts(threshold=0)
+    named["states"] = states()
+    named["states-by-kind"] = states(shared="by_kind", top_k=2, gate="cosine", projection=6)
+    named["states-apart"] = states(shared="none", top_k=3, inference_routing="token")
+    named["states-parallel"] = states(top_k=0, sites=("ffn",))
+    named["everything"] = everything()
     return named
 
 
@@ -103,7 +158,8 @@ def grafted(
         state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    assert all(".interpolator." in name or ".adapter." in name for name in missing), missing
+    born = (".interpolator.", ".adapter.", ".slots.", "control_bank.")
+    assert all(any(part in name for part in born) for name in missing), missing
     model.tie_weights()
     return model.eval()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.surgeon_interpolators import Interpolator, build_interpolator, gate_std
-from surgeon.runtime.surgeon_surgery import INTERPOLATORS, SCALAR_ALPHA, InterpolatorSpec
+from surgeon.runtime.surgeon_specs import INTERPOLATORS, SCALAR_ALPHA, InterpolatorSpec
 
 WIDTH = 8
 ALPHA = 0.3
@@ -18,6 +18,7 @@ ALPHA = 0.3
 
 def made(kind: str, *, noise: float = 0.5, **spec: Any) -> Interpolator:
     """A float64 interpolator, born and then disturbed."""
+    torch.manual_seed(5)
     module = build_interpolator(InterpolatorSpec(kind=kind, **({"alpha": ALPHA} | spec)), WIDTH).double()
     module.initialise()
     generator = torch.Generator().manual_seed(7)

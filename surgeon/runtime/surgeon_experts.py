@@ -1,0 +1,173 @@
+"""PMoE (Jung and Kim, section 3.1): LoRA slots at linear modules, weighed by one router for all deeper layers.
+
+Shapes: B batch, T tokens, D hidden size, S slots, R the ranks of a group's slots added up.
+
+W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4). Slots of one group are one product:
+A stacked by rows, B by columns, G between them. Each group is a product of its own shape, so that adding a group
+leaves what the others compute as it was, to the bit.
+
+A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it and
+g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did and the
+new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g', as in
+the paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import transformers.initialization as init
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .surgeon_frames import current_frame
+from .surgeon_precision import at_least_fp32
+from .surgeon_specs import ExpertsSpec, RouterSpec, SlotSpec
+
+
+class LoraSlot(nn.Module):
+    """B A, with B zero at birth: `lora_A` is rank × in, `lora_B` out × rank."""
+
+    def __init__(self, rank: int, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, width_in))
+        self.lora_B = nn.Parameter(torch.empty(width_out, rank))
+
+    def initialise(self) -> None:
+        """Variance 1/(3·in), as `nn.Linear` and LoRA have it; the output zero."""
+        init.normal_(self.lora_A, mean=0.0, std=math.sqrt(1.0 / (3 * self.lora_A.shape[1])))
+        init.zeros_(self.lora_B)
+
+
+class ExpertLinear(nn.Linear):
+    """A native linear module with slots; those present here may be some of the model's."""
+
+    def __init__(self, native: nn.Linear, specs: Sequence[SlotSpec], *, routed: bool) -> None:
+        super().__init__(native.in_features, native.out_features, bias=native.bias is not None)
+        self.routed = routed
+        self.slots = nn.ModuleDict(
+            {str(spec.slot): LoraSlot(spec.rank, native.in_features, native.out_features) for spec in specs}
+        )
+        self.groups = _grouped(specs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """… in to … out."""
+        output = super().forward(x)
+        routing = None
+        if self.routed:
+            frame = current_frame()
+            if frame is None or frame.routing is None:
+                raise RuntimeError("a module with PMoE slots was called outside its layer, which brings the routing")
+            routing = frame.routing
+        for group in self.groups:
+            output = output + self._product(x, group, routing)
+        return output
+
+    def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
+        downs: list[Tensor] = [self.slots[str(spec.slot)].get_parameter("lora_A") for spec in group]
+        ups: list[Tensor] = [self.slots[str(spec.slot)].get_parameter("lora_B") for spec in group]
+        down = downs[0] if len(downs) == 1 else torch.cat(downs)
+        up = ups[0] if len(ups) == 1 else torch.cat(ups, dim=1)
+        narrow = F.linear(F.dropout(x, group[0].dropout, self.training and group[0].dropout > 0), down)
+        if routing is not None:
+            narrow = narrow * _weights(routing, group).to(narrow.dtype)
+        elif group[0].scale != 1.0:
+            narrow = narrow * group[0].scale
+        return F.linear(narrow, up)
+
+
+def _grouped(specs: Sequence[SlotSpec]) -> list[tuple[SlotSpec, ...]]:
+    """Slots that are computed together: of one group, and where there is dropout, of one dropout."""
+    groups: dict[tuple[int, float], list[SlotSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.group, 0.0 if spec.frozen else spec.dropout), []).append(spec)
+    return [tuple(group) for group in groups.values()]
+
+
+def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
+    """s_k G_k for every row of the group's A: B T R."""
+    parts = [
+        (routing[..., spec.slot : spec.slot + 1] * spec.scale).expand(*routing.shape[:-1], spec.rank) for spec in group
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class RouterColumn(nn.Module):
+    """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
+
+    def __init__(self, width: int, *, with_mass: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.mass = nn.Parameter(torch.empty(1)) if with_mass else None
+
+    def initialise(self) -> None:
+        """Variance 1/(3·D), as `nn.Linear` has it; the mass zero."""
+        init.normal_(self.weight, mean=0.0, std=math.sqrt(1.0 / (3 * self.weight.shape[1])))
+        if self.mass is not None:
+            init.zeros_(self.mass)
+
+
+class ExpertRouter(nn.Module):
+    """G(h_τ): one distribution over the slots for every token, which all deeper layers share."""
+
+    def __init__(self, spec: RouterSpec, width: int) -> None:
+        super().__init__()
+        first = {column.group: column.slot for column in reversed(spec.slots)}
+        self.slots = nn.ModuleDict(
+            {
+                str(column.slot): RouterColumn(width, with_mass=column.group > 0 and first[column.group] == column.slot)
+                for column in spec.slots
+            }
+        )
+        self.sizes = [sum(column.group == group for column in spec.slots) for group in sorted(first)]
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """B T D to the slots' weights and to log softmax over all slots (Eq. 7), both B T S in at least fp32."""
+        columns = list(self.slots.values())
+        # Each group's scores by a product of its own: a wider one might round its old columns otherwise.
+        scores, masses, start = [], [], 0
+        for size in self.sizes:
+            group = columns[start : start + size]
+            rows: list[Tensor] = [column.get_parameter("weight") for column in group]
+            scores.append(F.linear(hidden_states, torch.cat(rows)))
+            if start:
+                masses.append(group[0].get_parameter("mass"))
+            start += size
+        known = at_least_fp32(scores[0])
+        weights = F.softmax(known, dim=-1)
+        for score, mass in zip(scores[1:], masses, strict=True):
+            known = torch.cat([known, at_least_fp32(score)], dim=-1)
+            wider = F.softmax(known, dim=-1)
+            count = weights.shape[-1]
+            old = torch.lerp(weights, wider[..., :count], mass.to(weights.dtype))
+            weights = torch.cat([old, wider[..., count:]], dim=-1)
+        return weights, F.log_softmax(known, dim=-1)
+
+
+def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:
+    """Put `ExpertLinear` in the place of every module of the layer that a slot targets."""
+    for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
+        native = layer.get_submodule(target)
+        if not isinstance(native, nn.Linear):
+            raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
+        here = [slot for slot in spec.slots if target in slot.targets]
+        parent, _, name = target.rpartition(".")
+        setattr(layer.get_submodule(parent), name, ExpertLinear(native, here, routed=spec.routed))
+
+
+def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:
+    """Mean of −log G_k over `tokens` (B T, bool) whose domain is a task: domain k ≥ 1 is slot k − 1 (Eq. 7); (1,).
+
+    Domain 0, original text, belongs to no slot.
+    """
+    count = log_probabilities.shape[-1]
+    if not torch.compiler.is_compiling() and int(domains.max()) > count:
+        raise ValueError(
+            f"domain_ids go up to {int(domains.max())}; there are {count} slots (0: original text, k: slot k - 1)"
+        )
+    chosen = tokens & (domains > 0)
+    slot = (domains - 1).clamp(min=0).unsqueeze(-1)
+    losses = -log_probabilities.gather(-1, slot).squeeze(-1)
+    return torch.where(chosen, losses, torch.zeros_like(losses)).sum().reshape(1) / chosen.sum().clamp(min=1)

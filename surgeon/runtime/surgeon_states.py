@@ -1,0 +1,304 @@
+"""Mixture-of-Control (Nguyen et al., ICML 2026 workshop CoLoRAI): control states beside attention and FFN.
+
+Shapes: B batch, T tokens, D hidden size, L control states among which a gate chooses, K of them chosen.
+
+A site adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9), with g_k(x) = B_k A_k x, B zero at
+birth, x what the block reads, and π the gate's probabilities over the K chosen, scaled to sum to one (Eq. 10: the
+softmax over the chosen scores). K = 0 is Parallel Control: g_s(x). Where a family normalises what a block adds to the
+residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with it.
+
+In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
+(`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
+chooses, by its own probabilities (`token`) or by their mean over its sequence up to it (`prefix_mean`): what a token
+sees never depends on later tokens, on padding or on the other sequences of a batch.
+
+All control states are one bank of the model: a site uses those of other layers too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import transformers.initialization as init
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from .surgeon_frames import Frame
+from .surgeon_precision import at_least_fp32
+from .surgeon_specs import MixtureSpec
+
+
+class ControlState(nn.Module):
+    """g: `lora_A` rank × D, `lora_B` D × rank, zero at birth."""
+
+    def __init__(self, rank: int, width: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, width))
+        self.lora_B = nn.Parameter(torch.empty(width, rank))
+
+    def forward(self, x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
+        """… D to … D, times `weight` (a number, or … 1)."""
+        narrow = F.linear(x, self.lora_A)
+        if not isinstance(weight, float):
+            narrow = narrow * weight.to(narrow.dtype)
+        elif weight != 1.0:
+            narrow = narrow * weight
+        return F.linear(narrow, self.lora_B)
+
+    def initialise(self) -> None:
+        """Variance 1/(3·D), as `nn.Linear` has it; the output zero."""
+        init.normal_(self.lora_A, mean=0.0, std=math.sqrt(1.0 / (3 * self.lora_A.shape[1])))
+        init.zeros_(self.lora_B)
+
+
+class MixtureGate(nn.Module):
+    """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
+
+    def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
+        super().__init__()
+        self.cosine = spec.gate == "cosine"
+        self.temperature = spec.temperature
+        self.projection = nn.Parameter(torch.empty(spec.projection, width)) if self.cosine else None
+        self.weight = nn.Parameter(torch.empty(count, spec.projection if self.cosine else width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """B T D to B T L, in at least fp32."""
+        if self.projection is None:
+            return at_least_fp32(F.linear(x, self.weight))
+        projected = F.normalize(at_least_fp32(F.linear(x, self.projection)), dim=-1)
+        return F.linear(projected, F.normalize(at_least_fp32(self.weight), dim=-1)) / self.temperature
+
+    def initialise(self) -> None:
+        """Variance 1/(3·inputs), as `nn.Linear` has it."""
+        for matrix in (self.projection, self.weight):
+            if matrix is not None:
+                init.normal_(matrix, mean=0.0, std=math.sqrt(1.0 / (3 * matrix.shape[1])))
+
+
+class ControlBank(nn.Module):
+    """All control states of a model and their gates."""
+
+    def __init__(self, spec: MixtureSpec, sites: tuple[tuple[int, str], ...], width: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kinds = [kind for _, kind in sites]
+        self.states = nn.ModuleList([ControlState(spec.rank, width) for _ in sites])
+        self.gates = nn.ModuleDict()
+        if spec.top_k:
+            for number in range(len(sites)):
+                name = self.gate_of(number)
+                if name not in self.gates:
+                    self.gates[name] = MixtureGate(spec, len(self.choice_of(number)), width)
+
+    def gate_of(self, site: int) -> str:
+        """The name of the gate that serves a site."""
+        return {"all": "all", "by_kind": self.kinds[site], "none": f"site_{site}"}[self.spec.shared]
+
+    def choice_of(self, site: int) -> list[int]:
+        """The control states that a site's gate chooses among."""
+        every = range(len(self.kinds))
+        return [n for n in every if self.spec.shared != "by_kind" or self.kinds[n] == self.kinds[site]]
+
+
+class RoutingCache(CacheLayerMixin):
+    """Sums of each site's probabilities over a sequence's tokens so far, kept as one more layer of a cache.
+
+    As a layer it is reordered, repeated, cropped and selected together with keys and values. B T L for each site;
+    `counts`, how many tokens each sum has, B T 1.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, *, is_sliding: bool = False) -> None:
+        super().__init__()
+        # As the first layer's, so that masks are sized by that one and not by this.
+        self.is_sliding = is_sliding
+        self.sums: dict[int, Tensor] = {}
+        self.counts: Tensor | None = None
+        self.keys = self.values = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Never called by a layer of the model."""
+        raise NotImplementedError
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As a layer that keeps everything."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return 0 if self.counts is None else self.counts.shape[1]
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit (the name before transformers 5.20)."""
+        return -1
+
+    def sum_before(self, site: int) -> Tensor | None:
+        """The sum at the last token, B 1 L; None before the first."""
+        return None if self.counts is None else self.sums[site][:, -1:]
+
+    def count_before(self) -> Tensor | None:
+        """Its number of tokens, B 1 1; None before the first."""
+        return None if self.counts is None else self.counts[:, -1:]
+
+    def append(self, sums: dict[int, Tensor], counts: Tensor) -> None:
+        """Take what a forward found for its tokens."""
+        if self.counts is None:
+            self.sums, self.counts = dict(sums), counts
+        else:
+            self.sums = {site: torch.cat([self.sums[site], new], dim=1) for site, new in sums.items()}
+            self.counts = torch.cat([self.counts, counts], dim=1)
+
+    def _map(self, change: Any) -> None:
+        if self.counts is not None:
+            self.sums = {site: change(sums) for site, sums in self.sums.items()}
+            self.counts = change(self.counts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.sums, self.counts = {}, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequences in another order."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the sequences."""
+        self._map(lambda x: x[indices])
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last -`tokens`; a positive number, as older versions gave it, is how many to keep."""
+        self._map(lambda x: x[:, :tokens])
+
+    def offload(self) -> None:
+        """Small: stays where it is."""
+
+    def prefetch(self) -> None:
+        """Stays where it is."""
+
+
+class Mixing:
+    """Control states at work in one forward of the model: the bank, which tokens are no padding, what came before.
+
+    `choices` (None: not recorded) takes each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1
+    where one choice was made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
+    """
+
+    def __init__(self, bank: ControlBank, valid: Tensor, past: RoutingCache | None) -> None:
+        self.bank = bank
+        self.valid = valid
+        self.past = past
+        self.counts = _running(valid.unsqueeze(-1).to(torch.float32), None if past is None else past.count_before())
+        self.sums: dict[int, Tensor] = {}
+        self.choices: list[tuple[int, Tensor, Tensor]] | None = None
+
+    def keep(self, cache: RoutingCache) -> None:
+        """Add this forward's tokens to the cache."""
+        cache.append(self.sums, self.counts)
+
+    def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
+        """What site `site` adds to its block's output: B T D for x B T D."""
+        spec, choice = self.bank.spec, self.bank.choice_of(site)
+        own = self.bank.states[site]
+        if spec.top_k == 0:
+            alone: Tensor = own(x)
+            return alone
+        probabilities = F.softmax(self.bank.gates[self.bank.gate_of(site)](x), dim=-1)
+        if own.training and spec.balance_weight > 0:
+            frame.balance.append(balance_loss(probabilities, self.valid, spec.top_k))
+        shown, ranking = self._shown(site, probabilities, training=own.training)
+        chosen, weights = choose(shown, ranking, spec)
+        if self.choices is not None:
+            self.choices.append((site, chosen.detach(), weights.detach()))
+        output: Tensor = own(x, spec.alpha)
+        weights = (1 - spec.alpha) * weights
+        if chosen.shape[:2] != x.shape[:2]:
+            for place, number in enumerate(chosen.flatten().tolist()):
+                output += self.bank.states[choice[number]](x, weights[..., place : place + 1])
+            return output
+        return self._by_token(output, x, chosen, weights, choice)
+
+    def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+        """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
+        spec = self.bank.spec
+        if (spec.train_routing if training else spec.inference_routing) == "token":
+            return probabilities, probabilities
+        valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
+        if not training:
+            sums = _running(probabilities * valid, None if self.past is None else self.past.sum_before(site))
+            self.sums[site] = sums
+            shown = sums / self.counts.clamp(min=1).to(sums.dtype)
+            return shown, shown
+        shown = (probabilities * valid).sum(dim=(0, 1), keepdim=True) / valid.sum().clamp(min=1)
+        if spec.train_routing == "batch_mean":
+            return shown, shown
+        votes = (_selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
+        # Votes are whole numbers: the mean decides among equals.
+        return shown, votes + shown.detach()
+
+    def _by_token(self, output: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+        """Every control state on the tokens that chose it."""
+        rows, flat = x.reshape(-1, x.shape[-1]), output.reshape(-1, x.shape[-1])
+        chosen, weights = chosen.reshape(len(rows), -1), weights.reshape(len(rows), -1)
+        for number in torch.unique(chosen).tolist():
+            hit = chosen == number
+            weight = (weights * hit).sum(dim=-1, keepdim=True)
+            state = self.bank.states[choice[number]]
+            (tokens,) = torch.nonzero(hit.any(dim=-1), as_tuple=True)
+            if len(tokens) == len(rows):
+                flat = flat + state(rows, weight)
+            else:
+                flat = flat.index_add(0, tokens, state(rows[tokens], weight[tokens]))
+        return flat.view_as(x)
+
+
+def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:
+    """The K of greatest `ranking`, and their probabilities scaled to sum to one (Eq. 10): … K.
+
+    A weight that is the only one is 1 whatever its probability, so the task's loss would teach the gate nothing; with
+    `straight_through` the weights have the gradient of the unscaled probabilities' sum too.
+    """
+    chosen = ranking.topk(spec.top_k, dim=-1).indices
+    picked = shown.gather(-1, chosen)
+    total = picked.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(picked.dtype).tiny)
+    weights = picked / total
+    return chosen, weights * (total / total.detach()) if spec.straight_through else weights
+
+
+def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
+    """Σ_j f_j P_j over valid tokens (section 3.3): f_j = L/K · share of tokens that choose j, P_j mean probability.
+
+    Shape (1,): 1 where all are chosen equally, up to L/K where the same K always are.
+    """
+    weight = valid.unsqueeze(-1).to(probabilities.dtype)
+    count = weight.sum().clamp(min=1)
+    chosen = (_selected(probabilities, top_k) * weight).sum(dim=(0, 1)) / count
+    mean = (probabilities * weight).sum(dim=(0, 1)) / count
+    return (probabilities.shape[-1] / top_k * chosen * mean).sum().reshape(1)
+
+
+def _selected(probabilities: Tensor, top_k: int) -> Tensor:
+    """1 where a token's K greatest are, else 0: B T L."""
+    return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
+
+
+def _running(values: Tensor, before: Tensor | None) -> Tensor:
+    """Sums over tokens up to and with each: B T L, begun at `before` (B 1 L)."""
+    sums = values.cumsum(dim=1)
+    return sums if before is None else sums + before
