@@ -16,14 +16,14 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.families.grafted import native_config, owner_of
-from surgeon.grafts import Graft, grafted_config, grafts_of
+from surgeon.grafts import Graft, bank_of, grafted_config, grafts_of
 from surgeon.recipes import Copy, Coupling, Recipe, numel
 from surgeon.runtime import RUNTIME_FILES
 
 Promise = Literal["exact", "none"]
 
 # Keys of `config.surgery` that belong to no single layer.
-_MODEL_WIDE = ("local_loss",)
+_MODEL_WIDE = ("local_loss", "router_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,10 @@ class Draft:
         types: Sequence[str | None] = anatomy.layer_types or [None] * anatomy.sizes.layers
         lists = self._per_layer_lists()
         brought = grafts_of(config)
+        # The control states of all layers, which stand outside layers.
+        self.bank = bank_of(config)
+        if self.bank is not None:
+            self.bank.tensors = {suffix: _copied(info) for suffix, info in anatomy.bank.items()}
         self.layers = [
             LayerDraft(
                 tensors={suffix: _copied(info) for suffix, info in tensors.items()},
@@ -200,7 +204,8 @@ class Draft:
     def parameters(self) -> int:
         """Numbers in the model as it stands, grafts included; tied embeddings count once."""
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
-        held += [recipe for layer in self.layers for graft in layer.grafts for recipe in graft.tensors.values()]
+        grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
+        held += [recipe for graft in grafts for recipe in graft.tensors.values()]
         return sum(numel(recipe) for recipe in held) + sum(info.numel for info in self.anatomy.outer.values())
 
     def finish(self) -> Blueprint:
@@ -214,6 +219,10 @@ class Draft:
                 for suffix, recipe in graft.tensors.items():
                     new = graft.operation is not None
                     outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, new, graft.operation))
+        if self.bank is not None:
+            for suffix, recipe in self.bank.tensors.items():
+                name, new = self.anatomy.outer_name(suffix), self.bank.operation is not None
+                outputs.append(Output(name, recipe, new, self.bank.operation))
         grafted = any(layer.grafts for layer in self.layers)
         return Blueprint(
             seed=self.seed,
@@ -247,6 +256,7 @@ class Draft:
                 new_layers=[index for index, layer in enumerate(self.layers) if layer.base is None],
                 settings=self.settings,
                 per_layer=lists,
+                bank=self.bank,
             )
         config = copy.deepcopy(self.config)
         config["num_hidden_layers"] = len(self.layers)
@@ -265,7 +275,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
     """Hand a layer's graft tensors to the grafts that own them; BadInput where one has no owner."""
     for suffix, info in tensors.items():
-        owner = next((graft for graft in grafts if owner_of(suffix) == (graft.kind, graft.in_branch)), None)
+        whose = owner_of(suffix)
+        owner = None if whose is None else next((graft for graft in grafts if graft.owns(whose)), None)
         if owner is None:
             raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
         owner.tensors[suffix] = _copied(info)

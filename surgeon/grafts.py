@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted import PREFIX, GraftKind, is_grafted
+from surgeon.families.grafted import BRANCH, PREFIX, GraftKind, Owner, is_grafted
 from surgeon.recipes import Recipe
 from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES
 
@@ -38,12 +38,44 @@ class Graft:
 
     @property
     def text(self) -> str:
-        """What preview says of it: `control block, lerp`; `adapter of 512, relu gate`."""
-        if self.kind == "control":
-            return f"control block, {self.entry['interpolator']['kind']}"
-        gate = self.entry.get("gate", "relu")
+        """What preview says of it: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
         where = " in the branch" if self.in_branch else ""
-        return f"adapter of {self.entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
+        match self.kind:
+            case "control":
+                return f"control block, {self.entry['interpolator']['kind']}"
+            case "adapters":
+                gate = self.entry.get("gate", "relu")
+                return f"adapter of {self.entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
+            case "experts":
+                return ", ".join(self._slot_text(slot) for slot in self.entry["slots"]) + where
+            case "expert_router":
+                return "router " + ", ".join(f"column {slot['slot']}" for slot in self.entry["slots"])
+            case "control_states":
+                return "control states at " + " and ".join(self.entry["sites"])
+            case "mixture":
+                return f"bank of control states of rank {self.entry['rank']}"
+
+    def _slot_text(self, slot: Mapping[str, Any]) -> str:
+        name = f"slot {slot['slot']}" if self.entry["routed"] else "shared LoRA"
+        targets = ", ".join(target.rpartition(".")[2] for target in slot["targets"])
+        return f"{name} of rank {slot['rank']} at {targets}"
+
+    def twin(self, operation: int) -> Graft:
+        """The same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""
+        entry = {key: copy.deepcopy(value) for key, value in self.entry.items() if key != "frozen"}
+        if "slots" in entry:
+            entry["slots"] = [{key: value for key, value in slot.items() if key != "frozen"} for slot in entry["slots"]]
+        tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in self.tensors.items()}
+        return Graft(self.kind, entry, tensors, operation, in_branch=True)
+
+    def owns(self, owner: Owner) -> bool:
+        """Whether a tensor of this owner is one of the graft's."""
+        if owner.kind != self.kind or owner.in_branch != self.in_branch:
+            return False
+        if owner.slot is None:
+            return True
+        held = next((slot for slot in self.entry["slots"] if slot["slot"] == owner.slot), None)
+        return held is not None and (self.kind == "expert_router" or owner.target in held["targets"])
 
 
 def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
@@ -54,11 +86,19 @@ def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
     homes: dict[int, int] = {}
     for entry in config["surgery"].get("control", ()):
         homes[entry["branch"]] = entry["layer"]
-        found.setdefault(entry["layer"], []).append(Graft("control", _kept(entry)))
-    for entry in config["surgery"].get("adapters", ()):
-        home = homes.get(entry["layer"], entry["layer"])
-        found.setdefault(home, []).append(Graft("adapters", _kept(entry), in_branch=entry["layer"] in homes))
+    kinds: tuple[GraftKind, ...] = ("control", "adapters", "experts", "expert_router", "control_states")
+    for kind in kinds:
+        for entry in config["surgery"].get(kind, ()):
+            in_branch = kind in ("adapters", "experts") and entry["layer"] in homes
+            home = homes[entry["layer"]] if in_branch else entry["layer"]
+            found.setdefault(home, []).append(Graft(kind, _kept(kind, entry), in_branch=in_branch))
     return found
+
+
+def bank_of(config: Mapping[str, Any]) -> Graft | None:
+    """The control states that a base brings, all layers' together, without tensors; marked frozen."""
+    mixture = config["surgery"].get("mixture") if is_grafted(config) else None
+    return None if mixture is None else Graft("mixture", _kept("mixture", mixture))
 
 
 def grafted_config(
@@ -68,10 +108,11 @@ def grafted_config(
     new_layers: Sequence[int],
     settings: Mapping[str, Any],
     per_layer: Mapping[str, Sequence[Any]],
+    bank: Graft | None = None,
 ) -> dict[str, Any]:
     """The config of an output whose layer i carries `grafts[i]`, made from the native `config` of its trunk.
 
-    Branches become layers of the tail; the lists `per_layer` (attention types and their like) repeat the twin's entry
+    `bank` is the model's, where layers carry control states. Branches become layers of the tail; the lists `per_layer` (attention types and their like) repeat the twin's entry
     for each. `settings` are model-wide keys of `surgery`. BadInput where the base's class has no upcycled twin.
     """
     grown = copy.deepcopy(dict(config))
@@ -85,6 +126,8 @@ def grafted_config(
             if graft.kind == "control":
                 numbers["branch"] = branch[index]
             surgery.setdefault(graft.kind, []).append(numbers | graft.entry)
+    if bank is not None:
+        surgery["mixture"] = copy.deepcopy(bank.entry)
     for key, values in per_layer.items():
         grown[key] = [*values, *(values[layer] for layer in twins)]
     grown["num_hidden_layers"] = len(grafts) + len(twins)
@@ -95,9 +138,16 @@ def grafted_config(
     return grown
 
 
-def _kept(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(kind: GraftKind, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A base's entry without layer numbers and marked frozen, slot by slot where it holds several."""
     kept = {key: copy.deepcopy(value) for key, value in entry.items() if key not in _LAYER_NUMBERS}
-    return kept | {"frozen": True}
+    match kind:
+        case "experts" | "expert_router":
+            return kept | {"slots": [slot | {"frozen": True} for slot in kept["slots"]]}
+        case "control_states":
+            return kept
+        case _:
+            return kept | {"frozen": True}
 
 
 def _architecture(config: Mapping[str, Any], family: str) -> str:

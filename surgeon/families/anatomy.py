@@ -11,7 +11,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
 from surgeon.families.family import Family, Part, Sizes
-from surgeon.families.grafted import BRANCH, is_grafted, native_config, owner_of
+from surgeon.families.grafted import BANK, BRANCH, is_grafted, native_config, owner_of
 
 # Only a number right after `layers.` at the known place counts as a layer index: renaming works on it alone,
 # never on substrings.
@@ -27,7 +27,8 @@ class Anatomy:
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
     maps full names outside the layers; `prefix` stands before `layers.` in names (`model.` or nothing). Of a base
-    that carries grafts, family, sizes and layers are those of its trunk, and `grafted[i]` holds the grafts' tensors.
+    that carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
+    grafts, `bank` those of control states, by what follows the prefix.
     """
 
     family: Family
@@ -39,6 +40,11 @@ class Anatomy:
     layer_types: list[str] | None
     tied: bool
     grafted: tuple[dict[str, TensorInfo], ...]
+    bank: dict[str, TensorInfo]
+
+    def outer_name(self, suffix: str) -> str:
+        """The full name of a tensor of the base model that belongs to no layer."""
+        return f"{self.prefix}{suffix}"
 
     def layer_name(self, index: int, suffix: str) -> str:
         """The full name of a layer's tensor."""
@@ -58,6 +64,7 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
     parts = family.layer_parts(config, sizes)
     prefix, layers, outer = _sort(tensors, sizes.layers)
     grafted = tuple(_take_grafts(layer) if carries_grafts else {} for layer in layers)
+    bank = _take_bank(outer, prefix) if carries_grafts else {}
     _check_layers(layers, parts, prefix)
     _check_branches(grafted, parts)
     tied = family.tied(config)
@@ -72,7 +79,14 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
         layer_types=family.layer_types(config, sizes.layers),
         tied=tied,
         grafted=grafted,
+        bank=bank,
     )
+
+
+def _take_bank(outer: dict[str, TensorInfo], prefix: str) -> dict[str, TensorInfo]:
+    """Take the control states' tensors out of those outside layers and return them."""
+    names = [name for name in outer if name.startswith(f"{prefix}{BANK}")]
+    return {name.removeprefix(prefix): outer.pop(name) for name in names}
 
 
 def _take_grafts(layer: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

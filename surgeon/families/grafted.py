@@ -7,7 +7,9 @@ A grafted checkpoint's `model_type` is `upcycled_<family>`, its `config.surgery`
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -15,12 +17,19 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.family import per_layer_lists
 from surgeon.runtime.surgeon_surgery import read_surgery
 
-GraftKind = Literal["control", "adapters"]
+# The last two are of the whole model: which layers carry control states is said by the layers, how they mix is not.
+GraftKind = Literal["control", "adapters", "experts", "expert_router", "control_states", "mixture"]
 
 PREFIX = "upcycled_"
 BRANCH = "expanded."
 ADAPTER = "mlp.adapter."
 INTERPOLATOR = "interpolator."
+ROUTER = "expert_router."
+# Not of a layer: stands beside `layers.` in names.
+BANK = "control_bank."
+
+_SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")
+_COLUMN = re.compile(r"expert_router\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.(weight|mass)")
 
 # Native classes whose names do not begin as the upcycled ones do.
 _NATIVE_CLASSES = {"UpcycledGemma3TextForCausalLM": "Gemma3ForCausalLM"}
@@ -52,14 +61,28 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return native
 
 
-def owner_of(suffix: str) -> tuple[GraftKind, bool] | None:
-    """Which graft a layer's tensor belongs to, as (kind, inside the branch); None for a native one."""
-    if suffix.startswith(BRANCH + ADAPTER):
-        return "adapters", True
-    if suffix.startswith(ADAPTER):
-        return "adapters", False
-    if suffix.startswith((BRANCH, INTERPOLATOR)):
-        return "control", False
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The graft that a layer's tensor belongs to; `slot` and `target` where several of its kind stand in one layer."""
+
+    kind: GraftKind
+    in_branch: bool = False
+    slot: int | None = None
+    target: str = ""
+
+
+def owner_of(suffix: str) -> Owner | None:
+    """Which graft a layer's tensor belongs to; None for a native one."""
+    if column := _COLUMN.fullmatch(suffix):
+        return Owner("expert_router", slot=int(column["slot"]))
+    in_branch = suffix.startswith(BRANCH)
+    inner = suffix.removeprefix(BRANCH)
+    if slot := _SLOT.fullmatch(inner):
+        return Owner("experts", in_branch, int(slot["slot"]), slot["target"])
+    if inner.startswith(ADAPTER):
+        return Owner("adapters", in_branch)
+    if in_branch or suffix.startswith(INTERPOLATOR):
+        return Owner("control")
     return None
 
 

@@ -140,14 +140,14 @@ class ControlLLM(BaseModel):
         home = draft.layers[layer]
         if home.graft("control") is not None:
             raise BadInput(f"layer {layer} has a control block already; leave it out of `layers`")
-        # The twin of a layer with an adapter has that adapter too: else the two would not be born equal.
+        if home.graft("control_states") is not None:
+            raise BadInput(
+                f"layer {layer} has control states, whose twin would be others of the bank: attach control blocks first"
+            )
+        # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
         twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
-        adapter = home.graft("adapters")
         grafts = [Graft("control", self._entry(), twin | self._gate(draft, number, layer), number)]
-        if adapter is not None:
-            tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in adapter.tensors.items()}
-            entry = {key: value for key, value in adapter.entry.items() if key != "frozen"}
-            grafts.append(Graft("adapters", entry, tensors, number, in_branch=True))
+        grafts += [graft.twin(number) for graft in home.grafts if graft.kind in ("adapters", "experts")]
         return grafts
 
     def _entry(self) -> dict[str, Any]:

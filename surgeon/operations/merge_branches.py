@@ -38,9 +38,11 @@ class MergeBranches(BaseModel):
             layer = draft.layers[index]
             control = layer.graft("control")
             assert control is not None
-            if any(graft.in_branch for graft in layer.grafts):
+            held = next((graft for graft in layer.grafts if graft.in_branch), None)
+            if held is not None:
                 raise BadInput(
-                    f"the control block of layer {index} holds an adapter, which cannot be folded into a layer"
+                    f"the control block of layer {index} holds more than a layer ({held.text}), which cannot be folded"
+                    " into one"
                 )
             self._merge(layer, control, index, number)
         share = "α at inference" if self.alpha is None else f"α {self.alpha:g}"
