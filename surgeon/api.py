@@ -15,7 +15,7 @@ from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
-from surgeon.execute import Job, Listener, assist, execute
+from surgeon.execute import Growth, Job, Listener, assist, execute
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, parse
@@ -116,14 +116,16 @@ def apply(
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     shown = _preview(loaded, folder, max_shard_bytes=max_shard_bytes)
     job = Job(
-        loaded=loaded,
+        purpose=Growth(
+            loaded,
+            BaseId(located.repo_id or located.path.resolve().name, located.revision),
+            texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
+        ),
         blueprint=shown.blueprint,
         base=folder,
-        base_id=BaseId(located.repo_id or located.path.resolve().name, located.revision),
         shards=shown.shards,
         device=_device(device, ranks) if _computes(shown.blueprint) else "cpu",
         read_back=read_back,
-        texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
     )
     stopwatch = Stopwatch()
     if ranks.leads:
@@ -293,15 +295,25 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
 def _lead(
     job: Job, shown: Preview, base: Path, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks
 ) -> Manifest:
-    """Check what stands in the way of writing, then write."""
-    check_destination(out, base)
-    check_space(out, shown.bytes_to_write, fingerprint=job.fingerprint)
+    """Check what stands in the way of a surgery, then write."""
+    _check_way(job, base, out)
     for note in shown.notes:
         listener.say(note)
     if not shown.blueprint.native:
         from surgeon.verification.skeleton import check_skeleton
 
         check_skeleton(shown.blueprint)
+    manifest = _written(job, out, listener, stopwatch, ranks)
+    assert manifest is not None
+    return manifest
+
+
+def _check_way(job: Job, base: Path, out: Path) -> None:
+    check_destination(out, base)
+    check_space(out, job.bytes_to_write, fingerprint=job.fingerprint)
+
+
+def _written(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> Manifest | None:
     try:
         return execute(job, out, listener, stopwatch, ranks)
     except OSError as error:
