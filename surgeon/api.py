@@ -25,8 +25,9 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Inspection, Merged, Preview, Verification
+from surgeon.results import Applied, Inspection, Merged, Preview, Reverted, Verification
 from surgeon.stopwatch import Stopwatch
+from surgeon.undoing import Return, find_state
 
 if TYPE_CHECKING:
     from surgeon.verification.logits import LogitComparison
@@ -37,6 +38,7 @@ __all__ = [
     "Inspection",
     "Merged",
     "Preview",
+    "Reverted",
     "TransportReport",
     "Verification",
     "apply",
@@ -44,6 +46,7 @@ __all__ = [
     "json_schema",
     "merge",
     "preview",
+    "revert",
     "transport_report",
     "verify",
 ]
@@ -156,6 +159,52 @@ def merge(
     merged = apply(_merging(alpha), str(out), dest, device=device, listener=listener)
     return Merged(
         merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
+    )
+
+
+def revert(
+    out: str | Path,
+    dest: str | Path,
+    *,
+    to: int | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Reverted:
+    """Write what `out` was after `to` of its surgeries into the new folder `dest` (None: before the last one; 0: base).
+
+    A surgery is one applied plan. Every tensor of that state comes back byte for byte under its name of then, with its
+    config.json, manifest and code; new tensors of the surgeries that stay have the values the next surgery found, so
+    what was trained in between is kept. Raises BadInput, and `dest` stays absent, where a tensor is no longer what it
+    was (trained, edited, merged away) or the manifest is too old or was edited.
+    """
+    listener = listener or Quiet()
+    target = Path(dest)
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    state = find_state(folder, _manifest_of(folder), to)
+    blueprint = state.blueprint(folder)
+    job = Job(
+        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE)),
+        blueprint=blueprint,
+        base=folder,
+        shards=lay_out(blueprint, folder.tensors),
+    )
+    _check_way(job, Path(out), target)
+    for note in folder.notes:
+        listener.say(note)
+    stopwatch = Stopwatch()
+    _written(job, target, listener, stopwatch, Ranks())
+    return Reverted(
+        path=target,
+        to=state.number,
+        surgeries=state.surgeries,
+        base=state.undone[0].base.id,
+        undone=tuple(tuple(entry.op for entry in manifest.operations) for manifest in state.undone),
+        manifest=state.manifest,
+        tensors=len(blueprint.outputs),
+        dropped=len(folder.tensors) - len(blueprint.outputs),
+        nbytes=job.bytes_to_write,
+        left_behind=tuple(folder.left_behind),
+        seconds=stopwatch.seconds,
     )
 
 

@@ -232,6 +232,30 @@ def merge(
     console.print(verification_view(merged.measured))
 
 
+@app.command()
+def revert(
+    out: OutArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the earlier state")],
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="N", help="keep the first N surgeries; default: all but the last")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Take the last surgery out of OUT, or all but the first N: every earlier tensor comes back, byte for byte."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        reverted = api.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
+    if as_json:
+        _print_json(reverted.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import reverted_view
+
+        _console().print(reverted_view(reverted))
+
+
 @app.command("transport-report")
 def transport_report(
     out: OutArgument,

@@ -168,6 +168,43 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class Reverted:
+    """An earlier state that was written: state `to` of an output of `surgeries` surgeries.
+
+    `undone` are the operations of the surgeries taken back, oldest first; `base` says what the state was called when
+    the first of them began. `manifest` is the state's own, None for the first base. `tensors` it has, `dropped` are
+    those of the output that it has not.
+    """
+
+    path: Path
+    to: int
+    surgeries: int
+    base: str
+    undone: tuple[tuple[str, ...], ...]
+    manifest: Manifest | None
+    tensors: int
+    dropped: int
+    nbytes: int
+    left_behind: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "to": self.to,
+            "surgeries": self.surgeries,
+            "base": self.base,
+            "undone": [list(operations) for operations in self.undone],
+            "tensors": self.tensors,
+            "dropped": self.dropped,
+            "bytes": self.nbytes,
+            "left_behind": list(self.left_behind),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
 

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from surgeon.blueprint import Blueprint, Layer
 from surgeon.errors import printable
+from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Inspection, Preview, Verification
+from surgeon.results import Applied, Inspection, Preview, Reverted, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -53,6 +54,25 @@ def applied_view(applied: Applied) -> RenderableType:
     ]
     if applied.left_behind:
         lines.append(Text(f"not carried along: {_listed(applied.left_behind)}", style="dim"))
+    return Group(*lines)
+
+
+def reverted_view(reverted: Reverted) -> RenderableType:
+    """What was taken out, and what stands there now."""
+    undone = "; ".join(", ".join(map(printable, operations)) for operations in reverted.undone)
+    state = f"the base {printable(reverted.base)}" if reverted.to == 0 else f"{reverted.to} of its surgeries"
+    lines: list[RenderableType] = [
+        Text.assemble(
+            ("done ", "bold green"), f"{printable(str(reverted.path))}: {state}, without {undone}", overflow="fold"
+        ),
+        Text(
+            f"{reverted.tensors} tensors ({size(reverted.nbytes)}), each what its digest in {MANIFEST_FILE} says;"
+            f" {reverted.dropped} dropped",
+            style="dim",
+        ),
+    ]
+    if reverted.left_behind:
+        lines.append(Text(f"not carried along: {_listed(reverted.left_behind)}", style="dim"))
     return Group(*lines)
 
 
