@@ -13,6 +13,7 @@ from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.comparing import compare
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Growth, Job, Listener, assist, execute
@@ -25,7 +26,7 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Inspection, Merged, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied",
+    "Difference",
     "Inspection",
     "Merged",
     "Preview",
@@ -42,6 +44,7 @@ __all__ = [
     "TransportReport",
     "Verification",
     "apply",
+    "diff",
     "inspect",
     "json_schema",
     "merge",
@@ -206,6 +209,18 @@ def revert(
         left_behind=tuple(folder.left_behind),
         seconds=stopwatch.seconds,
     )
+
+
+def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
+    """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
+
+    Where the manifest of one says that the other is its base, that one is not read: names, config.json and lineage must
+    fit, its digests are taken on trust. `exact` reads both. No code of either is run. Raises BadInput.
+    """
+    listener = listener or Quiet()
+    # Code beside the weights is neither run nor copied here.
+    opened = [CheckpointFolder.open(Path(folder), trust_remote_code=True) for folder in (a, b)]
+    return compare(*opened, exact=exact, begin=listener.begin, advance=listener.advance)
 
 
 def verify(

@@ -1,7 +1,7 @@
 """The command line: parse, call one function of the API, render. The only file that prints or exits.
 
-Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours; 2 bad input or
-refused; 3 a promise does not hold; 130 interrupted.
+Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours (of `diff`: they differ);
+2 bad input or refused; 3 a promise does not hold; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -254,6 +254,31 @@ def revert(
         from surgeon.report.terminal import reverted_view
 
         _console().print(reverted_view(reverted))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
+    exact: Annotated[
+        bool, typer.Option("--exact", help="read both, also where a manifest tells what one of them held")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Tell what became of A in B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        difference = api.diff(a, b, exact=exact, listener=listener)
+    if as_json:
+        _print_json(difference.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import difference_view
+
+        _console().print(difference_view(difference))
+    if not difference.identical:
+        raise typer.Exit(1)
 
 
 @app.command("transport-report")
