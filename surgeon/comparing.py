@@ -13,9 +13,8 @@ from typing import Any
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.families.anatomy import layer_of, renumbered
-from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, parse
+from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
 from surgeon.results import Difference
-from surgeon.undoing import layers_of
 
 Begin = Callable[[str, int], None]
 Advance = Callable[[int], None]
@@ -26,9 +25,9 @@ def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, begin: Beg
     layers: dict[int, int] | None = None
     told: tuple[CheckpointFolder, Manifest] | None = None
     if (manifest := _manifest_on(a, b)) is not None:
-        layers, told = layers_of(manifest, file=b.path / MANIFEST_FILE), (a, manifest)
+        layers, told = layers_of(manifest, file=str(b.path / MANIFEST_FILE)), (a, manifest)
     elif (manifest := _manifest_on(b, a)) is not None:
-        inverse = layers_of(manifest, file=a.path / MANIFEST_FILE)
+        inverse = layers_of(manifest, file=str(a.path / MANIFEST_FILE))
         layers, told = {there: here for here, there in inverse.items()}, (b, manifest)
     if exact:
         told = None

@@ -227,6 +227,18 @@ def parse(data: object, *, file: str) -> Manifest:
         raise BadInput(f"{printable(file)}: not a surgeon manifest: {where}: {printable(problem['msg'])}") from None
 
 
+def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
+    """For every base layer its number in the output; BadInput where the manifest contradicts itself."""
+    layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
+    named = sum(layer.base is not None for layer in manifest.layers)
+    if sorted(layers) != list(range(manifest.base.layers)) or named != len(layers):
+        raise BadInput(
+            f"{printable(file)}: `layers` does not name each of the base's {manifest.base.layers} layers once;"
+            " was it edited by hand?"
+        )
+    return layers
+
+
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

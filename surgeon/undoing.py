@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from surgeon.blueprint import Blueprint, Output
@@ -20,7 +19,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.execute import Job
 from surgeon.families.anatomy import dissect, renumbered
 from surgeon.families.grafted import is_grafted, native_config
-from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, parse
+from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
 from surgeon.readback import ReadBack
 from surgeon.recipes import Copy
 from surgeon.runtime import RUNTIME_FILES, is_shipped_name, shipped_code
@@ -135,18 +134,6 @@ def find_state(out: CheckpointFolder, last: Manifest, number: int | None) -> Ear
     )
 
 
-def layers_of(manifest: Manifest, *, file: Path) -> dict[int, int]:
-    """For every base layer its number in the output; BadInput where the manifest contradicts itself."""
-    layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
-    named = sum(layer.base is not None for layer in manifest.layers)
-    if sorted(layers) != list(range(manifest.base.layers)) or named != len(layers):
-        raise BadInput(
-            f"{printable(str(file))}: `layers` does not name each of the base's {manifest.base.layers} layers once;"
-            " was it edited by hand?"
-        )
-    return layers
-
-
 def _manifest_after(number: int, out: CheckpointFolder, last: Manifest) -> Manifest:
     """The manifest of surgery `number`, counted from 1; an ancestor's is checked by the digest that is kept of it."""
     if number == len(last.lineage) + 1:
@@ -171,7 +158,7 @@ def _places(undone: Sequence[Manifest], number: int) -> dict[str, str]:
     found = undone[0].base.tensors
     places = {name: name for name in found}
     for nth, manifest in enumerate(undone, number + 1):
-        layers = layers_of(manifest, file=Path(MANIFEST_FILE))
+        layers = layers_of(manifest, file=f"{MANIFEST_FILE} (surgery {nth})")
         for name, place in places.items():
             digest = manifest.base.tensors.get(place)
             if digest != found[name]:
