@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -15,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from surgeon import api
+from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.manifest import parse
 from tests import tiny
 from tests.end_to_end.conftest import weights
+from tests.end_to_end.test_interruptions import fail_after
 from tests.end_to_end.test_refusals import refused
 
 INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [0, 3]}, "init": {"kind": "copy"}}
@@ -293,3 +296,38 @@ def test_lineage_grows_by_a_manifest_a_surgery(llama: list[Path]) -> None:
     lineage = json.loads((llama[3] / "surgery.json").read_text())["lineage"]
     assert len(lineage) == 2
     assert all("lineage" not in ancestor["manifest"] for ancestor in lineage)
+
+
+def test_a_run_cut_off_is_continued(llama: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        fail_after(patched, 60, errno.ENOSPC)
+        told = refused("revert", llama[3], tmp_path / "back", "--to", "1")
+    assert "the disk is full" in told
+    assert not (tmp_path / "back").exists()
+    again = CliRunner().invoke(app, ["revert", str(llama[3]), str(tmp_path / "back"), "--to", "1"])
+    assert "continuing an earlier run" in again.stderr
+    assert_same_state(tmp_path / "back", llama[1])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_killed_after_it_was_complete(
+    number: int, llama: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "_clean_up", lambda self: None)
+        api.revert(llama[3], tmp_path / "back", to=number)
+    assert (tmp_path / ".back.surgeon").exists()
+    listener = api.Quiet()
+    api.revert(llama[3], tmp_path / "back", to=number, listener=listener)
+    assert any("already complete" in line for line in listener.said)
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+    assert_same_state(tmp_path / "back", llama[number])
+
+
+def test_a_grafted_base_without_a_manifest_keeps_its_code(llama: list[Path], tmp_path: Path) -> None:
+    """Saved again by another tool, say: state 0 is then a grafted checkpoint, which is nothing without its code."""
+    saved = Path(shutil.copytree(llama[2], tmp_path / "saved"))
+    (saved / "surgery.json").unlink()
+    api.apply(write_plan(tmp_path / "plan.yaml", [INSERT]), str(saved), tmp_path / "grown")
+    api.revert(tmp_path / "grown", tmp_path / "back")
+    assert_same_state(tmp_path / "back", saved)
