@@ -12,12 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_API = ("apply", "inspect", "json_schema", "merge", "preview", "transport_report", "verify")
+_API = ("apply", "diff", "inspect", "json_schema", "merge", "preview", "revert", "transport_report", "verify")
 
 if TYPE_CHECKING:
-    from surgeon.api import apply, inspect, json_schema, merge, preview, transport_report, verify
+    from surgeon.api import apply, diff, inspect, json_schema, merge, preview, revert, transport_report, verify
 
-__all__ = ["__version__", "apply", "inspect", "json_schema", "merge", "preview", "transport_report", "verify"]
+__all__ = [
+    "__version__",
+    "apply",
+    "diff",
+    "inspect",
+    "json_schema",
+    "merge",
+    "preview",
+    "revert",
+    "transport_report",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

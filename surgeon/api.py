@@ -13,9 +13,10 @@ from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.comparing import compare
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
-from surgeon.execute import Job, Listener, assist, execute
+from surgeon.execute import Growth, Job, Listener, assist, execute
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, parse
@@ -25,8 +26,9 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Inspection, Merged, Preview, Verification
+from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
 from surgeon.stopwatch import Stopwatch
+from surgeon.undoing import Return, find_state
 
 if TYPE_CHECKING:
     from surgeon.verification.logits import LogitComparison
@@ -34,16 +36,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied",
+    "Difference",
     "Inspection",
     "Merged",
     "Preview",
+    "Reverted",
     "TransportReport",
     "Verification",
     "apply",
+    "diff",
     "inspect",
     "json_schema",
     "merge",
     "preview",
+    "revert",
     "transport_report",
     "verify",
 ]
@@ -116,14 +122,16 @@ def apply(
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     shown = _preview(loaded, folder, max_shard_bytes=max_shard_bytes)
     job = Job(
-        loaded=loaded,
+        purpose=Growth(
+            loaded,
+            BaseId(located.repo_id or located.path.resolve().name, located.revision),
+            texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
+        ),
         blueprint=shown.blueprint,
         base=folder,
-        base_id=BaseId(located.repo_id or located.path.resolve().name, located.revision),
         shards=shown.shards,
         device=_device(device, ranks) if _computes(shown.blueprint) else "cpu",
         read_back=read_back,
-        texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
     )
     stopwatch = Stopwatch()
     if ranks.leads:
@@ -155,6 +163,64 @@ def merge(
     return Merged(
         merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
     )
+
+
+def revert(
+    out: str | Path,
+    dest: str | Path,
+    *,
+    to: int | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Reverted:
+    """Write what `out` was after `to` of its surgeries into the new folder `dest` (None: before the last one; 0: base).
+
+    A surgery is one applied plan. Every tensor of that state comes back byte for byte under its name of then, with its
+    config.json, manifest and code; new tensors of the surgeries that stay have the values the next surgery found, so
+    what was trained in between is kept. Raises BadInput, and `dest` stays absent, where a tensor is no longer what it
+    was (trained, edited, merged away) or the manifest is too old or was edited.
+    """
+    listener = listener or Quiet()
+    target = Path(dest)
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    state = find_state(folder, _manifest_of(folder), to)
+    blueprint = state.blueprint(folder)
+    job = Job(
+        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE)),
+        blueprint=blueprint,
+        base=folder,
+        shards=lay_out(blueprint, folder.tensors),
+    )
+    _check_way(job, Path(out), target)
+    for note in folder.notes:
+        listener.say(note)
+    stopwatch = Stopwatch()
+    _written(job, target, listener, stopwatch, Ranks())
+    return Reverted(
+        path=target,
+        to=state.number,
+        surgeries=state.surgeries,
+        base=state.undone[0].base.id,
+        undone=tuple(tuple(entry.op for entry in manifest.operations) for manifest in state.undone),
+        manifest=state.manifest,
+        tensors=len(blueprint.outputs),
+        dropped=len(folder.tensors) - len(blueprint.outputs),
+        nbytes=job.bytes_to_write,
+        left_behind=tuple(folder.left_behind),
+        seconds=stopwatch.seconds,
+    )
+
+
+def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
+    """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
+
+    Where the manifest of one says that the other is its base, that one is not read: names, config.json and lineage must
+    fit, its digests are taken on trust. `exact` reads both. No code of either is run. Raises BadInput.
+    """
+    listener = listener or Quiet()
+    # Code beside the weights is neither run nor copied here.
+    opened = [CheckpointFolder.open(Path(folder), trust_remote_code=True) for folder in (a, b)]
+    return compare(*opened, exact=exact, begin=listener.begin, advance=listener.advance)
 
 
 def verify(
@@ -293,15 +359,25 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
 def _lead(
     job: Job, shown: Preview, base: Path, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks
 ) -> Manifest:
-    """Check what stands in the way of writing, then write."""
-    check_destination(out, base)
-    check_space(out, shown.bytes_to_write, fingerprint=job.fingerprint)
+    """Check what stands in the way of a surgery, then write."""
+    _check_way(job, base, out)
     for note in shown.notes:
         listener.say(note)
     if not shown.blueprint.native:
         from surgeon.verification.skeleton import check_skeleton
 
         check_skeleton(shown.blueprint)
+    manifest = _written(job, out, listener, stopwatch, ranks)
+    assert manifest is not None
+    return manifest
+
+
+def _check_way(job: Job, base: Path, out: Path) -> None:
+    check_destination(out, base)
+    check_space(out, job.bytes_to_write, fingerprint=job.fingerprint)
+
+
+def _written(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> Manifest | None:
     try:
         return execute(job, out, listener, stopwatch, ranks)
     except OSError as error:

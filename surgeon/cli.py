@@ -1,7 +1,7 @@
 """The command line: parse, call one function of the API, render. The only file that prints or exits.
 
-Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours; 2 bad input or
-refused; 3 a promise does not hold; 130 interrupted.
+Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours (of `diff`: they differ);
+2 bad input or refused; 3 a promise does not hold; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -230,6 +230,55 @@ def merge(
     console = _console()
     console.print(applied_view(merged.applied))
     console.print(verification_view(merged.measured))
+
+
+@app.command()
+def revert(
+    out: OutArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the earlier state")],
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="N", help="keep the first N surgeries; default: all but the last")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Take the last surgery out of OUT, or all but the first N: every earlier tensor comes back, byte for byte."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        reverted = api.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
+    if as_json:
+        _print_json(reverted.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import reverted_view
+
+        _console().print(reverted_view(reverted))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
+    exact: Annotated[
+        bool, typer.Option("--exact", help="read both, also where a manifest tells what one of them held")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Tell what became of A in B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        difference = api.diff(a, b, exact=exact, listener=listener)
+    if as_json:
+        _print_json(difference.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import difference_view
+
+        _console().print(difference_view(difference))
+    if not difference.identical:
+        raise typer.Exit(1)
 
 
 @app.command("transport-report")

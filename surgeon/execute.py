@@ -57,35 +57,92 @@ class Listener(Protocol):
         """A word to the user."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One execution: what is written, from what, under which plan.
+class Purpose(Protocol):
+    """What a job is for: a surgery (`Growth`), or taking surgeries back (undoing.py)."""
 
-    `texts` are digests of the texts that the plan has the base run on, by their names in the plan.
-    """
+    @property
+    def source(self) -> str:
+        """What errors call the plan."""
+
+    def identity(self) -> dict[str, Any]:
+        """What the output's bytes depend on beside the base and the blueprint, as JSON data."""
+
+    def code(self, name: str) -> bytes:
+        """The content of one of the blueprint's `code_files`."""
+
+    def settle(self, job: Job, proof: ReadBack) -> None:
+        """Everything is written and read back: raise BadInput where it must not be published."""
+
+    def manifest(self, job: Job, proof: ReadBack) -> Manifest | None:
+        """The output's manifest; None for an output that has none."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A surgery by a plan. `texts` are digests of the texts that it has the base run on, by their names in the plan."""
 
     loaded: LoadedPlan
+    base_id: BaseId
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """The plan's file."""
+        return self.loaded.source
+
+    def identity(self) -> dict[str, Any]:
+        """The plan, how the base is called, and the texts."""
+        return {
+            "plan": self.loaded.plan.model_dump(mode="json"),
+            "base_id": [self.base_id.name, self.base_id.revision],
+            "texts": dict(self.texts),
+        }
+
+    def code(self, name: str) -> bytes:
+        """As this version ships it."""
+        return shipped_code(name)
+
+    def settle(self, job: Job, proof: ReadBack) -> None:
+        """Hash what the output has no copy of, so that the manifest names the whole base."""
+        proof.digest_the_rest()
+
+    def manifest(self, job: Job, proof: ReadBack) -> Manifest:
+        """Everything that was done."""
+        return compose(
+            self.loaded,
+            job.blueprint,
+            job.base,
+            self.base_id,
+            job.shards,
+            digests={output.name: proof.digest_of(output) for output in job.blueprint.outputs if output.new},
+            base_digests=proof.base_digests,
+            maps=proof.maps,
+            texts=self.texts,
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One execution: what is written, from what, to what purpose."""
+
+    purpose: Purpose
     blueprint: Blueprint
     base: CheckpointFolder
-    base_id: BaseId
     shards: tuple[Shard, ...]
     device: str = "cpu"
     read_back: bool = True
-    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
         """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
         content = {
             "version": __version__,
-            "plan": self.loaded.plan.model_dump(mode="json"),
             "base": self.base.identity(),
-            "base_id": [self.base_id.name, self.base_id.revision],
             "config": self.base.config,
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
-            "code": {name: hashlib.sha256(shipped_code(name)).hexdigest() for name in self.blueprint.code_files},
+            "code": {name: hashlib.sha256(self.purpose.code(name)).hexdigest() for name in self.blueprint.code_files},
             "device": self.device,
-            "texts": dict(self.texts),
+            **self.purpose.identity(),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -95,7 +152,7 @@ class Job:
         return sum(nbytes(o) for shard in self.shards for o in shard.outputs if not is_hole(o))
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Manifest:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Manifest | None:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
 
     With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
@@ -115,7 +172,7 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
                 run.all_shards()
                 with stopwatch.stage("wait for read-back"):
                     proof.settle()
-                    proof.digest_the_rest()
+                    job.purpose.settle(job, proof)
             job.base.check_unchanged()
         except SurgeonError as error:
             # The base or the plan is at fault, not the moment: the same command would fail again.
@@ -165,7 +222,7 @@ class _Share:
                 self.job.base,
                 device=self.job.device,
                 stopwatch=self.stopwatch,
-                plan_source=self.job.loaded.source,
+                plan_source=self.job.purpose.source,
             )
         return self._workshop
 
@@ -283,29 +340,20 @@ class _Run(_Share):
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
         return True
 
-    def small_files(self) -> Manifest:
+    def small_files(self) -> Manifest | None:
         """Config, index, side files and manifest, each journalled."""
         job, folder = self.job, self.staging.folder
         self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
         if len(job.shards) > 1:
             self._small(INDEX_FILE, _index(job.shards))
         for name in job.blueprint.code_files:
-            self._small(name, shipped_code(name))
+            self._small(name, job.purpose.code(name))
         for name in job.base.side_files:
             (folder / name).parent.mkdir(exist_ok=True)
             self._small(name, job.base.read_side_file(name))
-        manifest = compose(
-            job.loaded,
-            job.blueprint,
-            job.base,
-            job.base_id,
-            job.shards,
-            digests={output.name: self.proof.digest_of(output) for output in job.blueprint.outputs if output.new},
-            base_digests=self.proof.base_digests,
-            maps=self.proof.maps,
-            texts=job.texts,
-        )
-        self._small(MANIFEST_FILE, manifest.to_bytes())
+        manifest = job.purpose.manifest(job, self.proof)
+        if manifest is not None:
+            self._small(MANIFEST_FILE, manifest.to_bytes())
         return manifest
 
     def _small(self, name: str, content: bytes) -> None:
@@ -360,5 +408,6 @@ def _index(shards: tuple[Shard, ...]) -> bytes:
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _published_manifest(out: Path) -> Manifest:
-    return parse(json.loads((out / MANIFEST_FILE).read_bytes()), file=str(out / MANIFEST_FILE))
+def _published_manifest(out: Path) -> Manifest | None:
+    file = out / MANIFEST_FILE
+    return parse(json.loads(file.read_bytes()), file=str(file)) if file.exists() else None

@@ -41,13 +41,17 @@ class Tool(_Entry):
 
 
 class Base(_Entry):
-    """The checkpoint that was operated on: where it came from and what it held."""
+    """The checkpoint that was operated on: where it came from and what it held.
+
+    `config` is its config.json as data; older versions of surgeon did not keep it.
+    """
 
     id: str
     revision: str | None
     model_type: str
     layers: int
     tensors: dict[str, Sha256]
+    config: dict[str, Any] | None = None
 
     @property
     def digest(self) -> str:
@@ -92,13 +96,18 @@ class NewTensor(_Entry):
 
 
 class Ancestor(_Entry):
-    """An earlier surgery that the base itself came from."""
+    """An earlier surgery that the base itself came from.
+
+    `sha256` is of that surgery's complete manifest, `manifest` that manifest as data without its `lineage` (which are
+    the entries before this one); older versions of surgeon did not keep it.
+    """
 
     sha256: Sha256
     base: str
     revision: str | None
     operations: list[str]
     tool: str
+    manifest: dict[str, Any] | None = None
 
 
 class Manifest(_Entry):
@@ -126,7 +135,8 @@ class Manifest(_Entry):
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+        # An ancestor whose entry lacks a field that came later is written as it was: digests are over such entries.
+        return (json.dumps(self.model_dump(exclude_unset=True), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,7 @@ def compose(
             model_type=str(base.config["model_type"]),
             layers=len(blueprint.layer_of_base),
             tensors=dict(sorted(base_digests.items())),
+            config=base.config,
         ),
         plan=loaded.text,
         promise=blueprint.promise,
@@ -216,19 +227,36 @@ def parse(data: object, *, file: str) -> Manifest:
         raise BadInput(f"{printable(file)}: not a surgeon manifest: {where}: {printable(problem['msg'])}") from None
 
 
+def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
+    """For every base layer its number in the output; BadInput where the manifest contradicts itself."""
+    layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
+    named = sum(layer.base is not None for layer in manifest.layers)
+    if sorted(layers) != list(range(manifest.base.layers)) or named != len(layers):
+        raise BadInput(
+            f"{printable(file)}: `layers` does not name each of the base's {manifest.base.layers} layers once;"
+            " was it edited by hand?"
+        )
+    return layers
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
 def _lineage(base: CheckpointFolder) -> list[Ancestor]:
     """The base's own surgeries, oldest first; none where its manifest is absent."""
     if base.manifest is None:
         return []
     earlier = parse(base.manifest, file=f"{base.path / MANIFEST_FILE}")
-    content = json.dumps(base.manifest, sort_keys=True, ensure_ascii=False).encode()
     return [
         *earlier.lineage,
         Ancestor(
-            sha256=hashlib.sha256(content).hexdigest(),
+            sha256=digest_of(base.manifest),
             base=earlier.base.id,
             revision=earlier.base.revision,
             operations=[entry.op for entry in earlier.operations],
             tool=earlier.tool.version,
+            manifest={key: value for key, value in base.manifest.items() if key != "lineage"},
         ),
     ]

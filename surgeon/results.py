@@ -168,6 +168,85 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class Reverted:
+    """An earlier state that was written: state `to` of an output of `surgeries` surgeries.
+
+    `undone` are the operations of the surgeries taken back, oldest first; `base` says what the state was called when
+    the first of them began. `manifest` is the state's own, None for the first base. `tensors` it has, `dropped` are
+    those of the output that it has not.
+    """
+
+    path: Path
+    to: int
+    surgeries: int
+    base: str
+    undone: tuple[tuple[str, ...], ...]
+    manifest: Manifest | None
+    tensors: int
+    dropped: int
+    nbytes: int
+    left_behind: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "to": self.to,
+            "surgeries": self.surgeries,
+            "base": self.base,
+            "undone": [list(operations) for operations in self.undone],
+            "tensors": self.tensors,
+            "dropped": self.dropped,
+            "bytes": self.nbytes,
+            "left_behind": list(self.left_behind),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What became of checkpoint `a` in checkpoint `b`.
+
+    `changed` and `moved` map names in `a` to names in `b`: other bytes (perhaps in another layer), and the same bytes
+    in another layer. `config` holds the keys of config.json that differ, with both values (None: absent); `sizes` the
+    bytes of every tensor of each. `told` is the one of the two that was not read: the other's manifest says what it
+    held. None: both were read.
+    """
+
+    a: Path
+    b: Path
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: dict[str, str]
+    moved: dict[str, str]
+    same: tuple[str, ...]
+    config: dict[str, tuple[Any, Any]]
+    sizes: tuple[dict[str, int], dict[str, int]]
+    told: Path | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether every tensor and the config are the same."""
+        return not (self.added or self.removed or self.changed or self.moved or self.config)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "identical": self.identical,
+            "not_read": str(self.told) if self.told is not None else None,
+            "added": list(self.added),
+            "removed": list(self.removed),
+            "changed": [{"a": a, "b": b} for a, b in self.changed.items()],
+            "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
+            "same": list(self.same),
+            "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
+        }
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
 

@@ -51,6 +51,21 @@ class Anatomy:
         return f"{self.prefix}layers.{index}.{suffix}"
 
 
+def layer_of(name: str) -> tuple[str, int, str] | None:
+    """A tensor's name as (prefix, layer, suffix); None where it stands outside the layers."""
+    found = _LAYER_NAME.fullmatch(name)
+    return (found["prefix"], int(found["index"]), found["suffix"]) if found else None
+
+
+def renumbered(name: str, layers: Mapping[int, int]) -> str:
+    """The name with its layer's new number; the name itself outside the layers. KeyError where a layer has none."""
+    place = layer_of(name)
+    if place is None:
+        return name
+    prefix, index, suffix = place
+    return f"{prefix}layers.{layers[index]}.{suffix}"
+
+
 def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
     """Sort the tensors of a checkpoint into layers and the rest, and check every shape against the config.
 
@@ -118,18 +133,18 @@ def _sort(
     outer: dict[str, TensorInfo] = {}
     prefixes: set[str] = set()
     for name, info in tensors.items():
-        found = _LAYER_NAME.fullmatch(name)
-        if found is None:
+        place = layer_of(name)
+        if place is None:
             outer[name] = info
             continue
-        index = int(found["index"])
+        prefix, index, suffix = place
         if index >= count:
             raise BadInput(
                 f"{printable(name)} ({info.file}): the config has `num_hidden_layers` {count},"
                 f" so there is no layer {index}"
             )
-        prefixes.add(found["prefix"])
-        layers[index][found["suffix"]] = info
+        prefixes.add(prefix)
+        layers[index][suffix] = info
     if len(prefixes) > 1:
         raise BadInput("layers are named both `model.layers.…` and `layers.…`; keep one set of them")
     return (prefixes.pop() if prefixes else "model."), layers, outer

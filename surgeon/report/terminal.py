@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,8 +12,10 @@ from rich.text import Text
 
 from surgeon.blueprint import Blueprint, Layer
 from surgeon.errors import printable
+from surgeon.families.anatomy import layer_of
+from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Inspection, Preview, Verification
+from surgeon.results import Applied, Difference, Inspection, Preview, Reverted, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -54,6 +58,52 @@ def applied_view(applied: Applied) -> RenderableType:
     if applied.left_behind:
         lines.append(Text(f"not carried along: {_listed(applied.left_behind)}", style="dim"))
     return Group(*lines)
+
+
+def reverted_view(reverted: Reverted) -> RenderableType:
+    """What was taken out, and what stands there now."""
+    undone = "; ".join(", ".join(map(printable, operations)) for operations in reverted.undone)
+    state = f"the base {printable(reverted.base)}" if reverted.to == 0 else f"{reverted.to} of its surgeries"
+    lines: list[RenderableType] = [
+        Text.assemble(
+            ("done ", "bold green"), f"{printable(str(reverted.path))}: {state}, without {undone}", overflow="fold"
+        ),
+        Text(
+            f"{reverted.tensors} tensors ({size(reverted.nbytes)}), each what its digest in {MANIFEST_FILE} says;"
+            f" {reverted.dropped} dropped",
+            style="dim",
+        ),
+    ]
+    if reverted.left_behind:
+        lines.append(Text(f"not carried along: {_listed(reverted.left_behind)}", style="dim"))
+    return Group(*lines)
+
+
+def difference_view(difference: Difference) -> RenderableType:
+    """What differs, by kind and layers; the names are in `--json`."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    before, after = difference.sizes
+    kinds: tuple[tuple[str, str, Mapping[str, str], dict[str, int]], ...] = (
+        ("same", "dim", {name: name for name in difference.same}, before),
+        ("moved", "cyan", difference.moved, before),
+        ("changed", "yellow", difference.changed, before),
+        ("removed", "red", {name: name for name in difference.removed}, before),
+        ("added", "green", {name: name for name in difference.added}, after),
+    )
+    for kind, style, names, sizes in kinds:
+        if names:
+            tensors = f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
+            table.add_row(Text(kind, style=style), tensors, size(sum(sizes[name] for name in names)), _where(names))
+    for key, (a, b) in difference.config.items():
+        table.add_row(Text("config", style="yellow"), printable(key), "", f"{_value(a)} → {_value(b)}")
+    how = "both were read"
+    if difference.told is not None:
+        how = (
+            f"{printable(str(difference.told))} was not read: what it held is told from the other's {MANIFEST_FILE}"
+            " (--exact reads both)"
+        )
+    verdict = Text("the same", style="bold green") if difference.identical else Text("they differ", style="bold yellow")
+    return Group(table, Text(), Text.assemble(verdict, (f"; {how}", "dim")))
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -230,6 +280,34 @@ def _budget(preview: Preview) -> Table:
     native = "native: loads without custom code" if preview.blueprint.native else "loads with trust_remote_code=True"
     table.add_row("output", native)
     return table
+
+
+def _where(names: Mapping[str, str]) -> Text:
+    """Layers (and what they became), then names outside the layers."""
+    layers: dict[tuple[int, int], None] = {}
+    outside: list[str] = []
+    for name, there in names.items():
+        here, then = layer_of(name), layer_of(there)
+        if here is None or then is None:
+            outside.append(name)
+        else:
+            layers[here[1], then[1]] = None
+    runs: list[list[tuple[int, int]]] = []
+    for here_now, there_now in sorted(layers):
+        if runs and runs[-1][-1] == (here_now - 1, there_now - 1):
+            runs[-1].append((here_now, there_now))
+        else:
+            runs.append([(here_now, there_now)])
+    shown = [
+        _span(run[0][0], run[-1][0]) + ("" if run[0][0] == run[0][1] else f" → {_span(run[0][1], run[-1][1])}")
+        for run in runs
+    ]
+    parts = [f"layer{'' if len(layers) == 1 else 's'} {', '.join(shown)}"] if shown else []
+    return Text("; ".join([*parts, *([_listed(outside)] if outside else [])]), overflow="fold")
+
+
+def _value(value: Any) -> str:
+    return printable(json.dumps(value, ensure_ascii=False), 60)
 
 
 def _comparisons(verification: Verification) -> Table:

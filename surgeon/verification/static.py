@@ -7,15 +7,13 @@ the plan means, not what the output says about itself.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
 from surgeon.blueprint import Blueprint
-from surgeon.checkpoint.digest import sha256_range, zeros_sha256
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.digest import zeros_sha256
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.errors import printable
 from surgeon.execute import constant_bytes
@@ -46,7 +44,7 @@ def check_static(
     described = [_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
         return described
-    digests = _digests(base, base.tensors, advance), _digests(out, out.tensors, advance)
+    digests = digests_of(base, base.tensors, advance), digests_of(out, out.tensors, advance)
     return [
         *described,
         _base_is_the_one(manifest, digests[0]),
@@ -162,23 +160,6 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     if changed:
         return Check("new tensors", False, f"changed since they were written: {_some(changed)}")
     return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
-
-
-def _digests(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:
-    opened = {file: folder.open_shard(file) for file in folder.shards}
-
-    def digest(name: str) -> tuple[str, str]:
-        info = folder.tensors[name]
-        found = sha256_range(opened[info.file], info.begin, info.end)
-        advance(info.nbytes)
-        return name, found
-
-    try:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            return dict(pool.map(digest, names))
-    finally:
-        for handle in opened.values():
-            os.close(handle)
 
 
 def _some(names: Iterable[str]) -> str:
