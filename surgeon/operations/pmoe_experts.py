@@ -64,7 +64,7 @@ class PMoEExperts(BaseModel):
     new_slot_mass: Annotated[
         Literal["exact", "paper"],
         Field(
-            description="of slots added to others: exact enters by a learned mass that starts at zero, so that old slots"
+            description="of slots added to others: exact lets them in by a learned mass, zero at first, so that old slots"
             " weigh what they did; paper is one softmax over all, which takes weight from the old ones"
         ),
     ] = "exact"
