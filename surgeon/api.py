@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, RoutingReport, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
@@ -41,6 +42,7 @@ __all__ = [
     "Merged",
     "Preview",
     "Reverted",
+    "RoutingReport",
     "TransportReport",
     "Verification",
     "apply",
@@ -50,6 +52,7 @@ __all__ = [
     "merge",
     "preview",
     "revert",
+    "routing_report",
     "transport_report",
     "verify",
 ]
@@ -308,6 +311,41 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
         manifest=manifest,
         parameters=sum(info.numel for info in opened.tensors.values()),
     )
+
+
+def routing_report(
+    out: str | Path,
+    texts: Mapping[str, Path | None],
+    *,
+    to: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> RoutingReport:
+    """Run `out` over texts, by their domains' names (None: the built-in probe), and tell what routers and gates chose.
+
+    `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
+    for a checkpoint without grafts that choose, and for texts that cannot be read.
+    """
+    from surgeon.choices import record_choices
+
+    report = record_choices(
+        out,
+        texts,
+        window=window,
+        windows=windows,
+        device=devices.resolve(device),
+        trust_remote_code=trust_remote_code,
+        progress=(listener or Quiet()).say,
+    )
+    if to is not None:
+        try:
+            to.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
+    return report
 
 
 def _merging(alpha: float | None) -> LoadedPlan:
