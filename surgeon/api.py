@@ -363,6 +363,9 @@ def _manifest_of(folder: CheckpointFolder) -> Manifest:
 
 
 def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: int = MAX_NEW_SHARD_BYTES) -> Preview:
+    if folder.manifest is not None:
+        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        _manifest_of(folder)
     anatomy = dissect(folder.config, folder.tensors)
     blueprint = draw(loaded, anatomy, folder.config)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
