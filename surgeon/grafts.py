@@ -66,7 +66,10 @@ class Graft:
         """The same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""
         entry = {key: copy.deepcopy(value) for key, value in self.entry.items() if key != "frozen"}
         if "slots" in entry:
-            entry["slots"] = [{key: value for key, value in slot.items() if key != "frozen"} for slot in entry["slots"]]
+            thawed = [dict(slot) for slot in entry["slots"]]
+            for slot in thawed:
+                slot.pop("frozen", None)
+            entry["slots"] = thawed
         tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in self.tensors.items()}
         return Graft(self.kind, entry, tensors, operation, in_branch=True)
 
@@ -114,8 +117,9 @@ def grafted_config(
 ) -> dict[str, Any]:
     """The config of an output whose layer i carries `grafts[i]`, made from the native `config` of its trunk.
 
-    `bank` is the model's, where layers carry control states. Branches become layers of the tail; the lists `per_layer` (attention types and their like) repeat the twin's entry
-    for each. `settings` are model-wide keys of `surgery`. BadInput where the base's class has no upcycled twin.
+    Branches become layers of the tail; the lists `per_layer` (attention types and their like) repeat the twin's entry
+    for each. `settings` are model-wide keys of `surgery`, `bank` the control states of all layers, where there are any.
+    BadInput where the base's class has no upcycled twin.
     """
     grown = copy.deepcopy(dict(config))
     family = str(config["model_type"])

@@ -87,5 +87,10 @@ def base_for(plan: str, folder: Path) -> Path:
 
         api.apply("control-llm/lerp8-mse-0-star", str(base_for("control-llm", folder / "before")), folder / "base")
         return folder / "base"
+    if plan.startswith("pmoe/next-task"):
+        from surgeon import api
+
+        api.apply("pmoe", str(base_for("pmoe", folder / "before")), folder / "base")
+        return folder / "base"
     layers = {"num_hidden_layers": 8} if plan.startswith("control-llm") else {}
     return checkpoint(folder / "base", "llama", **layers)

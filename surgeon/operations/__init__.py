@@ -11,14 +11,18 @@ from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
+from surgeon.operations.mixture_of_control import MixtureOfControl
+from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 
-Operation = InsertLayers | StackLayers | ControlLLM | GatedAdapters | MergeBranches
+Operation = InsertLayers | StackLayers | ControlLLM | GatedAdapters | PMoEExperts | MixtureOfControl | MergeBranches
 
 OPERATIONS: dict[str, type[Operation]] = {
     "insert_layers": InsertLayers,
     "stack_layers": StackLayers,
     "control_llm": ControlLLM,
     "gated_adapters": GatedAdapters,
+    "pmoe_experts": PMoEExperts,
+    "mixture_of_control": MixtureOfControl,
     "merge_branches": MergeBranches,
 }

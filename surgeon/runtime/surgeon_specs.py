@@ -187,7 +187,7 @@ class MixtureSpec:
     alpha: float = 0.95
     gate: str = "linear"
     shared: str = "all"
-    projection: int = 64
+    projection: int = 256
     temperature: float = 0.3
     train_routing: str = "batch_mean"
     inference_routing: str = "prefix_mean"

@@ -27,19 +27,22 @@ from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsew
 GRAFT_PLANS = [
     name
     for name in shipped.names()
-    if name.startswith(("control-llm", "neutral-residues")) and name != "control-llm/merge"
+    if name.startswith(("control-llm", "neutral-residues", "pmoe", "mixture-of-control"))
+    and name not in ("control-llm/merge", "pmoe/next-task-paper")
 ]
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
+EXPERTS: dict[str, Any] = {"op": "pmoe_experts", "slots": 2}
+STATES: dict[str, Any] = {"op": "mixture_of_control", "rank": 4}
 INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "average"}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_from_preview_to_generation(family: str, plan: Callable[..., Path], tmp_path: Path) -> None:
-    """Inserted layer, control blocks (stacked and beside) and adapters in one plan."""
+    """Inserted layer, control blocks (stacked and beside), adapters, slots and control states in one plan."""
     base = tiny.checkpoint(tmp_path / "base", family)
     out = tmp_path / "out"
-    chosen = plan(INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS)
+    chosen = plan(INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS, EXPERTS, STATES)
     shown = api.preview(chosen, str(base))
     assert not shown.blueprint.native
     applied = api.apply(chosen, str(base), out)

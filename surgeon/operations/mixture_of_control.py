@@ -1,0 +1,182 @@
+"""`mixture_of_control`: low-rank control states beside attention and FFN, mixed across layers (Mixture-of-Control).
+
+Nguyen et al., ICML 2026 workshop CoLoRAI, sections 4.2 and 5.3, appendix B. A site adds to its block's output its own
+control and, by a gate, those of other sites (Eq. 9, 10). Every control's writing matrix is zero at birth.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.errors import BadInput
+from surgeon.families.grafted import BANK
+from surgeon.grafts import Graft
+from surgeon.plan.selectors import LayerSelector, select_layers, show
+from surgeon.recipes import Constant, Random, Recipe
+from surgeon.runtime.surgeon_specs import SITES
+
+Site = Literal["attention", "ffn"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Gate(_Part):
+    """What chooses among the control states of all layers (section 4.2, appendix B.2)."""
+
+    kind: Annotated[
+        Literal["linear", "cosine"],
+        Field(description="scores W x, or cosines of a low-dimensional projection of x with one vector a control"),
+    ] = "linear"
+    shared: Annotated[
+        Literal["all", "by_kind", "none"],
+        Field(
+            description="one gate for all sites; one for attention's and one for the FFN's, each among its own kind;"
+            " one for each site"
+        ),
+    ] = "all"
+    projection: Annotated[int, Field(ge=1, le=2**16, description="size of the cosine gate's projection (Table 5)")] = (
+        256
+    )
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False, description="cosines are divided by it")] = 0.3
+    straight_through: Annotated[
+        bool,
+        Field(
+            description="give the gate the gradient of the chosen probabilities' sum too, values unchanged: with top_k"
+            " 1 the paper's softmax over one score has none"
+        ),
+    ] = True
+
+
+class Routing(_Part):
+    """Over which tokens a choice is made (appendix B.2)."""
+
+    train: Annotated[
+        Literal["batch_mean", "batch_mode", "token"],
+        Field(description="one choice a batch: greatest mean probability, or chosen by most tokens; or one a token"),
+    ] = "batch_mean"
+    inference: Annotated[
+        Literal["prefix_mean", "token"],
+        Field(description="each token by the mean over its sequence up to it, or by itself; never by later tokens"),
+    ] = "prefix_mean"
+
+
+class MixtureOfControl(BaseModel):
+    """Control states beside attention, FFN or both of chosen layers, and gates that mix them across layers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["mixture_of_control"]
+    layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
+    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [
+        "attention",
+        "ffn",
+    ]
+    rank: Annotated[
+        int, Field(ge=1, le=2**16, description="of every control; 64 gives the parameters of the paper's Table 1")
+    ] = 64
+    top_k: Annotated[
+        int, Field(ge=0, description="controls chosen beside a site's own; 0: Parallel Control, without a gate")
+    ] = 1
+    alpha: Annotated[float, Field(ge=0, le=1, description="share of a site's own control; the paper: 0.6 to 0.95")] = (
+        0.95
+    )
+    gate: Gate = Gate()
+    routing: Routing = Routing()
+    balance_weight: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="share λ of the load-balancing loss; the paper: 0.001-0.02")
+    ] = 0.01
+
+    @field_validator("sites")
+    @classmethod
+    def _once(cls, sites: list[Site]) -> list[Site]:
+        if len(set(sites)) != len(sites):
+            raise ValueError("names a site twice")
+        return sites
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Attach the control states and their gates, and say what was matched and what is promised."""
+        if draft.bank is not None:
+            raise BadInput(
+                "the model has control states already, and a gate's size is fixed at birth; name all `layers` in one"
+                " operation, or take the earlier one back (`surgeon revert`)"
+            )
+        layers = select_layers(self.layers, len(draft.layers))
+        kinds = [site for _ in layers for site in SITES if site in self.sites]
+        self._check_choice(kinds)
+        before = draft.parameters()
+        for layer in layers:
+            entry = {"sites": [site for site in SITES if site in self.sites]}
+            draft.layers[layer].grafts.append(Graft("control_states", entry, {}, number))
+        draft.bank = Graft("mixture", self._entry(), self._tensors(draft, number, kinds), number)
+        share = (draft.parameters() - before) / before
+        chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {self._candidates(kinds)}"
+        return OperationRecord(
+            op=self.op,
+            matched=f"{len(kinds)} control states of rank {self.rank} at {' and '.join(self.sites)} of layers"
+            f" {show(layers)}, {chosen}, {share:+.2%}",
+            claim=Claim("exact", "every control's writing matrix is zero"),
+            trains="new",
+        )
+
+    def _candidates(self, kinds: list[Site]) -> int:
+        """How many control states a gate chooses among."""
+        if self.gate.shared != "by_kind":
+            return len(kinds)
+        return min(kinds.count(kind) for kind in set(kinds))
+
+    def _check_choice(self, kinds: list[Site]) -> None:
+        if self.top_k > self._candidates(kinds):
+            raise BadInput(
+                f"`top_k` {self.top_k} is more than the {self._candidates(kinds)} control states a gate chooses among"
+            )
+
+    def _entry(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "top_k": self.top_k,
+            "alpha": self.alpha,
+            "gate": self.gate.kind,
+            "shared": self.gate.shared,
+            "projection": self.gate.projection,
+            "temperature": self.gate.temperature,
+            "train_routing": self.routing.train,
+            "inference_routing": self.routing.inference,
+            "balance_weight": self.balance_weight,
+            "straight_through": self.gate.straight_through,
+        }
+
+    def _tensors(self, draft: Draft, number: int, kinds: list[Site]) -> dict[str, Recipe]:
+        width = draft.anatomy.sizes.hidden
+        dtype = draft.layers[0].tensors[draft.anatomy.parts[0].suffix].dtype
+        tensors: dict[str, Recipe] = {}
+
+        def random(suffix: str, rows: int, columns: int) -> None:
+            key = f"operations[{number}].{BANK}{suffix}"
+            tensors[f"{BANK}{suffix}"] = Random(key, math.sqrt(1 / (3 * columns)), dtype, (rows, columns))
+
+        for site, _ in enumerate(kinds):
+            random(f"states.{site}.lora_A", self.rank, width)
+            tensors[f"{BANK}states.{site}.lora_B"] = Constant(0.0, dtype, (width, self.rank))
+        if self.top_k == 0:
+            return tensors
+        for name, count in self._gates(kinds).items():
+            if self.gate.kind == "cosine":
+                random(f"gates.{name}.projection", self.gate.projection, width)
+            random(f"gates.{name}.weight", count, self.gate.projection if self.gate.kind == "cosine" else width)
+        return tensors
+
+    def _gates(self, kinds: list[Site]) -> dict[str, int]:
+        """Names of the gates and among how many control states each chooses."""
+        match self.gate.shared:
+            case "all":
+                return {"all": len(kinds)}
+            case "by_kind":
+                return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+            case "none":
+                return {f"site_{site}": len(kinds) for site, _ in enumerate(kinds)}

@@ -1,0 +1,226 @@
+"""`pmoe_experts`: one LoRA in shallow layers, a slot for each task in deeper ones, weighed by one router (PMoE).
+
+Jung and Kim, section 3.1. Layers up to τ carry one LoRA; a router reads what goes into the next (h_τ), and its
+distribution over the slots is shared by all deeper layers. Every LoRA's B is zero at birth, so the grown model computes
+what the base computes whatever the router says. The operation on a model that has experts adds slots to them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.errors import BadInput, printable
+from surgeon.families.grafted import ROUTER
+from surgeon.grafts import Graft
+from surgeon.plan.selectors import show
+from surgeon.recipes import Constant, Random, Recipe
+
+
+class RouterLoss(BaseModel):
+    """Cross-entropy of the router against the task a token belongs to (Eq. 7), by `domain_ids`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["task_id"]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share of the loss")] = 1.0
+
+
+@dataclass(frozen=True)
+class _Present:
+    """The experts that a model has: the router's layer, its number of slots, and the last group's number."""
+
+    layer: int
+    slots: int
+    group: int
+    targets: tuple[str, ...]
+
+
+class PMoEExperts(BaseModel):
+    """LoRA slots for tasks above a threshold, one shared LoRA below it; on a model that has them, further slots."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    op: Literal["pmoe_experts"]
+    threshold: Annotated[
+        int | None,
+        Field(ge=0, description="τ: layers below the router, sharing one LoRA; default three quarters (24 of 32)"),
+    ] = None
+    slots: Annotated[int, Field(ge=1, le=4096, description="slots to add, one for each task")] = 1
+    rank: Annotated[int, Field(ge=1, le=2**16, description="of every LoRA")] = 4
+    alpha: Annotated[
+        float | None,
+        Field(gt=0, allow_inf_nan=False, description="LoRA's α: a product counts α / rank; default 1"),
+    ] = None
+    dropout: Annotated[float, Field(ge=0, lt=1, description="of what a LoRA reads, in training")] = 0.0
+    targets: Annotated[
+        list[str] | None,
+        Field(min_length=1, description="linear modules by their last name; default those of query and value"),
+    ] = None
+    new_slot_mass: Annotated[
+        Literal["exact", "paper"],
+        Field(
+            description="of slots added to others: exact lets them in by a learned mass, zero at first, so that old slots"
+            " weigh what they did; paper is one softmax over all, which takes weight from the old ones"
+        ),
+    ] = "exact"
+    router_loss: Annotated[
+        Literal["none"] | RouterLoss | None,
+        Field(description="default: none, or on a model that has experts, what it has"),
+    ] = None
+    trains_also: Annotated[
+        list[Literal["router", "shared"]],
+        Field(description="what an earlier surgery brought that is to train on: the old columns, the shared LoRA"),
+    ] = []
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Attach the slots and say what was matched and what is promised."""
+        present = _present(draft)
+        if present is None and self.trains_also:
+            raise BadInput("`trains_also` is about experts that a model has; this one has none yet")
+        layer = self._router_layer(draft, present)
+        targets = self._targets(draft, present)
+        first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
+        before = draft.parameters()
+        self._attach_router(draft, number, layer, first, group)
+        for index, home in enumerate(draft.layers):
+            if index >= layer:
+                slots = [self._slot(first + nth, group, targets) for nth in range(self.slots)]
+                home.grafts.append(self._graft(draft, number, index, slots, routed=True))
+            elif present is None:
+                home.grafts.append(self._graft(draft, number, index, [self._slot(0, 0, targets)], routed=False))
+        self._train_on(draft, number)
+        if self.router_loss is not None or present is None:
+            weight = self.router_loss.weight if isinstance(self.router_loss, RouterLoss) else 0.0
+            draft.settings["router_loss"] = {"task_id": weight}
+        share = (draft.parameters() - before) / before
+        return OperationRecord(
+            op=self.op,
+            matched=self._matched(draft, layer, first, targets) + f", {share:+.3%}",
+            claim=self._claim(present),
+            trains="new",
+        )
+
+    def _router_layer(self, draft: Draft, present: _Present | None) -> int:
+        count = len(draft.layers)
+        if present is not None:
+            if self.threshold not in (None, present.layer):
+                raise BadInput(
+                    f"`threshold` is {self.threshold}, the model's router stands above {present.layer} layers and stays"
+                    " there; leave `threshold` out"
+                )
+            return present.layer
+        threshold = 3 * count // 4 if self.threshold is None else self.threshold
+        if threshold >= count:
+            raise BadInput(
+                f"`threshold` {threshold} leaves no layer for the slots: the model has {count} layers, so at most"
+                f" {count - 1}"
+            )
+        return threshold
+
+    def _targets(self, draft: Draft, present: _Present | None) -> tuple[str, ...]:
+        """Paths of the target modules within a layer."""
+        linear = [part for part in draft.anatomy.parts if part.kind == "weight"]
+        paths = {part.suffix.removesuffix(".weight").rpartition(".")[2]: part for part in linear}
+        if self.targets is None:
+            if present is not None:
+                return present.targets
+            chosen = [part for part in linear if {role for role, _ in part.blocks} & {"query", "value"}]
+        else:
+            unknown = [name for name in self.targets if name not in paths]
+            if unknown:
+                raise BadInput(
+                    f"`targets` names {printable(repr(unknown[0]))}, no linear module of a layer here; there are"
+                    f" {', '.join(paths)}"
+                )
+            if len(set(self.targets)) != len(self.targets):
+                raise BadInput("`targets` names a module twice")
+            chosen = [paths[name] for name in self.targets]
+        return tuple(part.suffix.removesuffix(".weight") for part in chosen)
+
+    def _slot(self, slot: int, group: int, targets: tuple[str, ...]) -> dict[str, Any]:
+        scale = 1.0 if self.alpha is None else self.alpha / self.rank
+        return {
+            "slot": slot,
+            "rank": self.rank,
+            "targets": list(targets),
+            "scale": scale,
+            "dropout": self.dropout,
+            "group": group,
+        }
+
+    def _graft(self, draft: Draft, number: int, layer: int, slots: list[dict[str, Any]], *, routed: bool) -> Graft:
+        shapes = {part.suffix.removesuffix(".weight"): part.shape for part in draft.anatomy.parts}
+        dtype = _dtype(draft, layer)
+        tensors: dict[str, Recipe] = {}
+        for slot in slots:
+            for target in slot["targets"]:
+                rows, columns = shapes[target]
+                down, up = (f"{target}.slots.{slot['slot']}.lora_{matrix}" for matrix in "AB")
+                key = f"operations[{number}].layer[{layer}].{down}"
+                tensors[down] = Random(key, math.sqrt(1 / (3 * columns)), dtype, (slot["rank"], columns))
+                tensors[up] = Constant(0.0, dtype, (rows, slot["rank"]))
+        return Graft("experts", {"routed": routed, "slots": slots}, tensors, number)
+
+    def _attach_router(self, draft: Draft, number: int, layer: int, first: int, group: int) -> None:
+        width, dtype = draft.anatomy.sizes.hidden, _dtype(draft, layer)
+        tensors: dict[str, Recipe] = {}
+        columns = []
+        for slot in range(first, first + self.slots):
+            suffix = f"{ROUTER}slots.{slot}."
+            key = f"operations[{number}].{suffix}weight"
+            tensors[f"{suffix}weight"] = Random(key, math.sqrt(1 / (3 * width)), dtype, (1, width))
+            if first and self.new_slot_mass == "exact" and slot == first:
+                tensors[f"{suffix}mass"] = Constant(0.0, dtype, (1,))
+            columns.append({"slot": slot, "group": group})
+        draft.layers[layer].grafts.append(Graft("expert_router", {"slots": columns}, tensors, number))
+
+    def _train_on(self, draft: Draft, number: int) -> None:
+        """Let earlier surgeries' router columns, or the shared LoRA, train on: new tensors that begin as they were."""
+        for home in draft.layers:
+            for graft in home.grafts:
+                router = graft.kind == "expert_router" and "router" in self.trains_also
+                shared = graft.kind == "experts" and not graft.entry["routed"] and "shared" in self.trains_also
+                if (router or shared) and graft.operation is None:
+                    graft.operation = number
+                    for slot in graft.entry["slots"]:
+                        slot["frozen"] = False
+
+    def _matched(self, draft: Draft, layer: int, first: int, targets: tuple[str, ...]) -> str:
+        slots = f"slot {first}" if self.slots == 1 else f"slots {first}-{first + self.slots - 1}"
+        deep = show(list(range(layer, len(draft.layers))))
+        shared = "" if first or not layer else f"a shared LoRA in layers {show(list(range(layer)))}, "
+        names = ", ".join(target.rpartition(".")[2] for target in targets)
+        return f"{shared}{slots} in layers {deep}, rank {self.rank} at {names}, router above {layer} layers"
+
+    def _claim(self, present: _Present | None) -> Claim:
+        if present is None:
+            return Claim("exact", "every LoRA's B is zero")
+        if self.new_slot_mass == "exact":
+            return Claim("exact", "the new slots' B and the mass by which they enter the router are zero")
+        return Claim("none", "softmax over more columns takes weight from the earlier slots (`new_slot_mass: paper`)")
+
+
+def _present(draft: Draft) -> _Present | None:
+    """What experts the model has, this plan's earlier operations included."""
+    found = [
+        (index, graft.entry["slots"])
+        for index, layer in enumerate(draft.layers)
+        for graft in layer.grafts
+        if graft.kind == "expert_router"
+    ]
+    if not found:
+        return None
+    layer = found[0][0]
+    columns = [column for _, slots in found for column in slots]
+    held = [graft for graft in draft.layers[layer].grafts if graft.kind == "experts" and not graft.in_branch]
+    targets = tuple(held[0].entry["slots"][0]["targets"]) if held else ()
+    return _Present(layer, len(columns), max(column.get("group", 0) for column in columns), targets)
+
+
+def _dtype(draft: Draft, layer: int) -> str:
+    return draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
