@@ -1,6 +1,6 @@
 """What each architecture calls its parts. One file a family, named after its `model_type`.
 
-A new family is one file here and one line in `FAMILIES` (decoders) or `ENCODERS`; see CONTRIBUTING.md for the checklist.
+A new family is one file here and one line in `FAMILIES` or `ENCODERS`; see CONTRIBUTING.md for the checklist.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _LAYER_NAME = re.compile(
 _OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
 
 # What checkpoints older than PyTorch's own LayerNorm call its parts; transformers takes either.
-_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
-    maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
+    maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that
+    carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
     grafts, `bank` those of control states, by what follows the prefix.
     """
 
@@ -181,8 +182,8 @@ def _by_present_names(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo
     """By what norms' parts are called today; BadInput where one is there under both names."""
     held: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        old = next((old for old in _OLD_NORMS if name.endswith(f".{old}")), None)
-        present = name if old is None else name.removesuffix(old) + _OLD_NORMS[old]
+        old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
+        present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
         if present in held:
             raise BadInput(
                 f"{printable(info.name)} ({info.file}): stored as {printable(held[present].name)} too; keep one of them"

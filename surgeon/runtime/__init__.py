@@ -63,9 +63,7 @@ def _modeling(family: str) -> str:
 
 def _auto_map(family: str, prefix: str, heads: dict[str, str]) -> dict[str, str]:
     classes = {auto: f"{prefix}{head}" for head, auto in heads.items()}
-    return {
-        auto: f"{_modeling(family)}.{name}" for auto, name in ({"AutoConfig": f"{prefix}Config"} | classes).items()
-    }
+    return {auto: f"{_modeling(family)}.{name}" for auto, name in ({"AutoConfig": f"{prefix}Config"} | classes).items()}
 
 
 # Base model type → files to copy beside the weights.
