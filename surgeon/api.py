@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, RoutingReport, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
@@ -42,6 +43,7 @@ __all__ = [
     "Merged",
     "Preview",
     "Reverted",
+    "RoutingReport",
     "TransportReport",
     "Verification",
     "apply",
@@ -51,6 +53,7 @@ __all__ = [
     "merge",
     "preview",
     "revert",
+    "routing_report",
     "transport_report",
     "verify",
 ]
@@ -329,6 +332,41 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
     )
 
 
+def routing_report(
+    out: str | Path,
+    texts: Mapping[str, Path | None],
+    *,
+    to: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> RoutingReport:
+    """Run `out` over texts, by their domains' names (None: the built-in probe), and tell what routers and gates chose.
+
+    `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
+    for a checkpoint without grafts that choose, and for texts that cannot be read.
+    """
+    from surgeon.choices import record_choices
+
+    report = record_choices(
+        out,
+        texts,
+        window=window,
+        windows=windows,
+        device=devices.resolve(device),
+        trust_remote_code=trust_remote_code,
+        progress=(listener or Quiet()).say,
+    )
+    if to is not None:
+        try:
+            to.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
+    return report
+
+
 def _merging(alpha: float | None) -> LoadedPlan:
     share = "" if alpha is None else f"\n    alpha: {alpha!r}"
     return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
@@ -344,6 +382,9 @@ def _manifest_of(folder: CheckpointFolder) -> Manifest:
 
 
 def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: int = MAX_NEW_SHARD_BYTES) -> Preview:
+    if folder.manifest is not None:
+        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        _manifest_of(folder)
     anatomy = dissect(folder.config, folder.tensors)
     blueprint = draw(loaded, anatomy, folder.config)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
