@@ -89,8 +89,8 @@ class MixtureOfControl(BaseModel):
     alpha: Annotated[float, Field(ge=0, le=1, description="share of a site's own control; the paper: 0.6 to 0.95")] = (
         0.95
     )
-    gate: Gate = Gate()
-    routing: Routing = Routing()
+    gate: Annotated[Gate, Field(description="what chooses among the control states")] = Gate()
+    routing: Annotated[Routing, Field(description="over which tokens it chooses")] = Routing()
     balance_weight: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="share λ of the load-balancing loss; the paper: 0.001-0.02")
     ] = 0.01

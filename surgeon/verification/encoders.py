@@ -60,10 +60,10 @@ def compare_encoders(
     The last third of every other window is padding. Raises BadInput when the base cannot be loaded or has fewer
     positions than a window, PromiseBroken when the output cannot be loaded.
     """
-    base_model = load_model(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code, auto=auto)
+    base_model = load_encoder(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code, auto=auto)
     config = base_model.config
-    _check_window(config, ids.shape[1])
-    out_model = load_model(
+    check_window(config, ids.shape[1])
+    out_model = load_encoder(
         out,
         dtype=base_model.dtype,
         device=device,
@@ -72,9 +72,6 @@ def compare_encoders(
         failure=PromiseBroken,
         auto=auto,
     )
-    for model in (base_model, out_model):
-        # DeBERTa keeps two biases in float32 whatever dtype is asked for, and then cannot multiply.
-        model.to(base_model.dtype)
     mask = torch.ones_like(ids)
     mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
     ids = torch.where(mask.bool(), ids, config.pad_token_id or 0)
@@ -83,7 +80,7 @@ def compare_encoders(
     for ids_BT, mask_BT in zip(*batches, strict=True):
         with torch.inference_mode():
             told = [model(input_ids=ids_BT, attention_mask=mask_BT) for model in (base_model, out_model)]
-        name = "logits" if hasattr(told[0], "logits") else "last_hidden_state"
+        name = "logits" if "logits" in told[0] else "last_hidden_state"
         first, second = (_compared(output[name], mask_BT) for output in told)
         if first.isnan().any():
             raise BadInput(
@@ -104,7 +101,14 @@ def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
     return values[mask_BT.bool()] if values.shape[:2] == mask_BT.shape and values.dim() == 3 else values
 
 
-def _check_window(config: Any, window: int) -> None:
+def load_encoder(folder: Path, **options: Any) -> Any:
+    """As `load_model`, in one dtype: DeBERTa keeps two biases in float32 whatever is asked for, and cannot multiply."""
+    model = load_model(folder, **options)
+    return model.to(model.dtype)
+
+
+def check_window(config: Any, window: int) -> None:
+    """BadInput where a window of tokens is longer than the encoder `config` has positions for."""
     # RoBERTa counts positions from behind the padding's.
     taken = config.pad_token_id + 1 if config.model_type.endswith("roberta") else 0
     room = config.max_position_embeddings - taken

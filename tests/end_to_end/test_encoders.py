@@ -170,6 +170,16 @@ def test_what_cannot_be_done_to_an_encoder_is_told(tmp_path: Path, plan: Callabl
         api.preview("mixture-of-control", str(base))
 
 
+def test_routing_report_tells_what_an_encoder_chose(tmp_path: Path) -> None:
+    for family in tiny.ENCODERS:
+        api.apply("mixture-of-control", str(saved(tmp_path / family, family)), tmp_path / f"{family}-out")
+        report = api.routing_report(tmp_path / f"{family}-out", {"probe": None}, window=20, windows=2)
+        assert report.sites == tuple((layer, kind) for layer in range(6) for kind in ("attention", "ffn"))
+        assert all(abs(sum(row) - 1) < 1e-6 for row in report.texts["probe"].states)
+    with pytest.raises(BadInput, match="a window has 400 tokens; use a smaller window"):
+        api.routing_report(tmp_path / "roberta-out", {"probe": None}, window=400, windows=1)
+
+
 def test_a_config_that_names_no_class_is_the_base_model(tmp_path: Path) -> None:
     """As microsoft/deberta-v3-base: `deberta.…` and heads of its training in the weights, no `architectures`."""
     base = saved(tmp_path / "base", "deberta-v2", head="ForMaskedLM")
