@@ -18,6 +18,7 @@ from surgeon.plan import shipped
 from surgeon.runtime import AUTO_MAP, RUNTIME_FILES
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, run_elsewhere, weights
+from tests.runtime.grafting import classes
 
 LOADER = (
     WITHOUT_SURGEON
@@ -80,6 +81,20 @@ def test_every_head_is_exact_and_loads_where_surgeon_is_not(family: str, tmp_pat
         native, grown = results[base_name], results[out_name]
         assert grown["told"] == native["told"]
         assert grown["class"] == f"Upcycled{native['class']}"
+
+
+@pytest.mark.parametrize("family", tiny.ENCODERS)
+def test_a_pretrained_output_takes_a_new_head(family: str, tmp_path: Path) -> None:
+    """As for GLUE: surgery on the masked language model, then a classifier on top of it."""
+    base, out = saved(tmp_path / "base", family, head="ForMaskedLM"), tmp_path / "out"
+    api.apply("mixture-of-control", str(base), out)
+    kind = classes(family, "ForSequenceClassification")
+    model, info = kind.from_pretrained(out, num_labels=2, output_loading_info=True)
+    assert info["missing_keys"] and not any("control_bank" in name for name in info["missing_keys"])
+    kept = weights(out)
+    body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(model.base_model_prefix)}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in body.items())
+    assert model.to(model.dtype)(torch.arange(3, 23).reshape(2, 10)).logits.shape == (2, 2)
 
 
 def test_a_checkpoint_of_old_names_passes_through(tmp_path: Path) -> None:
