@@ -32,6 +32,7 @@ from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
 if TYPE_CHECKING:
+    from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.streaming import StreamedComparison
 
@@ -256,12 +257,18 @@ def verify(
     manifest = _manifest_of(out_folder)
     loaded = parse_plan(manifest.plan, source=f"{Path(out) / MANIFEST_FILE} (plan)")
     anatomy = dissect(base_folder.config, base_folder.tensors)
+    if streamed and anatomy.family.encoder:
+        raise BadInput(
+            f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
+            " --streamed"
+        )
     blueprint = draw(loaded, anatomy, base_folder.config)
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
     checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
         return Verification(blueprint.promise, checks)
 
+    from surgeon.verification.encoders import auto_class, compare_encoders
     from surgeon.verification.logits import compare_logits
     from surgeon.verification.streaming import compare_streamed
     from surgeon.verification.tokens import token_batches
@@ -270,11 +277,23 @@ def verify(
     trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
     device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    comparisons: list[LogitComparison] = []
+    comparisons: list[LogitComparison | OutputComparison] = []
     layered: list[StreamedComparison] = []
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
-        if streamed:
+        if anatomy.family.encoder:
+            comparisons.append(
+                compare_encoders(
+                    Path(base),
+                    Path(out),
+                    tokens.ids,
+                    auto=auto_class(base_folder.config),
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                )
+            )
+        elif streamed:
             layer_by_layer = compare_streamed(
                 Path(base),
                 Path(out),

@@ -21,6 +21,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.families.grafted import is_grafted
 from surgeon.results import GateChoices, RouterChoices, RoutingReport, TextChoices
+from surgeon.verification.encoders import auto_class, check_window, load_encoder
 from surgeon.verification.loading import load_model
 from surgeon.verification.tokens import find_tokenizer, token_batches
 
@@ -49,10 +50,16 @@ def record_choices(
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
         raise BadInput(f"{shown}: no grafts here, so nothing routes or gates; give an output that has some")
-    vocabulary = dissect(folder.config, folder.tensors).sizes.vocabulary
+    anatomy = dissect(folder.config, folder.tensors)
+    vocabulary = anatomy.sizes.vocabulary
     trusted = trust_remote_code or folder.code == "shipped"
-    model = load_model(Path(out), device=device, trust_remote_code=trusted)
-    observer = _Observer(model)
+    if anatomy.family.encoder:
+        auto = auto_class(folder.config)
+        model = load_encoder(Path(out), device=device, trust_remote_code=trusted, auto=auto)
+        check_window(model.config, window)
+    else:
+        model = load_model(Path(out), device=device, trust_remote_code=trusted)
+    observer = _Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
         raise BadInput(f"{shown}: its grafts have neither router nor gate, so there is nothing to record")
     # None: there is no tokenizer, and tokens are told by number.
@@ -73,20 +80,22 @@ def record_choices(
 class _Observer:
     """A loaded model with ears at everything that chooses."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, encoder: bool) -> None:
         self.model = model
         # Of the code that was loaded with the checkpoint, which need not be the installed one.
         self._flow = sys.modules[type(model).__module__].Flow
-        decoder = model.get_decoder()
-        surgery = decoder.surgery
+        trunk = model.base_model
+        surgery = trunk.surgery
+        # An encoder has no cache and no logits to leave out, and its layers carry nothing to listen to.
+        self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
         self.slots = 0 if surgery.router is None else len(surgery.router.slots)
         self.router_layer = None if surgery.router is None else surgery.router.layer
-        self.bank = decoder.control_bank
+        self.bank = trunk.control_bank
         routed = self.bank is not None and self.bank.spec.top_k > 0
         self.sites: tuple[tuple[int, str], ...] = tuple(surgery.sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
-        for layer, module in enumerate(decoder.layers):
+        for layer, module in enumerate(() if encoder else trunk.layers):
             self._listen(str(layer), module)
             if surgery.controls.get(layer) is not None:
                 self._listen(f"{layer}.branch", module.expanded)
@@ -106,7 +115,7 @@ class _Observer:
         for batch in torch.split(ids, _BATCH):
             flow = self._flow(records_choices=True)
             with torch.inference_mode():
-                self.model(batch, use_cache=False, logits_to_keep=1, surgery_flow=flow)
+                self.model(batch, **self._asked, surgery_flow=flow)
             if self.slots:
                 routing.append(flow.routing.flatten(0, 1).double().cpu())
             if self.sites:

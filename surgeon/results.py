@@ -15,6 +15,7 @@ from surgeon.manifest import Manifest
 from surgeon.plan.loading import LoadedPlan
 
 if TYPE_CHECKING:
+    from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.static import Check
     from surgeon.verification.streaming import FirstDifference, StreamedComparison
@@ -116,7 +117,7 @@ class Verification:
 
     promise: str
     checks: list[Check]
-    comparisons: list[LogitComparison] = field(default_factory=list)
+    comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
 

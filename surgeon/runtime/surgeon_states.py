@@ -10,7 +10,8 @@ residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with
 In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
 (`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
 chooses, by its own probabilities (`token`) or by their mean over its sequence up to it (`prefix_mean`): what a token
-sees never depends on later tokens, on padding or on the other sequences of a batch.
+sees never depends on later tokens, on padding or on the other sequences of a batch. Encoders, whose tokens see their
+whole sequence, take the mean over all of it (`sequence_mean`).
 
 All control states are one bank of the model: a site uses those of other layers too.
 """
@@ -243,6 +244,10 @@ class Mixing:
         if (spec.train_routing if training else spec.inference_routing) == "token":
             return probabilities, probabilities
         valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
+        if not training and spec.inference_routing == "sequence_mean":
+            mean = (probabilities * valid).sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+            shown = mean.expand_as(probabilities)
+            return shown, shown
         if not training:
             sums = _running(probabilities * valid, None if self.past is None else self.past.sum_before(site))
             self.sums[site] = sums

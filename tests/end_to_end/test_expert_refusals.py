@@ -37,7 +37,7 @@ STATES: dict[str, Any] = {"op": "mixture_of_control", "rank": 4}
         (STATES | {"sites": ["mlp"]}, ["sites", "attention"]),
         (STATES | {"sites": ["ffn", "ffn"]}, ["twice"]),
         (STATES | {"alpha": 1.5}, ["alpha"]),
-        (STATES | {"routing": {"inference": "batch_mean"}}, ["inference", "prefix_mean"]),
+        (STATES | {"routing": {"inference": "batch_mean"}}, ["inference", "sequence_mean"]),
     ],
 )
 def test_operations_that_do_not_fit(
