@@ -137,8 +137,9 @@ def grid(
     rows: Sequence[str],
     columns: Sequence[str],
     told: str,
+    full: float = 1.0,
 ) -> Markup:
-    """A matrix of shares from 0 to 1 as shaded cells; axes are named at every few rows and columns."""
+    """A matrix of shares from 0 to `full` as shaded cells; axes are named at every few rows and columns."""
     left, top = 64.0, 58.0
     side = (WIDTH - left - _RIGHT) / max(1, len(columns))
     tall = min(side, 24.0)
@@ -158,8 +159,8 @@ def grid(
                 el("text", rows[number], x=left - 4, y=y + tall / 2 + 3, class_="tick small", text_anchor="end")
             )
         for column, value in enumerate(row):
-            if value > 0.004:
-                shade = f"{min(1.0, value):.2f}"
+            if value > 0.004 * full:
+                shade = f"{min(1.0, value / full):.2f}"
                 parts.append(
                     el("rect", x=left + column * side, y=y, width=side, height=tall, class_="heat", fill_opacity=shade)
                 )

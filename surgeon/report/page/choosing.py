@@ -10,6 +10,7 @@ from surgeon.report.page.sections import figure, folded, section
 from surgeon.results import RoutingReport, TextChoices
 
 _COLOURS = 6
+_SHORT = {"attention": "attn"}
 
 
 def routing_section(report: RoutingReport | None) -> Markup | None:
@@ -34,8 +35,12 @@ def _router(report: RoutingReport) -> list[Markup]:
     slots = [f"slot {slot}" for slot in range(report.slots)]
     parts = [
         el("h3", f"PMoE's router, above {report.router_layer} layers"),
-        heated("Mean weight of each slot", "text", slots, [(name, list(router.mean)) for name, router in told]),
-        heated("Share of tokens a slot weighs most for", "text", slots, [(name, list(r.largest)) for name, r in told]),
+        el(
+            "div",
+            heated("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in told]),
+            heated("Share of tokens it weighs most for", "text", slots, [(name, list(r.largest)) for name, r in told]),
+            class_="pair",
+        ),
     ]
     for name, router in told:
         spans = [
@@ -50,7 +55,9 @@ def _token(token: str) -> str:
 
 
 def _mixture(report: RoutingReport) -> list[Markup]:
-    names = [f"{layer}.{kind[:4]}" for layer, kind in report.sites]
+    names = [f"{layer}.{_SHORT.get(kind, kind)}" for layer, kind in report.sites]
+    every = [value for text in report.texts.values() for row in text.states for value in row]
+    largest = max(every, default=0.0) or 1.0
     figures = []
     for nth, (name, text) in enumerate(report.texts.items()):
         if text.states:
@@ -64,12 +71,16 @@ def _mixture(report: RoutingReport) -> list[Markup]:
                         across=f"control state ({name})",
                         rows=names,
                         columns=names,
+                        full=largest,
                         told=_most_used(report, text),
                     ),
                     f"{name}: {_most_used(report, text)}.",
                 )
             )
-    words = "Rows: the site that chooses; columns: whose control state; darker: more weight (1: all of it)."
+    words = (
+        "Rows: the site that chooses; columns: whose control state. The fuller a cell, the more of the site's weight, up"
+        f" to {largest:.0%}, the largest here."
+    )
     return [el("h3", "Control states (Mixture-of-Control)"), el("p", words), el("div", *figures, class_="pair")]
 
 
@@ -85,25 +96,24 @@ def _most_used(report: RoutingReport, text: TextChoices) -> str:
 def _gates(report: RoutingReport, gates: Sequence[str]) -> list[Markup]:
     names = list(report.texts)
     held = [text.gates for text in report.texts.values()]
-    largest = max((told.mean for gates_of in held for told in gates_of.values()), default=1.0)
-    loud = max((told.loudness or 0 for gates_of in held for told in gates_of.values()), default=0.0)
-    parts = [
-        el("h3", "Gates by layer and text"),
-        heated(
-            "Mean value (of an interpolator: its α)",
-            "gate",
-            names,
-            [(gate, [_of(gates_of.get(gate), "mean") for gates_of in held]) for gate in gates],
-            full=largest,
-        ),
-    ]
     adapters = [gate for gate in gates if any(g.get(gate) and g[gate].loudness is not None for g in held)]
+    shares = [gate for gate in gates if gate not in adapters]
+
+    def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
+        rows = [(gate, [_of(gates_of.get(gate), field) for gates_of in held]) for gate in chosen]
+        largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
+        return heated(caption, "gate", names, rows, full=full or largest)
+
+    parts = []
     if adapters:
-        rows = [(gate, [_of(gates_of.get(gate), "closed") for gates_of in held]) for gate in adapters]
-        parts.append(heated("Adapters: share of tokens the gate is closed for", "gate", names, rows))
-        rows = [(gate, [_of(gates_of.get(gate), "loudness") for gates_of in held]) for gate in adapters]
-        parts.append(heated("Adapters: mean ‖output‖₁ over the width", "gate", names, rows, full=loud or 1.0))
-    return parts
+        parts += [
+            matrix("Adapters: mean of the gate", adapters, "mean", None),
+            matrix("Adapters: share of tokens shut out", adapters, "closed", 1.0),
+            matrix("Adapters: mean ‖output‖₁ over the width", adapters, "loudness", None),
+        ]
+    if shares:
+        parts.append(matrix("Interpolators: mean α, the expanded branch's share", shares, "mean", 1.0))
+    return [el("h3", "Gates by layer and text"), el("div", *parts, class_="pair")]
 
 
 def _of(told: object, field: str) -> float | None:

@@ -18,7 +18,7 @@ class Markup(str):
 
 
 Child = Markup | str | int | None
-Value = str | int | float | bool | None
+Value = Markup | str | int | float | bool | None
 
 
 def text(words: str) -> Markup:
@@ -51,17 +51,19 @@ def join(*children: Child) -> Markup:
     return Markup("".join(_child(child) for child in children if child is not None))
 
 
-def raw(css: str) -> Markup:
-    """A style sheet of ours, as it is."""
-    assert "</" not in css
-    return Markup(css)
+def raw(ours: str) -> Markup:
+    """A style sheet or an encoded picture of ours, as it is."""
+    assert "<" not in ours and '"' not in ours
+    return Markup(ours)
 
 
 def _child(child: Markup | str | int) -> str:
     return child if isinstance(child, Markup) else text(str(child))
 
 
-def _value(value: str | int | float) -> str:
+def _value(value: Markup | str | int | float) -> str:
+    if isinstance(value, Markup):
+        return value
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return text(str(value))

@@ -8,26 +8,33 @@ import struct
 import zlib
 
 from surgeon.findings.gathering import HeatMap
-from surgeon.report.page.markup import Markup, el
+from surgeon.report.page.markup import Markup, el, raw
 
 # From no mass to most, dark to light: legible on either background, and in grey.
 _STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
 
 
 def heat_image(heat: HeatMap) -> Markup:
-    """The map on a logarithmic scale over six decades."""
-    largest = max((max(row) for row in heat.cells), default=0.0)
-    pixels = b"".join(b"\0" + b"".join(_colour(value, largest) for value in row) for row in heat.cells)
+    """The map on a logarithmic scale, from its smallest cell (at least a millionth of the largest) to its largest."""
+    low, high = heat_range(heat)
+    pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
     width = len(heat.cells[0]) if heat.cells else 1
     encoded = base64.b64encode(_png(pixels, width, max(1, len(heat.cells)))).decode("ascii")
-    told = f"transport map {heat.name}, {heat.rows} by {heat.columns}, largest share {largest:.3g}"
+    told = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
     return el(
-        "img", src=f"data:image/png;base64,{encoded}", alt=told, class_="map", width=width, height=len(heat.cells)
+        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=told, class_="map", width=width, height=len(heat.cells)
     )
 
 
-def _colour(value: float, largest: float) -> bytes:
-    share = 0.0 if value <= 0 or largest <= 0 else max(0.0, 1 + math.log10(value / largest) / 6)
+def heat_range(heat: HeatMap) -> tuple[float, float]:
+    """The shares that the darkest and the lightest colour stand for."""
+    values = [value for row in heat.cells for value in row if value > 0]
+    high = max(values, default=1.0)
+    return max(min(values, default=high), high * 1e-6), high
+
+
+def _colour(value: float, low: float, high: float) -> bytes:
+    share = 0.0 if value <= low else 1.0 if value >= high else math.log(value / low) / math.log(high / low)
     at = min(share, 1.0) * (len(_STOPS) - 1)
     low = min(int(at), len(_STOPS) - 2)
     return bytes(round(a + (b - a) * (at - low)) for a, b in zip(_STOPS[low], _STOPS[low + 1], strict=True))

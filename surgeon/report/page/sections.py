@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from surgeon.findings.budget import Budget
-from surgeon.findings.gathering import Findings
+from surgeon.findings.gathering import Findings, HeatMap
 from surgeon.findings.maps import MapFact
 from surgeon.manifest import Manifest
 from surgeon.report.page.charts import Bar, Series, bars, lines, points
 from surgeon.report.page.markup import Child, Markup, el, join
 from surgeon.report.page.markup import lines as text_lines
-from surgeon.report.page.pixels import heat_image
+from surgeon.report.page.pixels import heat_image, heat_range
 from surgeon.report.page.stack import legend, origin_words, stack_figure
-from surgeon.report.papers import papers_of
+from surgeon.report.papers import Paper, papers_of
 from surgeon.report.terminal import count, size
 from surgeon.results import Verification
 
@@ -71,7 +72,7 @@ def headline(findings: Findings) -> Markup:
             "good" if manifest.promise == "exact" else "warn",
         ),
         ("proof", state, tone),
-        ("loads", "without custom code" if manifest.native else "with trust_remote_code=True", None),
+        ("loads", "without custom code" if manifest.native else "with code of its own", None),
     ]
     return el(
         "dl", *(el("div", el("dt", name), el("dd", told, class_=tone)) for name, told, tone in facts), class_="facts"
@@ -88,12 +89,23 @@ def _state(findings: Findings) -> tuple[str, str]:
     if verification is None:
         return "not run for this report", "warn"
     if not verification.holds:
+        if _changed_since_birth(verification):
+            return "the base is kept; new tensors changed since birth", "warn"
         return "a promise does not hold", "bad"
     if verification.identical is None:
         return "every static promise holds", "good"
     if verification.identical:
         return "every logit is bit-identical", "good"
     return "logits differ, as promised", "warn"
+
+
+# What training or an edit of new tensors breaks, and nothing else does.
+_AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
+
+
+def _changed_since_birth(verification: Verification) -> bool:
+    failed = {check.name for check in verification.checks if not check.holds}
+    return bool(failed) and failed <= _AT_BIRTH and not verification.comparisons
 
 
 def stack_section(findings: Findings) -> Markup:
@@ -162,7 +174,8 @@ def budget_section(findings: Findings) -> Markup:
                 bars("Parameters by who brought them", parts, full=budget.total, key="budget-bars"),
                 "Shares of all parameters; trainable ones are counted again.",
             ),
-            join(
+            el(
+                "div",
                 table("Parameters, and bytes in bf16", ("part", "parameters", "bf16"), rows, numbers=(1, 2)),
                 el(
                     "p",
@@ -219,10 +232,7 @@ def operations_section(findings: Findings) -> Markup:
     )
 
 
-def _cited(paper: object) -> Markup:
-    from surgeon.report.papers import Paper
-
-    assert isinstance(paper, Paper)
+def _cited(paper: Paper) -> Markup:
     first = paper.authors.split(",")[0].split(" and ")[0]
     where = f"arXiv:{paper.arxiv}" if paper.arxiv else paper.venue
     return join(f"{first} et al., ", el("cite", paper.title), f" ({paper.year}). {where}")
@@ -258,6 +268,12 @@ def _verified(verification: Verification) -> list[Markup]:
         for check in verification.checks
     ]
     parts = [table("Checks of bytes, run for this page", ("", "check", "found"), rows, words=(2,))]
+    if _changed_since_birth(verification):
+        words = (
+            "Every tensor of the base is in its place, byte for byte. New ones are no longer as they were born: trained,"
+            " or edited by hand; what was promised at birth was not compared again."
+        )
+        return [*parts, el("p", words)]
     if verification.comparisons:
         told = [
             (
@@ -311,22 +327,21 @@ def transport_section(findings: Findings) -> Markup | None:
         head = ("layer", "module", "entropy", "at most", "row error", "column error", "iterations", "converged")
         parts.append(folded("Every map", table("Transport maps", head, rows, numbers=range(2, 7))))
     if findings.heat_maps:
-        images = [
-            el("figure", heat_image(m), el("figcaption", _map_words(m.name, m.rows, m.columns, m.block)))
-            for m in findings.heat_maps
-        ]
+        images = [el("figure", heat_image(m), el("figcaption", _map_words(m))) for m in findings.heat_maps]
         parts += [el("h3", "Heat maps"), el("div", *images, class_="pair")]
     return section("transport", "Transport maps", *parts)
 
 
-def _map_words(name: str, rows: int, columns: int, block: int) -> str:
-    each = "" if block == 1 else f"; a dot is the largest of {block} × {block}"
-    return f"{name}: {rows} neurons of the lower layer (down) × {columns} of the upper (across), logarithmic{each}"
+def _map_words(heat: HeatMap) -> str:
+    low, high = heat_range(heat)
+    each = "" if heat.block == 1 else f"; a dot is the largest of {heat.block} × {heat.block}"
+    return (
+        f"{heat.name}: {heat.rows} neurons of the lower layer (down) × {heat.columns} of the upper (across); the share of a"
+        f" lower neuron's mass, {low:.2g} (dark) to {high:.2g} (light), logarithmic{each}"
+    )
 
 
 def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
-    import math
-
     by_module: dict[str, list[MapFact]] = {}
     for fact in maps:
         by_module.setdefault(fact.module or "map", []).append(fact)
@@ -404,8 +419,6 @@ def spectra_section(findings: Findings) -> Markup | None:
 
 
 def _effective(values: tuple[float, ...]) -> float:
-    import math
-
     squares = [value * value for value in values]
     total = sum(squares)
     return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))

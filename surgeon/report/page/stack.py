@@ -11,7 +11,8 @@ _ROW, _TALL = 24.0, 20.0
 _OLD_WIDTH, _NEW_LEFT = 42.0, 84.0
 _HEAD = 20.0
 _MARKS_RIGHT = 336.0
-_PILL = 28.0
+# A mark's width, and how much wider each letter after the second makes it.
+_PILL, _LETTER = 28.0, 6.0
 
 # Order and colour of marks in a row; letters tell them apart where colours do not.
 _KINDS = ("control", "adapters", "experts", "expert_router", "control_states", "other")
@@ -79,10 +80,13 @@ def legend(history: History) -> Markup:
     for layer in history.layers:
         for mark in layer.marks:
             signs.setdefault(_group(mark), (mark, _KIND_WORDS.get(_group(mark), mark.text)))
-    rows += [_legend_row(_pill(0, 2, mark.sign, mark, trains=False), words) for mark, words in signs.values()]
+    rows += [_legend_row(_pill(0, 2, mark.sign[:2], mark, trains=False), words) for mark, words in signs.values()]
     if any(mark.trains for layer in history.layers for mark in layer.marks):
-        sample = next(mark for layer in history.layers for mark in layer.marks if mark.trains)
-        rows.append(_legend_row(_pill(0, 2, sample.sign, sample, trains=True), "heavy outline: the graft trains"))
+        rows.append(
+            _legend_row(
+                el("rect", x=1, y=2, width=25, height=16, rx=8, class_="pill trains"), "heavy outline: the graft trains"
+            )
+        )
     return el("ul", *rows, class_="legend")
 
 
@@ -114,7 +118,8 @@ def _top(layer: StackLayer, count: int) -> float:
 def _layer(layer: StackLayer, y: float) -> Markup:
     words = origin_words(layer)
     pills = _grouped(layer.marks)
-    room = (_MARKS_RIGHT - _PILL * len(pills) - _NEW_LEFT - 34) / 5.6
+    left = _MARKS_RIGHT - sum(_width(sign) for sign, _, _ in pills)
+    room = (left - _NEW_LEFT - 34) / 6.2
     shown = words if len(words) <= room else f"{words[: max(1, int(room) - 1)]}…"
     title = f"layer {layer.index}: {words}" + "".join(f"; {mark.text}" for mark in layer.marks)
     parts = [
@@ -123,10 +128,9 @@ def _layer(layer: StackLayer, y: float) -> Markup:
         el("text", layer.index, x=_NEW_LEFT + 24, y=y + 14, class_="label number", text_anchor="end"),
         el("text", shown, x=_NEW_LEFT + 32, y=y + 14, class_="label"),
     ]
-    left = _MARKS_RIGHT - _PILL * len(pills)
-    parts += [
-        _pill(left + _PILL * nth, y + 2, sign, mark, trains=trains) for nth, (sign, mark, trains) in enumerate(pills)
-    ]
+    for sign, mark, trains in pills:
+        parts.append(_pill(left, y + 2, sign, mark, trains=trains))
+        left += _width(sign)
     if layer.trains:
         parts.append(_trains(_MARKS_RIGHT + 6, y + 4))
     return el("g", join(*parts), class_="row")
@@ -149,9 +153,13 @@ def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, Mark, bool]]:
 def _pill(x: float, y: float, sign: str, mark: Mark, *, trains: bool) -> Markup:
     heavy = " trains" if trains else ""
     return join(
-        el("rect", x=x + 1, y=y, width=_PILL - 3, height=16, rx=8, class_=f"pill {_group(mark)}{heavy}"),
-        el("text", sign, x=x + _PILL / 2 - 0.5, y=y + 11.5, class_="sign", text_anchor="middle"),
+        el("rect", x=x + 1, y=y, width=_width(sign) - 3, height=16, rx=8, class_=f"pill {_group(mark)}{heavy}"),
+        el("text", sign, x=x + _width(sign) / 2 - 0.5, y=y + 11.5, class_="sign", text_anchor="middle"),
     )
+
+
+def _width(sign: str) -> float:
+    return _PILL + _LETTER * max(0, len(sign) - 2)
 
 
 def _trains(x: float, y: float) -> Markup:

@@ -4,14 +4,14 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --paper: #ffffff; --panel: #f5f6f8; --ink: #1a212b; --soft: #525d6b; --line: #d3d8df; --focus: #0b5fff;
-  --good: #1b7a3d; --bad: #b3261e; --warn: #8a5a00; --heat: #e58a3c;
+  --good: #1b7a3d; --bad: #b3261e; --warn: #8a5a00; --heat: #e58a3c; --cell: #b4500f;
   --base: #dfe4ea; --fused: #b9e3d6; --copied: #c3d9f7; --made: #e2d2f5;
   --c0: #1f6fc4; --c1: #c2571a; --c2: #1b7a5a; --c3: #8a3fb0; --c4: #a8203f; --c5: #5c6670;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #12161c; --panel: #1b212a; --ink: #e6eaf0; --soft: #a7b1be; --line: #38414d; --focus: #8ab4ff;
-    --good: #6fce8f; --bad: #ff8a80; --warn: #f0be62; --heat: #a9561c;
+    --good: #6fce8f; --bad: #ff8a80; --warn: #f0be62; --heat: #a9561c; --cell: #ffb070;
     --base: #313a46; --fused: #17544a; --copied: #1d4578; --made: #4b3468;
     --c0: #74b0f5; --c1: #f09a5e; --c2: #62c9a2; --c3: #cb95ea; --c4: #f58ba2; --c5: #a9b4c0;
   }
@@ -38,11 +38,15 @@ dl.facts div { background: var(--panel); border: 1px solid var(--line); border-r
 dt { font-size: .8rem; color: var(--soft); }
 dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
+.pair > * { min-width: 0; }
 .box { overflow-x: auto; margin: .5rem 0; max-width: 100%; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); padding-bottom: .25rem; }
-th, td { text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; }
+td.number { white-space: nowrap; }
+th { vertical-align: bottom; }
+th[scope="row"] { vertical-align: top; }
 td.words { min-width: 12rem; overflow-wrap: anywhere; }
 .heated td.number, .heated th { padding: .3rem .55rem; }
 .heated td.number { background: color-mix(in srgb, var(--heat) calc(var(--v) * 90%), transparent); }
@@ -50,7 +54,7 @@ details { margin: .5rem 0; }
 summary { cursor: pointer; width: fit-content; color: var(--focus); }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .75rem; overflow-x: auto;
   font: .85rem/1.45 ui-monospace, monospace; margin: .5rem 0; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem 2rem;
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem;
   align-items: start; }
 figure { margin: .5rem 0; min-width: 0; }
 figcaption { font-size: .875rem; margin-top: .25rem; max-width: 46rem; }
@@ -77,7 +81,7 @@ svg text.sign { font-size: 9.5px; font-weight: 700; }
 .trough { fill: var(--panel); stroke: var(--line); stroke-width: .5; }
 .rule { stroke: var(--line); stroke-width: .7; } .link { stroke: var(--soft); stroke-width: .6; }
 .frame { fill: none; stroke: var(--line); stroke-width: .8; }
-.heat { fill: var(--heat); }
+.heat { fill: var(--cell); }
 .line { fill: none; stroke-width: 1.8; } .mark { stroke-width: 1.4; } .mark.open { fill: none; }
 .bar.s0, .mark.s0 { fill: var(--c0); } .line.s0, .mark.s0 { stroke: var(--c0); }
 .bar.s1, .mark.s1 { fill: var(--c1); } .line.s1, .mark.s1 { stroke: var(--c1); }
@@ -101,6 +105,6 @@ ul.plain { padding-left: 1.2rem; margin: .25rem 0 .75rem; }
 .t3 { background: color-mix(in srgb, var(--c3) 22%, transparent); border-color: var(--c3) !important; }
 .t4 { background: color-mix(in srgb, var(--c4) 22%, transparent); border-color: var(--c4) !important; }
 .t5 { background: color-mix(in srgb, var(--c5) 22%, transparent); border-color: var(--c5) !important; }
-img.map { width: 100%; max-width: 22rem; image-rendering: pixelated; border: 1px solid var(--line); display: block; }
+img.map { width: 100%; max-width: 22rem; height: auto; image-rendering: pixelated; border: 1px solid var(--line); display: block; }
 footer { border-top: 1px solid var(--line); padding: 1rem; font-size: .875rem; color: var(--soft); }
 """
