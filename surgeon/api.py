@@ -404,13 +404,13 @@ def report(
     run. Raises BadInput; a broken promise is told in the page and the result.
     """
     from surgeon.report.page.document import render
-    from surgeon.reporting import find, write_page
+    from surgeon.reporting import check_place, find, write_page
 
     listener = listener or Quiet()
     if logits and base is None:
         raise BadInput("--verify compares logits with the base's: give --base DIR")
-    if html is not None and Path(html).is_dir():
-        raise BadInput(f"--html {printable(str(html))}: a folder; give the page's file name")
+    if html is not None:
+        check_place(Path(html))
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = _manifest_of(folder)
     verification = None

@@ -68,6 +68,15 @@ def find(
     )
 
 
+def check_place(html: Path) -> None:
+    """BadInput where the page cannot be written there, told before any work."""
+    shown = printable(str(html))
+    if html.is_dir():
+        raise BadInput(f"--html {shown}: a folder; give the page's file name")
+    if not html.parent.is_dir():
+        raise BadInput(f"--html {shown}: cannot be written, there is no folder {printable(str(html.parent))}; make it")
+
+
 def write_page(page: str, to: Path) -> None:
     """Write the page beside its place and move it there: `to` is the old file or the whole new one."""
     try:

@@ -68,7 +68,7 @@ def _mixture(report: RoutingReport) -> list[Markup]:
                         text.states,
                         key=f"mixture-{nth}",
                         down="site",
-                        across=f"control state ({name})",
+                        across="control state",
                         rows=names,
                         columns=names,
                         full=largest,
@@ -78,8 +78,8 @@ def _mixture(report: RoutingReport) -> list[Markup]:
                 )
             )
     words = (
-        "Rows: the site that chooses; columns: whose control state. The fuller a cell, the more of the site's weight, up"
-        f" to {largest:.0%}, the largest here."
+        "Rows: the site that chooses; columns: whose control state. The fuller a cell, the more of the site's"
+        f" weight, up to {largest:.0%}, the largest here."
     )
     return [el("h3", "Control states (Mixture-of-Control)"), el("p", words), el("div", *figures, class_="pair")]
 

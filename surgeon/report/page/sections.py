@@ -270,8 +270,8 @@ def _verified(verification: Verification) -> list[Markup]:
     parts = [table("Checks of bytes, run for this page", ("", "check", "found"), rows, words=(2,))]
     if _changed_since_birth(verification):
         words = (
-            "Every tensor of the base is in its place, byte for byte. New ones are no longer as they were born: trained,"
-            " or edited by hand; what was promised at birth was not compared again."
+            "Every tensor of the base is in its place, byte for byte. New ones are no longer as they were born:"
+            " trained, or edited by hand; what was promised at birth was not compared again."
         )
         return [*parts, el("p", words)]
     if verification.comparisons:
@@ -336,8 +336,8 @@ def _map_words(heat: HeatMap) -> str:
     low, high = heat_range(heat)
     each = "" if heat.block == 1 else f"; a dot is the largest of {heat.block} × {heat.block}"
     return (
-        f"{heat.name}: {heat.rows} neurons of the lower layer (down) × {heat.columns} of the upper (across); the share of a"
-        f" lower neuron's mass, {low:.2g} (dark) to {high:.2g} (light), logarithmic{each}"
+        f"{heat.name}: {heat.rows} neurons of the lower layer (down) × {heat.columns} of the upper (across); the share"
+        f" of a lower neuron's mass, {low:.2g} (dark) to {high:.2g} (light), logarithmic{each}"
     )
 
 

@@ -46,7 +46,7 @@ th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px soli
 td.number, th.number { text-align: right; }
 td.number { white-space: nowrap; }
 th { vertical-align: bottom; }
-th[scope="row"] { vertical-align: top; }
+th[scope=row] { vertical-align: top; }
 td.words { min-width: 12rem; overflow-wrap: anywhere; }
 .heated td.number, .heated th { padding: .3rem .55rem; }
 .heated td.number { background: color-mix(in srgb, var(--heat) calc(var(--v) * 90%), transparent); }
@@ -105,6 +105,7 @@ ul.plain { padding-left: 1.2rem; margin: .25rem 0 .75rem; }
 .t3 { background: color-mix(in srgb, var(--c3) 22%, transparent); border-color: var(--c3) !important; }
 .t4 { background: color-mix(in srgb, var(--c4) 22%, transparent); border-color: var(--c4) !important; }
 .t5 { background: color-mix(in srgb, var(--c5) 22%, transparent); border-color: var(--c5) !important; }
-img.map { width: 100%; max-width: 22rem; height: auto; image-rendering: pixelated; border: 1px solid var(--line); display: block; }
+img.map { width: 100%; max-width: 22rem; height: auto; image-rendering: pixelated;
+  border: 1px solid var(--line); display: block; }
 footer { border-top: 1px solid var(--line); padding: 1rem; font-size: .875rem; color: var(--soft); }
 """
