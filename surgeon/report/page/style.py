@@ -97,7 +97,8 @@ ul.legend li { display: flex; gap: .6rem; align-items: center; margin: .2rem 0; 
 ul.legend svg { flex: none; }
 ul.plain { padding-left: 1.2rem; margin: .25rem 0 .75rem; }
 .tokens { font: .85rem/2 ui-monospace, monospace; overflow-wrap: anywhere; max-width: 60rem; }
-.tokens span { padding: .1rem .15rem; border-radius: 3px; white-space: pre-wrap; border-bottom: 2px solid; }
+.tokens span { padding: .1rem .15rem; border-radius: 3px; white-space: pre-wrap; border-bottom: 2px solid;
+  display: inline-block; max-width: 100%; line-height: 1.3; margin: .1rem 0; }
 .tokens sub { font-size: .65rem; font-weight: 700; line-height: 1; margin-left: 1px; }
 .t0 { background: color-mix(in srgb, var(--c0) 22%, transparent); border-color: var(--c0) !important; }
 .t1 { background: color-mix(in srgb, var(--c1) 22%, transparent); border-color: var(--c1) !important; }
