@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import MAX_CODE_BYTES, CheckpointFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Job
 from surgeon.families.anatomy import dissect, renumbered
@@ -65,6 +66,7 @@ class Return:
 
     state: Earlier
     source: str
+    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """Which state, and what it must hold."""
