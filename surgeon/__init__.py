@@ -15,12 +15,24 @@ __version__ = "0.1.0"
 _API = ("apply", "diff", "inspect", "json_schema", "merge", "preview", "revert", "transport_report", "verify")
 
 if TYPE_CHECKING:
-    from surgeon.api import apply, diff, inspect, json_schema, merge, preview, revert, transport_report, verify
+    from surgeon.api import (
+        apply,
+        diff,
+        export_slot,
+        inspect,
+        json_schema,
+        merge,
+        preview,
+        revert,
+        transport_report,
+        verify,
+    )
 
 __all__ = [
     "__version__",
     "apply",
     "diff",
+    "export_slot",
     "inspect",
     "json_schema",
     "merge",

@@ -18,6 +18,7 @@ from surgeon.comparing import compare
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Growth, Job, Listener, assist, execute
+from surgeon.exporting import export
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, adapters_of, parse
@@ -28,7 +29,7 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
-from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Exported, Inspection, Merged, Preview, Reverted, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "Difference",
+    "Exported",
     "Inspection",
     "Merged",
     "Preview",
@@ -47,6 +49,7 @@ __all__ = [
     "Verification",
     "apply",
     "diff",
+    "export_slot",
     "inspect",
     "json_schema",
     "merge",
@@ -213,6 +216,32 @@ def revert(
         left_behind=tuple(folder.left_behind),
         seconds=stopwatch.seconds,
     )
+
+
+def export_slot(
+    out: str | Path,
+    slot: int,
+    dest: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Exported:
+    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the base the slots stand on.
+
+    `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
+    slot: shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
+    absent, for a slot that is not there or that stands in layers the base lacks.
+    """
+    listener = listener or Quiet()
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    target = Path(dest)
+    try:
+        exported = export(folder, _manifest_of(folder), slot, target, say=listener.say)
+    except OSError as error:
+        raise BadInput(_disk_trouble(error, target)) from error
+    for note in exported.notes:
+        listener.say(note)
+    return exported
 
 
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:

@@ -78,12 +78,11 @@ def locate_adapter(adapter: str) -> Located:
     repo_id, _, revision = adapter.partition("@")
     _check_id(repo_id)
     wanted = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    if not _offline():
+    offline = _offline()
+    if not offline:
         repository = _Repository.ask(repo_id, revision or None)
         check_adapter_files(repository.files, repository.shown)
-        path = Path(_snapshot(repo_id, repository.commit, wanted))
-        return Located(path, repo_id, path.name)
-    path = Path(_snapshot(repo_id, revision or None, wanted, offline=True))
+    path = Path(_snapshot(repo_id, revision or None, wanted, offline=offline))
     return Located(path, repo_id, path.name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -138,6 +139,9 @@ class SlotSpec:
         for rank in (self.rank, *self.ranks.values()):
             if rank < 1:
                 raise ValueError(f"config.surgery: slot {self.slot} has rank {rank}; at least 1 is needed")
+        for scale in (self.scale, *self.scales.values()):
+            if not math.isfinite(scale):
+                raise ValueError(f"config.surgery: slot {self.slot} has scale {scale}; a finite number is needed")
         strangers = sorted({*self.ranks, *self.scales} - set(self.targets))
         if strangers:
             raise ValueError(f"config.surgery: slot {self.slot} has a rank or scale at {strangers}, no targets of it")
