@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_API = ("apply", "diff", "inspect", "json_schema", "merge", "preview", "revert", "transport_report", "verify")
+_API = (
+    "apply",
+    "diff",
+    "export_slot",
+    "inspect",
+    "json_schema",
+    "merge",
+    "preview",
+    "revert",
+    "transport_report",
+    "verify",
+)
 
 if TYPE_CHECKING:
     from surgeon.api import (

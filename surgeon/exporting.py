@@ -144,8 +144,8 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         "use_rslora": False,
-        "rank_pattern": {paths[piece]: kind[0] for piece, kind in kinds.items() if kind[0] != rank},
-        "alpha_pattern": {paths[piece]: kind[1] for piece, kind in kinds.items() if kind[1] != alpha},
+        "rank_pattern": _pattern({piece: kind[0] for piece, kind in kinds.items()}, rank, paths),
+        "alpha_pattern": _pattern({piece: kind[1] for piece, kind in kinds.items()}, alpha, paths),
         "target_modules": names,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -216,6 +216,18 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
             raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` calls for {list(shape)}")
         found.append(info)
     return Piece(layer, target, rank, scale, *found)
+
+
+def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
+    """Where a value is not the usual one: by the module's last name where it is so in all layers, else by path."""
+    by_target: dict[str, set[float]] = {}
+    for piece, value in values.items():
+        by_target.setdefault(piece.target, set()).add(value)
+    return {
+        piece.target.rpartition(".")[2] if len(by_target[piece.target]) == 1 else paths[piece]: value
+        for piece, value in values.items()
+        if value != usual
+    }
 
 
 def _dropout(out: CheckpointFolder, slot: int) -> float:
