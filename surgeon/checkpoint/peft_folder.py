@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -26,6 +27,8 @@ _PICKLE = "adapter_model.bin"
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 200
 _MOST_REPEATS = 2
+# Choices multiply what a match costs: fewer of them beside wildcards.
+_MOST_CHOICES = {False: 8, True: 3}
 
 # What the product depends on is read; the rest either tells of training, or must be empty (see `_check_plain`).
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "bias", "init_lora_weights"}
@@ -97,7 +100,7 @@ class Adapter:
     def scale(self, module: str, rank: int) -> float:
         """What the product B A counts times at `module` (a path in the base model), as PEFT reads its patterns."""
         alpha = next(
-            (value for pattern, value in self.alpha_pattern.items() if _matches(pattern, module)),
+            (value for pattern, value in self.alpha_pattern.items() if _compiled(pattern).match(module)),
             self.alpha,
         )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -171,11 +174,12 @@ class AdapterFolder:
 
 def check_pattern(pattern: str, shown: str) -> None:
     """BadInput for a key of `alpha_pattern` that is more than a module's name with a few wildcards."""
-    quantifiers = sum(pattern.count(sign) for sign in "*+?")
-    plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and quantifiers <= _MOST_REPEATS
-    if plain and not _REPEATED_GROUP.search(pattern):
+    repeats = sum(pattern.count(sign) for sign in "*+?")
+    cheap = repeats <= _MOST_REPEATS and pattern.count("|") <= _MOST_CHOICES[repeats > 0]
+    plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
+    if cheap and plain:
         try:
-            re.compile(pattern)
+            _compiled(pattern)
         except re.error:
             pass
         else:
@@ -202,9 +206,11 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
     raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
 
 
-def _matches(pattern: str, module: str) -> bool:
+# `re` itself keeps a few hundred; an adapter may have one for every module.
+@functools.lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
     # As `peft.utils.other.get_pattern_key` does.
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _check_plain(config: Mapping[str, Any], shown: str) -> None:

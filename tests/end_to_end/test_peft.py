@@ -376,6 +376,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], list[str]]] = {
     "dropout 1": (config(lora_dropout=1.0), {}, ["lora_dropout"]),
     "rslora of words": (config(use_rslora="yes"), {}, ["use_rslora"]),
     "a pattern that takes years": (config(alpha_pattern={"(a+)+": 3}), {}, ["alpha_pattern", "(a+)+"]),
+    "a pattern of many choices": (config(alpha_pattern={"(a|b)" * 9: 3}), {}, ["alpha_pattern"]),
     "a pattern that is none": (config(alpha_pattern={"q_proj(": 3}), {}, ["alpha_pattern"]),
     "patterns as a list": (config(alpha_pattern=[3]), {}, ["alpha_pattern"]),
 }
@@ -429,3 +430,20 @@ def test_export_from_the_command_line(plan: Callable[..., Path], base: Path, ada
     assert told["config"]["target_modules"] == ["q_proj"]
     assert told["layers"] == list(range(6))
     assert told["base"] == "base"
+
+
+def test_a_manifest_that_lost_or_changed_its_adapter(
+    plan: Callable[..., Path], base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    api.apply(plan(IMPORT), str(base), out)
+    file = out / "surgery.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"adapters": {}}))
+    assert "nothing is known of the adapter" in refused("verify", "--static", base, out)
+    manifest["adapters"]["adapter"]["alpha_pattern"] = {"(a+)+": 1.0}
+    file.write_text(json.dumps(manifest))
+    assert "surgery.json" in refused("verify", "--static", base, out)
+    manifest["adapters"]["adapter"] |= {"alpha_pattern": {}, "alpha": 99.0}
+    file.write_text(json.dumps(manifest))
+    assert not api.verify(base, out, logits=False).holds
