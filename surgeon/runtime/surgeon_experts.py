@@ -144,7 +144,7 @@ def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:
         native = layer.get_submodule(target)
         if not isinstance(native, nn.Linear):
             raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
-        here = [slot for slot in spec.slots if target in slot.targets]
+        here = [slot.at(target) for slot in spec.slots if target in slot.targets]
         parent, _, name = target.rpartition(".")
         setattr(layer.get_submodule(parent), name, ExpertLinear(native, here, routed=spec.routed))
 
