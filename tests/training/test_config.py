@@ -45,7 +45,8 @@ def test_every_operation_has_defaults() -> None:
 def test_every_default_can_be_overridden(tmp_path: Path) -> None:
     text = SMALLEST + (
         "batch: 12\nmicro_batch: 3\nlength: 16\n"
-        "optimizer: {lr: 1e-3, min_lr: 1e-4, schedule: linear, warmup: 7, betas: [0.8, 0.9], weight_decay: 0.2, clip: 0}\n"
+        "optimizer: {lr: 1e-3, min_lr: 1e-4, schedule: linear, warmup: 7, betas: [0.8, 0.9], weight_decay: 0.2,"
+        " clip: 0}\n"
     )
     settings, _ = settle(written(tmp_path, text), ["control_llm"], context=64, processes=2)
     assert settings.to_json() == {
