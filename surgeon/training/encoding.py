@@ -101,7 +101,7 @@ class Encoder:
             text += part
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         counted = [
-            any(begin < end and first <= begin and end <= last for first, last in spans)
+            any(begin < min(end, last) and first < end for first, last in spans)
             for begin, end in encoded["offset_mapping"]
         ]
         return list(encoded["input_ids"]), counted
