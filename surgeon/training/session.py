@@ -31,10 +31,11 @@ from surgeon.stopwatch import Stopwatch
 from surgeon.training.config import LoadedConfig, SourceSpec
 from surgeon.training.documents import Documents
 from surgeon.training.encoding import Encoder
+from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
-from surgeon.training.trainable import TrainableSet, trainable_set, unfreeze
+from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
     DATA_FILE,
     TRAINED_FILE,

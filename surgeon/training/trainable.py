@@ -1,73 +1,20 @@
-"""Which parameters train: told by the manifest, set on the model, and checked before the first step."""
+"""The parameters that train: set on the model, and checked before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import nn
 
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import renumbered
-from surgeon.manifest import MANIFEST_FILE, Manifest, layers_of, parse
-
-What = Literal["last", "all"] | Sequence[int]
+from surgeon.errors import SurgeonError, printable
+from surgeon.training.names import TrainableSet
 
 
 class WrongSet(SurgeonError):
     """What would train is not what was asked for."""
 
     exit_code = 3
-
-
-@dataclass(frozen=True)
-class TrainableSet:
-    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order."""
-
-    names: tuple[str, ...]
-    operations: tuple[str, ...]
-
-
-def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
-    """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
-
-    An operation that trains everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
-    where a tensor is missing, where an ancestor's manifest was not kept, and where nothing is left to train.
-    """
-    shown = printable(str(out.path / MANIFEST_FILE))
-    chosen: dict[str, None] = {}
-    operations: list[str] = []
-    everything = False
-    surgeries = [manifest] if what != "all" else [*_ancestors(manifest, shown), manifest]
-    for nth, surgery in enumerate(surgeries):
-        numbers = list(range(len(surgery.operations)))
-        if not isinstance(what, str):
-            unknown = [number for number in what if number not in numbers]
-            if unknown:
-                raise BadInput(
-                    f"{shown}: there is no operation {unknown[0]} in the last surgery; it has"
-                    f" {', '.join(f'{n} ({printable(surgery.operations[n].op)})' for n in numbers)}"
-                )
-            numbers = sorted(set(what))
-        for number in numbers:
-            operations.append(surgery.operations[number].op)
-            everything = everything or surgery.operations[number].trains == "all"
-        later = [layers_of(each, file=str(out.path / MANIFEST_FILE)) for each in surgeries[nth + 1 :]]
-        for name, tensor in surgery.new_tensors.items():
-            now = _name_now(name, later)
-            # A later merge may have folded an earlier surgery's branches away.
-            if tensor.operation in numbers and (not later or now in out.tensors):
-                chosen[now] = None
-    if everything:
-        chosen = dict.fromkeys(out.tensors)
-    missing = [name for name in chosen if name not in out.tensors]
-    if missing:
-        raise BadInput(f"{shown}: names the new tensor {printable(missing[0])}, which no shard has; download it again")
-    if not chosen:
-        raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
-    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations))
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
@@ -112,27 +59,3 @@ def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None)
 def _is_tied(model: nn.Module, name: str) -> bool:
     """Whether the tensor is another name of a parameter (a tied output embedding)."""
     return name in dict(model.named_parameters(remove_duplicate=False))
-
-
-def _ancestors(manifest: Manifest, shown: str) -> list[Manifest]:
-    found: list[Manifest] = []
-    for number, ancestor in enumerate(manifest.lineage, 1):
-        if ancestor.manifest is None:
-            raise BadInput(
-                f"{shown}: does not hold the manifest of surgery {number}, since an older surgeon"
-                f" ({printable(ancestor.tool)}) wrote it; train `what: last`, or apply the plans again with this one"
-            )
-        found.append(parse(ancestor.manifest | {"lineage": []}, file=f"{shown} (surgery {number})"))
-    return found
-
-
-def _name_now(name: str, later: list[dict[int, int]]) -> str:
-    for layers in later:
-        try:
-            name = renumbered(name, layers)
-        except KeyError:
-            raise BadInput(
-                f"{MANIFEST_FILE}: {printable(name)} is in a layer that a later surgery did not find; was it edited"
-                " by hand?"
-            ) from None
-    return name

@@ -11,9 +11,10 @@ from surgeon import api
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest import Manifest, parse
+from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.optimizer import MasterAdamW, make_schedule
 from surgeon.training.settings import Settings
-from surgeon.training.trainable import TrainableSet, WrongSet, check_set, trainable_set, unfreeze
+from surgeon.training.trainable import WrongSet, check_set, unfreeze
 from surgeon.verification.loading import load_model
 from tests import tiny
 
