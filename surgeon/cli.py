@@ -356,8 +356,15 @@ def inspect(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    training: Annotated[bool, typer.Option("--training", help="of the configs that `train` reads")] = False,
+) -> None:
     """Print the JSON schema of plans, for editors that complete YAML by it."""
+    if training:
+        from surgeon.training.config import json_schema as of_training
+
+        _print_json(of_training())
+        return
     from surgeon.plan.schema import json_schema
 
     _print_json(json_schema())
