@@ -12,10 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_API = ("apply", "diff", "inspect", "json_schema", "merge", "preview", "revert", "train", "transport_report", "verify")
+_API = (
+    "apply",
+    "diff",
+    "inspect",
+    "json_schema",
+    "merge",
+    "preview",
+    "revert",
+    "routing_report",
+    "train",
+    "transport_report",
+    "verify",
+)
 
 if TYPE_CHECKING:
-    from surgeon.api import apply, diff, inspect, json_schema, merge, preview, revert, train, transport_report, verify
+    from surgeon.api import (
+        apply,
+        diff,
+        inspect,
+        json_schema,
+        merge,
+        preview,
+        revert,
+        routing_report,
+        train,
+        transport_report,
+        verify,
+    )
 
 __all__ = [
     "__version__",
@@ -26,6 +50,7 @@ __all__ = [
     "merge",
     "preview",
     "revert",
+    "routing_report",
     "train",
     "transport_report",
     "verify",

@@ -114,6 +114,11 @@ def run_training(
     device = devices.resolve(device)
     wanted = trainable_set(out, manifest, config.what)
     anatomy = dissect(out.config, out.tensors)
+    if anatomy.family.encoder:
+        raise BadInput(
+            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal language"
+            " models; train it on your task with transformers' Trainer after `model.freeze_base()`"
+        )
     context = out.config.get("max_position_embeddings")
     settings, notes = settle(
         loaded,
