@@ -113,7 +113,8 @@ class Verification:
     """Whether an output keeps its manifest's promises.
 
     `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
-    where none was made (`promise` none), differing logits are as promised.
+    where none was made (`promise` none), differing logits are as promised, and so they are where the output was
+    `trained` since the surgery.
     """
 
     promise: str
@@ -121,6 +122,7 @@ class Verification:
     comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
+    trained: bool = False
 
     @property
     def identical(self) -> bool | None:
@@ -137,13 +139,14 @@ class Verification:
     @property
     def holds(self) -> bool:
         """Whether every promise of the manifest holds."""
-        kept = self.promise == "none" or self.identical is not False
+        kept = self.promise == "none" or self.trained or self.identical is not False
         return kept and all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return {
             "promise": self.promise,
+            "trained": self.trained,
             "holds": self.holds,
             "identical": self.identical,
             "checks": [asdict(check) for check in self.checks],
@@ -207,6 +210,39 @@ class Reverted:
 
 
 @dataclass(frozen=True)
+class Exported:
+    """A slot that was written as a PEFT adapter for `base` (at `revision`).
+
+    `layers` are the base's that it adapts, in `modules` modules; `config` is its adapter_config.json, `notes` tell what
+    of the output's function it does not hold.
+    """
+
+    path: Path
+    slot: int
+    base: str
+    revision: str | None
+    layers: tuple[int, ...]
+    modules: int
+    nbytes: int
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "slot": self.slot,
+            "base": self.base,
+            "revision": self.revision,
+            "layers": list(self.layers),
+            "modules": self.modules,
+            "bytes": self.nbytes,
+            "config": self.config,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
 class Difference:
     """What became of checkpoint `a` in checkpoint `b`.
 
@@ -245,6 +281,59 @@ class Difference:
             "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
             "same": list(self.same),
             "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run of `out`, published at `path`.
+
+    `changes` maps every tensor that trained to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before); `unchanged` are
+    those that are what they were. `losses` maps sources to their held-out losses in nats a token, before and after.
+    `log` are the trainer's entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory
+    is in bytes, of the GPU where there is one.
+    """
+
+    out: Path
+    path: Path
+    manifest: Manifest
+    operations: tuple[str, ...]
+    settings: dict[str, Any]
+    parameters: int
+    changes: dict[str, tuple[float, float | None]]
+    losses: dict[str, list[float]]
+    tokens: int
+    log: list[dict[str, Any]]
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and did not change."""
+        return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "out": str(self.out),
+            "path": str(self.path),
+            "operations": list(self.operations),
+            "settings": self.settings,
+            "parameters": self.parameters,
+            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
+            "tensors": {
+                name: {"max_change": largest, "relative_change": relative}
+                for name, (largest, relative) in self.changes.items()
+            },
+            "unchanged": list(self.unchanged),
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "resumed_at": self.resumed_at,
+            "peak_memory": self.peak_memory,
+            "log": self.log,
         }
 
 
