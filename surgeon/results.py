@@ -449,6 +449,7 @@ _TOLD = (
     "spectra",
     "heat_maps",
     "probing",
+    "runs",
     "curves",
     "notes",
 )
