@@ -10,14 +10,14 @@ from surgeon.findings.curves import TrainingRun, curves_of
 from surgeon.findings.gathering import Findings, HeatMap
 from surgeon.findings.maps import MapFact
 from surgeon.manifest import Manifest
-from surgeon.report.page.charts import Bar, Series, bars, lines, points
-from surgeon.report.page.markup import Child, Markup, el, join
-from surgeon.report.page.markup import lines as text_lines
-from surgeon.report.page.pixels import heat_image, heat_range
-from surgeon.report.page.stack import legend, origin_words, stack_figure
-from surgeon.report.papers import Paper, papers_of
-from surgeon.report.terminal import count, size
 from surgeon.results import Verification
+from surgeon.views.page.charts import Bar, Series, bars, lines, points
+from surgeon.views.page.markup import Child, Markup, el, join
+from surgeon.views.page.markup import lines as text_lines
+from surgeon.views.page.pixels import heat_image, heat_range
+from surgeon.views.page.stack import legend, origin_words, stack_figure
+from surgeon.views.papers import Paper, papers_of
+from surgeon.views.terminal import count, size
 
 _PROMISES = {"exact": "exact", "none": "not preserving"}
 _SERIES_STYLES = 6
