@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.families.grafted import BANK, owner_of
 from surgeon.grafts import Graft, grafts_of
-from surgeon.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.manifest import MANIFEST_FILE, Manifest, layers_of, parse
 
 Origin = Literal["base", "copied", "fused", "made"]
 
@@ -76,6 +77,7 @@ def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
         file = f"{folder.path / MANIFEST_FILE} (lineage)"
         earlier.insert(0, parse(ancestor.manifest | {"lineage": []}, file=file))
     surgeries = (*earlier, manifest)
+    _check(surgeries, folder)
     first = len(manifest.lineage) - len(earlier) + 1
     grafts = grafts_of(folder.config)
     own = _layers_with_new_weights(manifest)
@@ -85,6 +87,25 @@ def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
         for index in range(len(manifest.layers))
     ]
     return History(surgeries, first, tuple(layers))
+
+
+def _check(surgeries: Sequence[Manifest], folder: CheckpointFolder) -> None:
+    """BadInput where manifests contradict each other, or the weights beside the last."""
+    file = str(folder.path / MANIFEST_FILE)
+    held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
+    counts = [len(manifest.layers) for manifest in surgeries]
+    found = [*(manifest.base.layers for manifest in surgeries[1:]), max(held, default=-1) + 1]
+    for manifest, told, real in zip(surgeries, counts, found, strict=True):
+        layers_of(manifest, file=file)
+        numbers = [layer.operation for layer in manifest.layers if layer.operation is not None]
+        sources = [source for layer in manifest.layers for source in layer.sources]
+        if told != real or any(not 0 <= n < len(manifest.operations) for n in numbers):
+            raise BadInput(
+                f"{printable(file)}: `layers` tells of {told} layers and of operations {sorted(set(numbers))}, where"
+                f" there are {real} layers and {len(manifest.operations)} operations; was it edited by hand?"
+            )
+        if any(not 0 <= source < told for source in sources):
+            raise BadInput(f"{printable(file)}: `layers` names a source that is no layer; was it edited by hand?")
 
 
 def _places(surgeries: Sequence[Manifest], nth: int) -> dict[int, int]:

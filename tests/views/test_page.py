@@ -357,6 +357,14 @@ def _routing(**changes: Any) -> str:
 REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
     "no output of surgeon": (lambda out, tmp: [out.parent / "state-0"], "not an output of surgeon"),
     "logits without a base": (lambda out, tmp: [out, "--verify"], "--base"),
+    "a manifest without a layer": (
+        lambda out, tmp: [edited(out, tmp, lambda m: (m["layers"].pop(), m["base"].update(layers=7)))],
+        "where there are 7 layers",
+    ),
+    "an earlier manifest of another model": (
+        lambda out, tmp: [edited(out, tmp, lambda m: m["lineage"][0]["manifest"]["layers"].pop(3))],
+        "was it edited by hand",
+    ),
     "a folder as page": (lambda out, tmp: [out, "--html", tmp], "a folder"),
     "no such folder": (lambda out, tmp: [out, "--html", tmp / "nowhere" / "page.html"], "cannot be written"),
     "unknown map": (lambda out, tmp: [out, "--maps", "3.below.qury"], "did you mean 3.below.query"),
@@ -379,6 +387,15 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
         "line 1",
     ),
 }
+
+
+def edited(out: Path, tmp: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the output whose manifest somebody changed."""
+    copy = shutil.copytree(out, tmp / "edited")
+    manifest = json.loads((copy / "surgery.json").read_text())
+    change(manifest)
+    (copy / "surgery.json").write_text(json.dumps(manifest))
+    return copy
 
 
 def given(folder: Path, content: str) -> Path:
