@@ -13,7 +13,7 @@ from surgeon.families.grafted import BANK, owner_of
 from surgeon.grafts import Graft, grafts_of
 from surgeon.manifest import MANIFEST_FILE, Manifest, layers_of, parse
 
-Origin = Literal["base", "copied", "fused", "made"]
+Origin = Literal["base", "changed", "copied", "fused", "made"]
 
 # How an init is called in a manifest, and what that is to the reader of a picture.
 _ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
@@ -36,7 +36,7 @@ class StackLayer:
 
     `base` is its number in the first base, None for one that surgery number `surgery` made, by its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    what stands beside them.
+    what stands beside them. A layer of the base to which a surgery gave other weights is `changed`, as `init` says.
     """
 
     index: int
@@ -130,13 +130,15 @@ def _layer(
 ) -> StackLayer:
     """Walk down from the last surgery until one made the layer, or the first base had it."""
     brought: dict[str, int] = {}
-    here = index
+    here, changed, changed_by = index, "", None
     made_by: int | None = None
     for nth in reversed(range(len(surgeries))):
         entry = surgeries[nth].layers[here]
         for graft in entry.grafts:
             if graft.operation is not None:
                 brought.setdefault(graft.text, nth + first)
+        if entry.base is not None and entry.init and not changed:
+            changed, changed_by = entry.init, nth + first
         if entry.base is None:
             made_by = nth
             break
@@ -154,7 +156,8 @@ def _layer(
         for graft in last.grafts
     )
     if made_by is None:
-        return StackLayer(index, here, "base", "", (), None, None, trains, marks)
+        origin: Origin = "changed" if changed else "base"
+        return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
     places = _places(surgeries, made_by)
     return StackLayer(

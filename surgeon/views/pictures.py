@@ -11,7 +11,7 @@ from surgeon.findings.history import History
 from surgeon.results import RoutingReport
 from surgeon.views.page.stack import origin_words
 
-_ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5"}
+_ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
 
 
 def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:

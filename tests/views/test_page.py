@@ -262,6 +262,17 @@ def test_born_equal_branches_lie_on_each_other(base: Path, tmp_path: Path) -> No
     assert "the probe sentences were not run: there is no tokenizer in the folder" in reader.words
 
 
+def test_merged_layers_are_not_called_kept(base: Path, tmp_path: Path) -> None:
+    api.apply(write_plan(tmp_path / "p.yaml", [CONTROL]), str(base), tmp_path / "out")
+    api.merge(tmp_path / "out", tmp_path / "merged", window=8, windows=1)
+    told, page, _ = reported(tmp_path / "merged", tmp_path / "page.html")
+    layers = told.findings.history.layers
+    assert [layer.index for layer in layers if layer.origin == "changed"] == [1, 4]
+    assert {layer.surgery for layer in layers if layer.origin == "changed"} == {2}
+    assert not any(layer.marks for layer in layers)
+    assert "changed: a layer of the base with other weights" in page
+
+
 def test_curves_are_read_from_a_log(grown: list[Path], tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     lines = [

@@ -49,7 +49,7 @@ def stack_figure(history: History) -> Markup:
 def origin_words(layer: StackLayer) -> str:
     """Where a layer comes from, in a few words."""
     if layer.base is not None:
-        return "kept"
+        return layer.init.partition(",")[0] if layer.origin == "changed" else "kept"
     of = f" {'+'.join(map(str, layer.sources))}" if layer.sources else ""
     match layer.origin:
         case "fused":
@@ -64,7 +64,8 @@ def legend(history: History) -> Markup:
     """What boxes, letters and triangles mean; only of those that occur."""
     origins = {layer.origin for layer in history.layers}
     words = {
-        "base": "kept: a layer of the base, byte for byte",
+        "base": "kept: a layer of the base, as surgery found it",
+        "changed": "changed: a layer of the base with other weights",
         "fused": "fused: made from the two layers named",
         "copied": "copied: began as a copy of the layer named",
         "made": "new: initialised another way",

@@ -5,14 +5,14 @@ STYLE = """
   color-scheme: light dark;
   --paper: #ffffff; --panel: #f5f6f8; --ink: #1a212b; --soft: #525d6b; --line: #d3d8df; --focus: #0b5fff;
   --good: #1b7a3d; --bad: #b3261e; --warn: #8a5a00; --heat: #e58a3c; --cell: #b4500f;
-  --base: #dfe4ea; --fused: #b9e3d6; --copied: #c3d9f7; --made: #e2d2f5;
+  --base: #dfe4ea; --fused: #b9e3d6; --copied: #c3d9f7; --made: #e2d2f5; --changed: #f3d9b8;
   --c0: #1f6fc4; --c1: #c2571a; --c2: #1b7a5a; --c3: #8a3fb0; --c4: #a8203f; --c5: #5c6670;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #12161c; --panel: #1b212a; --ink: #e6eaf0; --soft: #a7b1be; --line: #38414d; --focus: #8ab4ff;
     --good: #6fce8f; --bad: #ff8a80; --warn: #f0be62; --heat: #a9561c; --cell: #ffb070;
-    --base: #313a46; --fused: #17544a; --copied: #1d4578; --made: #4b3468;
+    --base: #313a46; --fused: #17544a; --copied: #1d4578; --made: #4b3468; --changed: #5c431c;
     --c0: #74b0f5; --c1: #f09a5e; --c2: #62c9a2; --c3: #cb95ea; --c4: #f58ba2; --c5: #a9b4c0;
   }
 }
@@ -67,7 +67,7 @@ svg text.label { font-size: 11px; } svg text.number { font-weight: 600; }
 svg text.sign { font-size: 9.5px; font-weight: 700; }
 .layer { stroke: var(--line); stroke-width: 1; }
 .layer.base { fill: var(--base); } .layer.fused { fill: var(--fused); } .layer.copied { fill: var(--copied); }
-.layer.made { fill: var(--made); }
+.layer.made { fill: var(--made); } .layer.changed { fill: var(--changed); }
 .way { fill: none; stroke: var(--soft); stroke-width: 1; opacity: .6; }
 .pill { fill: var(--paper); stroke: var(--soft); stroke-width: 1; }
 .pill.trains { stroke: var(--ink); stroke-width: 2.2; }
