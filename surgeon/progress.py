@@ -1,4 +1,7 @@
-"""Progress on stderr: a bar with rate and remaining time where there is a terminal, silence where there is none."""
+"""Progress on stderr where it is a terminal: a bar with rate and remaining time, or the time gone by.
+
+Without a terminal there are no bars; what is said is said, a line each.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,31 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from surgeon.errors import printable
+
+
+class _Amount(ProgressColumn):
+    """Bytes, rate and remaining time of a stage whose size is known; the time gone by of one whose size is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self.unknown = TimeElapsedColumn()
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return self.unknown.render(task)
+        return Text(" ").join(column.render(task) for column in self.known)
 
 
 class ProgressListener:
@@ -28,9 +49,7 @@ class ProgressListener:
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            _Amount(),
             console=self.console,
             transient=True,
             disable=not shown,
@@ -46,9 +65,11 @@ class ProgressListener:
 
     def begin(self, stage: str, total: int) -> None:
         """A stage of `total` bytes begins; its bar takes the place of the last one."""
-        if self.task is not None:
-            self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(stage, total=total)
+        self._replace(stage, total)
+
+    def wait(self, stage: str) -> None:
+        """A stage of unknown size begins."""
+        self._replace(stage, None)
 
     def advance(self, count: int) -> None:
         """`count` bytes of the stage are done."""
@@ -56,6 +77,14 @@ class ProgressListener:
             self.progress.advance(self.task, count)
 
     def say(self, line: str) -> None:
-        """A word to the user, above the bar."""
-        if not self.quiet:
-            self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
+        """A word to the user, above the bar; work that no bar measures goes on under it."""
+        if self.quiet:
+            return
+        self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
+        if self.task is None or self.progress.tasks[0].finished:
+            self.wait("working")
+
+    def _replace(self, stage: str, total: int | None) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(stage, total=total)

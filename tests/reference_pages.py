@@ -24,7 +24,9 @@ def page() -> str:
     """The whole page."""
     schema = json_schema()
     models: dict[str, Any] = schema["$defs"]
-    operations = {models_of["properties"]["op"]["const"]: name for name, models_of in models.items() if _is_op(models_of)}
+    operations = {
+        models_of["properties"]["op"]["const"]: name for name, models_of in models.items() if _is_op(models_of)
+    }
     assert set(operations) == set(OPERATIONS)
     parts = [HEAD, "## The plan\n", schema["description"] + "\n", _table(schema, models)]
     for op in OPERATIONS:
