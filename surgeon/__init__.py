@@ -22,6 +22,7 @@ _API = (
     "preview",
     "revert",
     "routing_report",
+    "train",
     "transport_report",
     "verify",
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         preview,
         revert,
         routing_report,
+        train,
         transport_report,
         verify,
     )
@@ -52,6 +54,7 @@ __all__ = [
     "preview",
     "revert",
     "routing_report",
+    "train",
     "transport_report",
     "verify",
 ]

@@ -39,6 +39,7 @@ from surgeon.results import (
     Preview,
     Reverted,
     RoutingReport,
+    Trained,
     Verification,
 )
 from surgeon.stopwatch import Stopwatch
@@ -58,6 +59,7 @@ __all__ = [
     "Preview",
     "Reverted",
     "RoutingReport",
+    "Trained",
     "TransportReport",
     "Verification",
     "apply",
@@ -69,6 +71,7 @@ __all__ = [
     "preview",
     "revert",
     "routing_report",
+    "train",
     "transport_report",
     "verify",
 ]
@@ -310,7 +313,7 @@ def verify(
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
     checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
-        return Verification(blueprint.promise, checks)
+        return Verification(blueprint.promise, checks, trained=bool(manifest.training))
 
     from surgeon.verification.encoders import auto_class, compare_encoders
     from surgeon.verification.logits import compare_logits
@@ -360,7 +363,57 @@ def verify(
                     trust_remote_code=trust_remote_code,
                 )
             )
-    return Verification(blueprint.promise, checks, comparisons, layered, tokens.source)
+    return Verification(blueprint.promise, checks, comparisons, layered, tokens.source, trained=bool(manifest.training))
+
+
+def train(
+    out: str | Path,
+    config: str | Path,
+    to: str | Path,
+    *,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Trained | None:
+    """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
+
+    `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
+    checked. The same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
+    makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
+    would train, Diverged where the loss is no number any more.
+    """
+    from surgeon.training.config import load_config
+    from surgeon.training.session import run_training
+
+    loaded = load_config(Path(config))
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    finished = run_training(
+        folder,
+        _manifest_of(folder),
+        loaded,
+        Path(to),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener or Quiet(),
+    )
+    if finished.manifest is None:
+        return None
+    return Trained(
+        out=Path(out),
+        path=Path(to),
+        manifest=finished.manifest,
+        operations=finished.wanted.operations,
+        settings=finished.settings.to_json(),
+        parameters=finished.parameters,
+        changes={name: (change.max_change, change.relative_change) for name, change in finished.changes.items()},
+        losses=finished.losses,
+        tokens=finished.tokens,
+        log=finished.log,
+        resumed_at=finished.resumed_at,
+        seconds=finished.seconds,
+        tokens_per_second=finished.tokens_per_second,
+        peak_memory=finished.peak_memory,
+    )
 
 
 def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:

@@ -228,6 +228,37 @@ def verify(
 
 
 @app.command()
+def train(
+    out: OutArgument,
+    config: Annotated[
+        Path, typer.Option("--config", metavar="TRAIN.YAML", help="what to train, on what, for how long")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="folder of the trained output")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Train what surgery added to OUT, and nothing else, into the new folder RUN; the same command continues.
+
+    Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) every step's sequences are dealt out over N
+    processes.
+    """
+    from surgeon import api
+
+    with _listening(quiet or not speaks()) as listener:
+        trained = api.train(out, config, to, device=device, trust_remote_code=trust_remote_code, listener=listener)
+    if trained is None:
+        return
+    if as_json:
+        _print_json(trained.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import trained_view
+
+        _console().print(trained_view(trained))
+
+
+@app.command()
 def merge(
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
@@ -413,8 +444,15 @@ def inspect(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    training: Annotated[bool, typer.Option("--training", help="of the configs that `train` reads")] = False,
+) -> None:
     """Print the JSON schema of plans, for editors that complete YAML by it."""
+    if training:
+        from surgeon.training.config import json_schema as of_training
+
+        _print_json(of_training())
+        return
     from surgeon.plan.schema import json_schema
 
     _print_json(json_schema())

@@ -19,6 +19,7 @@ from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import renumbered
 from surgeon.layout import Shard
 from surgeon.plan.loading import LoadedPlan
 from surgeon.recipes import describe
@@ -96,6 +97,26 @@ class NewTensor(_Entry):
     sha256: Sha256
 
 
+class TrainedTensor(_Entry):
+    """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
+
+    sha256: Sha256
+    max_change: float
+    relative_change: float | None
+
+
+class TrainingEntry(_Entry):
+    """One training run of this surgery's output: by which config and settings, for how long, what it changed."""
+
+    tool: Tool
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    steps: int
+    tokens: int
+    losses: dict[str, list[float]]
+    tensors: dict[str, TrainedTensor]
+
+
 class Ancestor(_Entry):
     """An earlier surgery that the base itself came from.
 
@@ -148,6 +169,12 @@ class Manifest(_Entry):
     code: dict[str, Sha256] = {}
     texts: dict[str, Sha256] = {}
     adapters: dict[str, ImportedAdapter] = {}
+    training: list[TrainingEntry] = []
+
+    @property
+    def trained(self) -> dict[str, Sha256]:
+        """Digests of the tensors that were trained since the surgery, as the last run left each."""
+        return {name: tensor.sha256 for run in self.training for name, tensor in run.tensors.items()}
 
     @property
     def layer_of_base(self) -> list[int]:
@@ -283,6 +310,22 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
             " was it edited by hand?"
         )
     return layers
+
+
+def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
+    """What every tensor of the output holds, by digests, as far as the manifest tells: born, kept, trained since."""
+    layers = layers_of(manifest, file=file)
+    held: dict[str, str] = {}
+    for name, digest in manifest.base.tensors.items():
+        try:
+            held[renumbered(name, layers)] = digest
+        except KeyError:
+            raise BadInput(
+                f"{printable(file)}: the base's {printable(name)} is in none of its {len(layers)} layers; was it edited"
+                " by hand?"
+            ) from None
+    held.update({name: tensor.sha256 for name, tensor in manifest.new_tensors.items()})
+    return held | manifest.trained
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:

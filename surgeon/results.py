@@ -112,7 +112,8 @@ class Verification:
     """Whether an output keeps its manifest's promises.
 
     `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
-    where none was made (`promise` none), differing logits are as promised.
+    where none was made (`promise` none), differing logits are as promised, and so they are where the output was
+    `trained` since the surgery.
     """
 
     promise: str
@@ -120,6 +121,7 @@ class Verification:
     comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
+    trained: bool = False
 
     @property
     def identical(self) -> bool | None:
@@ -136,13 +138,14 @@ class Verification:
     @property
     def holds(self) -> bool:
         """Whether every promise of the manifest holds."""
-        kept = self.promise == "none" or self.identical is not False
+        kept = self.promise == "none" or self.trained or self.identical is not False
         return kept and all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return {
             "promise": self.promise,
+            "trained": self.trained,
             "holds": self.holds,
             "identical": self.identical,
             "checks": [asdict(check) for check in self.checks],
@@ -277,6 +280,59 @@ class Difference:
             "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
             "same": list(self.same),
             "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run of `out`, published at `path`.
+
+    `changes` maps every tensor that trained to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before); `unchanged` are
+    those that are what they were. `losses` maps sources to their held-out losses in nats a token, before and after.
+    `log` are the trainer's entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory
+    is in bytes, of the GPU where there is one.
+    """
+
+    out: Path
+    path: Path
+    manifest: Manifest
+    operations: tuple[str, ...]
+    settings: dict[str, Any]
+    parameters: int
+    changes: dict[str, tuple[float, float | None]]
+    losses: dict[str, list[float]]
+    tokens: int
+    log: list[dict[str, Any]]
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and did not change."""
+        return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "out": str(self.out),
+            "path": str(self.path),
+            "operations": list(self.operations),
+            "settings": self.settings,
+            "parameters": self.parameters,
+            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
+            "tensors": {
+                name: {"max_change": largest, "relative_change": relative}
+                for name, (largest, relative) in self.changes.items()
+            },
+            "unchanged": list(self.unchanged),
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "resumed_at": self.resumed_at,
+            "peak_memory": self.peak_memory,
+            "log": self.log,
         }
 
 

@@ -45,6 +45,10 @@ FORBIDDEN = {
     "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
+    "training": ("surgeon.api", "surgeon.cli", "surgeon.report", "surgeon.plan", "surgeon.operations"),
+    "training/names.py": ("torch", "numpy", "transformers"),
+    "training/config.py": ("torch", "numpy", "transformers"),
+    "strict_yaml.py": ("surgeon.plan", "surgeon.training", "torch"),
 }
 
 

@@ -15,7 +15,7 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Reverted, Trained, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -122,6 +122,41 @@ def difference_view(difference: Difference) -> RenderableType:
     return Group(table, Text(), Text.assemble(verdict, (f"; {how}", "dim")))
 
 
+def trained_view(trained: Trained) -> RenderableType:
+    """What was learned and forgotten, what changed by how much, and what it took."""
+    losses = Table(box=None, pad_edge=False)
+    for column in ("source", "before", "after", "change"):
+        losses.add_column(column, justify="left" if column == "source" else "right")
+    for name, (before, after) in trained.losses.items():
+        style = "green" if after < before else "yellow"
+        losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
+    groups: dict[str, list[tuple[float, float | None]]] = {}
+    for name, change in trained.changes.items():
+        place = layer_of(name)
+        groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
+    tensors = Table(box=None, pad_edge=False)
+    for column in ("tensors", "count", "max |Δ|", "‖Δ‖ / ‖before‖"):
+        tensors.add_column(column, justify="left" if column == "tensors" else "right")
+    for where, changes in groups.items():
+        relative = [value for _, value in changes if value is not None]
+        tensors.add_row(
+            where,
+            str(len(changes)),
+            f"{max(largest for largest, _ in changes):.3g}",
+            f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
+        )
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
+    speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
+    facts.add_row("tokens", f"{trained.tokens:,}{speed}")
+    facts.add_row("peak memory", size(trained.peak_memory))
+    parts: list[RenderableType] = [losses, Text(), tensors, Text(), facts]
+    if trained.unchanged:
+        parts.append(Text(f"did not change: {_listed(trained.unchanged)}", style="bold yellow"))
+    done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
+    return Group(*parts, Text(), Text.assemble(done, style="bold green"))
+
+
 def verification_view(verification: Verification) -> RenderableType:
     """Checks and comparisons, and the verdict in one line."""
     checks = Table(box=None, show_header=False, pad_edge=False)
@@ -141,6 +176,9 @@ def verdict(verification: Verification) -> Text:
     """One line: exact, not preserving as promised, or broken."""
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
+    if verification.trained:
+        told = "logits not compared" if verification.identical is None else "logits are the trained model's"
+        return Text(f"trained: every other tensor is the base's, byte for byte ({told})", style="bold green")
     if verification.promise == "none":
         found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
         return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
@@ -182,6 +220,12 @@ def inspection_view(inspection: Inspection) -> RenderableType:
             grafts.setdefault(graft.text, []).append(index)
     for text, layers in grafts.items():
         facts.add_row("grafts", f"{printable(text)}: {'layer' if len(layers) == 1 else 'layers'} {show(layers)}")
+    for run in manifest.training:
+        told = ", ".join(
+            f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
+        )
+        told = f"; held-out loss {told}" if told else ""
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{told}")
     facts.add_row(
         "new tensors",
         f"{len(manifest.new_tensors)}, in {_listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",

@@ -20,6 +20,7 @@ from surgeon.execute import constant_bytes
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest import Manifest
 from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
+from surgeon.training.names import trainable_set
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ def check_static(
     return [
         *described,
         _base_is_the_one(manifest, digests[0]),
-        _copies(blueprint, *digests),
-        _silence(blueprint, anatomy, out),
-        _constants(blueprint, digests[1]),
+        _copies(blueprint, manifest, out, *digests),
+        _silence(blueprint, manifest, anatomy, out),
+        _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
+        *_as_trained(manifest, digests[1]),
     ]
 
 
@@ -102,22 +104,33 @@ def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
     return Check("base", True, f"the one operated on, by {len(base)} digests")
 
 
-def _copies(blueprint: Blueprint, base: dict[str, str], out: dict[str, str]) -> Check:
-    copies = {o.name: o.recipe.source for o in blueprint.outputs if isinstance(o.recipe, Copy)}
+def _copies(
+    blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
+) -> Check:
+    trained = manifest.trained
+    stray = [o.name for o in blueprint.outputs if not o.new and o.name in trained]
+    if stray:
+        may = set(trainable_set(folder, manifest, "all").names)
+        if forbidden := [name for name in stray if name not in may]:
+            return Check("base tensors", False, f"trained, though no surgery lets them train: {_some(forbidden)}")
+    untrained = [o for o in blueprint.outputs if o.name not in trained]
+    copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
     wrong = [name for name, source in copies.items() if out[name] != base[source]]
-    kept = sum(not output.new for output in blueprint.outputs)
+    kept = sum(not output.new for output in untrained)
     if wrong:
         return Check("base tensors", False, f"not byte-identical to their originals: {_some(wrong)}")
     return Check(
         "base tensors",
         True,
-        f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them",
+        f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them"
+        + (f"; {len(stray)} were trained, as a surgery lets them" if stray else ""),
     )
 
 
-def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> Check:
+def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
     """From the family, not from the recipes: which tensors of new layers must hold which constant."""
     must = anatomy.family.silence(anatomy.parts)
+    trained = manifest.trained
     loud: list[str] = []
     checked = 0
     for layer in blueprint.layers:
@@ -125,6 +138,8 @@ def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> C
             continue
         for suffix, value in must.items():
             name = anatomy.layer_name(layer.index, suffix)
+            if name in trained:
+                continue
             info = out.tensors[name]
             checked += 1
             if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
@@ -132,13 +147,16 @@ def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> C
     if loud:
         return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}")
     if not checked:
-        return Check("silent at birth", True, "no operation promises it")
+        told = "no operation promises it" if not trained else "trained since, or no operation promises it"
+        return Check("silent at birth", True, told)
     return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
 
 
-def _constants(blueprint: Blueprint, out: dict[str, str]) -> Check:
+def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
     """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
-    constants = [(o.name, o.recipe) for o in blueprint.outputs if isinstance(o.recipe, Constant | Listed)]
+    trained = manifest.trained
+    untrained = [o for o in blueprint.outputs if o.name not in trained]
+    constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
     if wrong:
         return Check("constants", False, f"not the value they are born with: {_some(wrong)}")
@@ -152,7 +170,8 @@ def _constant_digest(recipe: Constant | Listed) -> str:
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
-    computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe)]
+    trained = manifest.trained
+    computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe) and o.name not in trained]
     unknown = [name for name in computed if name not in manifest.new_tensors]
     if unknown:
         return Check("new tensors", False, f"not in the manifest: {_some(unknown)}")
@@ -160,6 +179,20 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     if changed:
         return Check("new tensors", False, f"changed since they were written: {_some(changed)}")
     return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
+
+
+def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
+    """Nothing for an output that was not trained; else whether it holds what its last training run left."""
+    if not manifest.training:
+        return []
+    trained = manifest.trained
+    wrong = [name for name, digest in trained.items() if out.get(name) != digest]
+    if wrong:
+        return [Check("trained tensors", False, f"not as training left them: {_some(wrong)}")]
+    idle = [name for run in manifest.training for name, tensor in run.tensors.items() if tensor.max_change == 0]
+    told = f"; {len(idle)} did not change in it: {_some(idle)}" if idle else ", every one of them changed"
+    steps = sum(run.steps for run in manifest.training)
+    return [Check("trained tensors", True, f"{len(trained)} as {steps:,} steps of training left them{told}")]
 
 
 def _some(names: Iterable[str]) -> str:
