@@ -45,7 +45,7 @@ class ProgressListener:
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self.console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-        shown = self.console.is_terminal and not quiet
+        shown = (self.console.is_terminal or self.console.is_jupyter) and not quiet
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -7,6 +7,7 @@ what is otherwise: `<!-- base: FOLDER -->` (of a plan), `<!-- exits 0 1 -->` (li
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -76,9 +77,9 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.checkpoint(folder / "base-encoder", "roberta")
     for number, name in enumerate(("french", "german")):
         _adapter(folder / "base-model", folder / "adapters" / name, seed=number)
-    words = "It was a bright cold day, and the clocks were striking. "
+    words = "It was a bright cold day, and the clocks were striking.\n"
     for name in ("wiki", "en", "fr", "de", "medicine"):
-        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 40)
+        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 600)
         lines = (json.dumps({"text": f"{name} {number}: {words * 8}"}) for number in range(40))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -99,6 +100,7 @@ def _adapter(base: Path, folder: Path, *, seed: int) -> None:
 def test_what_a_page_shows_runs(page: Path, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tools, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page)):
         if block.said.startswith("not run: "):
             continue
@@ -109,7 +111,7 @@ def test_what_a_page_shows_runs(page: Path, tools: Path, tmp_path: Path, monkeyp
             _commands(block, where)
         elif block.kind == "python":
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(block.text, where, "exec"), {"__name__": "__main__"})
+                exec(compile(block.text, where, "exec"), names)
 
 
 def _plan(block: Block, where: str, folder: Path, number: int) -> None:
@@ -187,7 +189,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{name_of(page)}: {target}"
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            prose = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.S)
+            headings = re.findall(r"^#+ (.*)$", prose, re.M)
             assert anchor in map(_anchor, headings), f"{name_of(page)}: {target}"
 
 
@@ -213,3 +216,24 @@ def test_every_operation_has_its_page() -> None:
 def test_the_plan_reference_is_the_schema() -> None:
     """`python -m tests.reference_pages` writes it."""
     assert reference_pages.PAGE.read_text(encoding="utf-8") == reference_pages.page()
+
+
+def _texts_of_the_source() -> list[str]:
+    """Every string of the package, f-strings with `…` for what is filled in."""
+    found: list[str] = []
+    for file in sorted((ROOT / "surgeon").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_errors_in_troubleshooting_are_the_sources_own() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\*\*`(.*)`\*\*$", page, re.M)
+    assert len(quoted) > 40
+    source = _texts_of_the_source()
+    for text in quoted:
+        assert any(text.strip() in known for known in source), text
