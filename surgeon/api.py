@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgeon import devices
 from surgeon.blueprint import Blueprint
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, MAX_CARD_BYTES, CheckpointFolder
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.comparing import compare
@@ -26,6 +27,7 @@ from surgeon.plan.schema import json_schema
 from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
+from surgeon.report.metadata import NOTHING_KNOWN, Metadata, read_metadata
 from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
@@ -57,6 +59,8 @@ __all__ = [
 # What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
 _STREAMING_MEMORY = 90_000_000
 _TORCH_MEMORY = 450_000_000
+
+NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"
 
 
 class Quiet:
@@ -126,6 +130,7 @@ def apply(
             loaded,
             BaseId(located.repo_id or located.path.resolve().name, located.revision),
             texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
+            metadata=_metadata(folder),
         ),
         blueprint=shown.blueprint,
         base=folder,
@@ -140,7 +145,8 @@ def apply(
     else:
         assist(job, listener, stopwatch, ranks)
         manifest = _manifest_of(CheckpointFolder.open(target))
-    return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds, read_back)
+    left_behind = tuple(name for name in folder.left_behind if name != CARD_FILE)
+    return Applied(target, manifest, shown, left_behind, stopwatch.seconds, read_back)
 
 
 def merge(
@@ -186,7 +192,7 @@ def revert(
     state = find_state(folder, _manifest_of(folder), to)
     blueprint = state.blueprint(folder)
     job = Job(
-        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE)),
+        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE), metadata=_metadata(folder)),
         blueprint=blueprint,
         base=folder,
         shards=lay_out(blueprint, folder.tensors),
@@ -329,6 +335,9 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
     blueprint = draw(loaded, anatomy, folder.config)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = _texts(blueprint, loaded)
+    notes = [*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())]
+    if _metadata(folder).license is None:
+        notes.append(NO_LICENSE)
     outputs = blueprint.outputs
     new = sum(numel(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
@@ -352,8 +361,20 @@ def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: i
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
-        notes=(*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())),
+        notes=tuple(notes),
     )
+
+
+def _metadata(folder: CheckpointFolder) -> Metadata:
+    """What the folder's card says; of a base that is no output, the base it names is not ours to name."""
+    if CARD_FILE not in folder.source.listing():
+        return NOTHING_KNOWN
+    try:
+        found = read_metadata(folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES))
+    except BadInput:
+        # Too large, or not a regular file: no reason to refuse the surgery.
+        return NOTHING_KNOWN
+    return found if folder.manifest is not None else replace(found, base_model=None)
 
 
 def _lead(

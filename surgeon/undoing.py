@@ -22,6 +22,7 @@ from surgeon.families.grafted import is_grafted, native_config
 from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
 from surgeon.readback import ReadBack
 from surgeon.recipes import Copy
+from surgeon.report.metadata import NOTHING_KNOWN, Metadata
 from surgeon.runtime import RUNTIME_FILES, is_shipped_name, shipped_code
 
 _CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
@@ -65,6 +66,7 @@ class Return:
 
     state: Earlier
     source: str
+    metadata: Metadata = NOTHING_KNOWN
 
     def identity(self) -> dict[str, Any]:
         """Which state, and what it must hold."""
@@ -73,6 +75,7 @@ class Return:
             "revert": self.state.number,
             "digests": dict(self.state.digests),
             "manifest": hashlib.sha256(kept.to_bytes()).hexdigest() if kept else None,
+            "metadata": dataclasses.asdict(self.metadata),
         }
 
     def code(self, name: str) -> bytes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, MAX_CARD_BYTES, CheckpointFolder
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.opening import read_capped
 from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
@@ -218,6 +218,9 @@ def _check_id(base: str) -> None:
 def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
+    # The licence and languages that a card names go into the output's.
+    if name == CARD_FILE:
+        return size <= MAX_CARD_BYTES
     return name in _SMALL or is_shipped_name(name) or (code and name.endswith(".py") and "/" not in name)
 
 
