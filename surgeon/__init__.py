@@ -12,10 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_API = ("apply", "diff", "inspect", "json_schema", "merge", "preview", "revert", "transport_report", "verify")
+_API = (
+    "apply",
+    "diff",
+    "inspect",
+    "json_schema",
+    "merge",
+    "preview",
+    "revert",
+    "routing_report",
+    "transport_report",
+    "verify",
+)
 
 if TYPE_CHECKING:
-    from surgeon.api import apply, diff, inspect, json_schema, merge, preview, revert, transport_report, verify
+    from surgeon.api import (
+        apply,
+        diff,
+        inspect,
+        json_schema,
+        merge,
+        preview,
+        revert,
+        routing_report,
+        transport_report,
+        verify,
+    )
 
 __all__ = [
     "__version__",
@@ -26,6 +48,7 @@ __all__ = [
     "merge",
     "preview",
     "revert",
+    "routing_report",
     "transport_report",
     "verify",
 ]

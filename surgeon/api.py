@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +29,12 @@ from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.report.metadata import NOTHING_KNOWN, Metadata, read_metadata
-from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, Verification
+from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, RoutingReport, Verification
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
 if TYPE_CHECKING:
+    from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.streaming import StreamedComparison
 
@@ -43,6 +45,7 @@ __all__ = [
     "Merged",
     "Preview",
     "Reverted",
+    "RoutingReport",
     "TransportReport",
     "Verification",
     "apply",
@@ -52,6 +55,7 @@ __all__ = [
     "merge",
     "preview",
     "revert",
+    "routing_report",
     "transport_report",
     "verify",
 ]
@@ -259,12 +263,18 @@ def verify(
     manifest = _manifest_of(out_folder)
     loaded = parse_plan(manifest.plan, source=f"{Path(out) / MANIFEST_FILE} (plan)")
     anatomy = dissect(base_folder.config, base_folder.tensors)
+    if streamed and anatomy.family.encoder:
+        raise BadInput(
+            f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
+            " --streamed"
+        )
     blueprint = draw(loaded, anatomy, base_folder.config)
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
     checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
         return Verification(blueprint.promise, checks)
 
+    from surgeon.verification.encoders import auto_class, compare_encoders
     from surgeon.verification.logits import compare_logits
     from surgeon.verification.streaming import compare_streamed
     from surgeon.verification.tokens import token_batches
@@ -273,11 +283,23 @@ def verify(
     trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
     device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    comparisons: list[LogitComparison] = []
+    comparisons: list[LogitComparison | OutputComparison] = []
     layered: list[StreamedComparison] = []
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
-        if streamed:
+        if anatomy.family.encoder:
+            comparisons.append(
+                compare_encoders(
+                    Path(base),
+                    Path(out),
+                    tokens.ids,
+                    auto=auto_class(base_folder.config),
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                )
+            )
+        elif streamed:
             layer_by_layer = compare_streamed(
                 Path(base),
                 Path(out),
@@ -316,6 +338,41 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
     )
 
 
+def routing_report(
+    out: str | Path,
+    texts: Mapping[str, Path | None],
+    *,
+    to: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> RoutingReport:
+    """Run `out` over texts, by their domains' names (None: the built-in probe), and tell what routers and gates chose.
+
+    `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
+    for a checkpoint without grafts that choose, and for texts that cannot be read.
+    """
+    from surgeon.choices import record_choices
+
+    report = record_choices(
+        out,
+        texts,
+        window=window,
+        windows=windows,
+        device=devices.resolve(device),
+        trust_remote_code=trust_remote_code,
+        progress=(listener or Quiet()).say,
+    )
+    if to is not None:
+        try:
+            to.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
+    return report
+
+
 def _merging(alpha: float | None) -> LoadedPlan:
     share = "" if alpha is None else f"\n    alpha: {alpha!r}"
     return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
@@ -331,6 +388,9 @@ def _manifest_of(folder: CheckpointFolder) -> Manifest:
 
 
 def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: int = MAX_NEW_SHARD_BYTES) -> Preview:
+    if folder.manifest is not None:
+        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        _manifest_of(folder)
     anatomy = dissect(folder.config, folder.tensors)
     blueprint = draw(loaded, anatomy, folder.config)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)

@@ -306,6 +306,44 @@ def transport_report(
     _console().print(transport_view(found))
 
 
+@app.command("routing-report")
+def routing_report(
+    out: OutArgument,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE: a domain and its text; repeatable"),
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="write what was recorded to this JSON file")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
+    windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    trust_remote_code: RemoteCode = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains."""
+    from surgeon import api
+
+    texts = _named_texts(text or [])
+    with _listening(quiet) as listener:
+        report = api.routing_report(
+            out,
+            texts,
+            to=to,
+            window=window,
+            windows=windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(report.to_json())
+        return
+    from surgeon.report.routing import routing_view
+
+    _console().print(routing_view(report))
+
+
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],
@@ -382,6 +420,20 @@ def _listening(quiet: bool) -> Iterator[ProgressListener]:
 
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=True))
+
+
+def _named_texts(given: list[str]) -> dict[str, Path | None]:
+    if not given:
+        return {"probe": None}
+    named: dict[str, Path | None] = {}
+    for entry in given:
+        name, equals, file = entry.partition("=")
+        if not (name and equals and file):
+            raise BadInput(f"--text {printable(entry)}: give a name and a file, as in --text french=fr.txt")
+        if name in named:
+            raise BadInput(f"--text {printable(entry)}: the name {printable(name)} is given twice")
+        named[name] = Path(file)
+    return named
 
 
 def _bytes(text: str) -> int:

@@ -14,10 +14,12 @@ from typing import Any
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted import BRANCH, PREFIX, GraftKind, Owner, is_grafted
 from surgeon.recipes import Recipe
-from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES
+from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, ENCODER_PREFIXES
 
-# Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model.
+# Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model. Where a config
+# names no class, it is the first.
 _HEADS = ("ForCausalLM", "ForSequenceClassification", "Model")
+_ENCODER_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LAYER_NUMBERS = ("layer", "branch")
 
 
@@ -155,11 +157,13 @@ def _kept(kind: GraftKind, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(config: Mapping[str, Any], family: str) -> str:
-    named = [str(name) for name in config.get("architectures") or ()] or [_HEADS[0]]
-    head = next((head for head in _HEADS if named[0].endswith(head)), None)
+    heads = _ENCODER_HEADS if family in ENCODER_PREFIXES else _HEADS
+    named = [str(name) for name in config.get("architectures") or ()] or [heads[0]]
+    head = next((head for head in heads if named[0].endswith(head)), None)
     if len(named) > 1 or head is None:
+        with_head = ", ".join(head for head in heads if head != "Model")
         raise BadInput(
             f"config.json: `architectures` is {printable(repr(named))}; grafts are made for models with"
-            f" {_HEADS[0]}, {_HEADS[1]} or no head ({_HEADS[2]})"
+            f" {with_head} or no head (Model)"
         )
-    return CLASS_PREFIXES[family] + head
+    return (CLASS_PREFIXES | ENCODER_PREFIXES)[family] + head

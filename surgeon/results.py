@@ -15,6 +15,7 @@ from surgeon.manifest import Manifest
 from surgeon.plan.loading import LoadedPlan
 
 if TYPE_CHECKING:
+    from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.static import Check
     from surgeon.verification.streaming import FirstDifference, StreamedComparison
@@ -116,7 +117,7 @@ class Verification:
 
     promise: str
     checks: list[Check]
-    comparisons: list[LogitComparison] = field(default_factory=list)
+    comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
 
@@ -266,4 +267,83 @@ class Inspection:
             "tied_embeddings": self.anatomy.tied,
             "shards": list(self.folder.shards),
             "surgery": self.manifest.model_dump() if self.manifest else None,
+        }
+
+
+@dataclass(frozen=True)
+class RouterChoices:
+    """PMoE's router on one text: mean weight of each slot, share of tokens it is the largest for, and some tokens.
+
+    `examples` are (token, its slot of largest weight).
+    """
+
+    mean: tuple[float, ...]
+    largest: tuple[float, ...]
+    examples: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class GateChoices:
+    """A gate on one text: its mean value (α of an interpolator), and the share of tokens for which it is zero.
+
+    `loudness` is the mean of what an adapter adds, ‖·‖₁ over the width; None for an interpolator.
+    """
+
+    mean: float
+    closed: float
+    loudness: float | None
+
+
+@dataclass(frozen=True)
+class TextChoices:
+    """Everything chosen on one text of `tokens` tokens.
+
+    `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
+    `RoutingReport.sites`. `gates` are by the layer's number and what stands there (`3.adapter`, `3.interpolator`).
+    """
+
+    tokens: int
+    router: RouterChoices | None
+    states: tuple[tuple[float, ...], ...]
+    gates: dict[str, GateChoices]
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """What was chosen, text by text.
+
+    `sites` are (layer, block) of the control states, `router_layer` is how many layers lie below PMoE's router.
+    """
+
+    model: str
+    slots: int
+    router_layer: int | None
+    sites: tuple[tuple[int, str], ...]
+    texts: dict[str, TextChoices] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data: the file's content and `--json`."""
+        return {
+            "surgeon_routing": 1,
+            "model": self.model,
+            "router": None if self.router_layer is None else {"layer": self.router_layer, "slots": self.slots},
+            "sites": [list(site) for site in self.sites],
+            "texts": {
+                name: {
+                    "tokens": text.tokens,
+                    "router": None
+                    if text.router is None
+                    else {
+                        "mean": list(text.router.mean),
+                        "largest": list(text.router.largest),
+                        "examples": [list(example) for example in text.router.examples],
+                    },
+                    "states": [list(row) for row in text.states],
+                    "gates": {
+                        gate: {"mean": told.mean, "closed": told.closed, "loudness": told.loudness}
+                        for gate, told in text.gates.items()
+                    },
+                }
+                for name, text in self.texts.items()
+            },
         }

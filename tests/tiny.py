@@ -43,24 +43,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 8},
 }
 
+# Encoders, with what makes each itself: RoBERTa's positions begin after the padding's; relative positions, buckets,
+# their norm and a convolution in DeBERTa's.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "roberta": {"pad_token_id": 1, "bos_token_id": 0},
+    "deberta": {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "max_relative_positions": 16,
+        "type_vocab_size": 2,
+    },
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "conv_kernel_size": 3,
+        "conv_act": "gelu",
+    },
+}
+ENCODER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "")
+
 
 def config(model_type: str, **overrides: Any) -> Any:
     """The transformers config of a tiny model of this family."""
     from transformers import AutoConfig
 
+    if model_type in ENCODERS:
+        common = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
+        # More positions than decoders have: windows as long as theirs must fit behind the padding's position.
+        own = {"max_position_embeddings": 136, "num_labels": 3} | ENCODERS[model_type]
+        return AutoConfig.for_model(model_type, **(common | own | overrides))
     return AutoConfig.for_model(model_type, **(COMMON | FAMILIES[model_type] | overrides))
 
 
-def model(model_type: str, *, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Any:
-    """A tiny model in eval mode; every parameter random, norms and biases included, so that nothing is special."""
+def model(
+    model_type: str, *, dtype: str = "float32", seed: int = 0, head: str = "ForMaskedLM", **overrides: Any
+) -> Any:
+    """A tiny model in eval mode; every parameter random, norms and biases included, so that nothing is special.
+
+    `head` is an encoder's, one of `ENCODER_HEADS`.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    built = AutoModelForCausalLM.from_config(config(model_type, **overrides), dtype=getattr(torch, dtype))
+    auto = getattr(transformers, f"AutoModel{head if model_type in ENCODERS else 'ForCausalLM'}")
+    built = auto.from_config(config(model_type, **overrides), dtype=getattr(torch, dtype))
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+    if model_type in ENCODERS:
+        # DeBERTa makes two biases in float32 whatever it is asked for.
+        built.to(getattr(torch, dtype))
     return built.eval()
 
 

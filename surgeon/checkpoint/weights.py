@@ -15,6 +15,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64_000_000
 
+# A buffer of 0, 1, 2, … that encoders of old saved; it is copied like any tensor.
+_POSITIONS = "embeddings.position_ids"
+
 _SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
 
@@ -131,7 +134,7 @@ def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
 
 
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
-    if info.dtype in FLOAT_DTYPES:
+    if info.dtype in FLOAT_DTYPES or (info.dtype == "I64" and info.name.endswith(_POSITIONS)):
         return
     found = f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}"
     method = config.get("quantization_config")

@@ -9,16 +9,24 @@ from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
-from surgeon.families import family_of
+from surgeon.families import ENCODERS, FAMILIES, family_of
 from surgeon.families.family import Family, Part, Sizes
 from surgeon.families.grafted import BANK, BRANCH, is_grafted, native_config, owner_of
 
-# Only a number right after `layers.` at the known place counts as a layer index: renaming works on it alone,
-# never on substrings.
-_LAYER_NAME = re.compile(r"(?P<prefix>model\.|)layers\.(?P<index>0|[1-9][0-9]{0,8})\.(?P<suffix>.+)", re.DOTALL)
+# Only a number right after a family's stem (`layers.`) at the known place counts as a layer index: renaming works on it
+# alone, never on substrings.
+_STEMS = {
+    f"{prefix}{family.stem}" for family in (*FAMILIES.values(), *ENCODERS.values()) for prefix in (family.prefix, "")
+}
+_LAYER_NAME = re.compile(
+    rf"(?P<stem>{'|'.join(map(re.escape, sorted(_STEMS)))})(?P<index>0|[1-9][0-9]{{0,8}})\.(?P<suffix>.+)", re.DOTALL
+)
 
 # Buffers that old versions of transformers saved; nothing reads them any more, so copies of them do no harm.
 _OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
+
+# What checkpoints older than PyTorch's own LayerNorm call its parts; transformers takes either.
+OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,8 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
-    maps full names outside the layers; `prefix` stands before `layers.` in names (`model.` or nothing). Of a base
-    that carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
+    maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that
+    carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
     grafts, `bank` those of control states, by what follows the prefix.
     """
 
@@ -48,13 +56,13 @@ class Anatomy:
 
     def layer_name(self, index: int, suffix: str) -> str:
         """The full name of a layer's tensor."""
-        return f"{self.prefix}layers.{index}.{suffix}"
+        return f"{self.prefix}{self.family.stem}{index}.{suffix}"
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:
-    """A tensor's name as (prefix, layer, suffix); None where it stands outside the layers."""
+    """A tensor's name as (what comes before, layer, suffix); None where it stands outside the layers."""
     found = _LAYER_NAME.fullmatch(name)
-    return (found["prefix"], int(found["index"]), found["suffix"]) if found else None
+    return (found["stem"], int(found["index"]), found["suffix"]) if found else None
 
 
 def renumbered(name: str, layers: Mapping[int, int]) -> str:
@@ -62,8 +70,8 @@ def renumbered(name: str, layers: Mapping[int, int]) -> str:
     place = layer_of(name)
     if place is None:
         return name
-    prefix, index, suffix = place
-    return f"{prefix}layers.{layers[index]}.{suffix}"
+    stem, index, suffix = place
+    return f"{stem}{layers[index]}.{suffix}"
 
 
 def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
@@ -77,13 +85,15 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
     _refuse_quantised(config)
     sizes = family.sizes(config)
     parts = family.layer_parts(config, sizes)
-    prefix, layers, outer = _sort(tensors, sizes.layers)
+    prefix, layers, outer = _sort(tensors, sizes.layers, family)
     grafted = tuple(_take_grafts(layer) if carries_grafts else {} for layer in layers)
     bank = _take_bank(outer, prefix) if carries_grafts else {}
-    _check_layers(layers, parts, prefix)
+    _check_layers(layers, parts, f"{prefix}{family.stem}")
     _check_branches(grafted, parts)
     tied = family.tied(config)
-    _check_outer(outer, sizes, prefix, tied=tied)
+    _check_outer(outer, family.outer_parts(config, sizes), prefix)
+    if not family.encoder:
+        _check_head(outer, sizes, prefix, tied=tied)
     return Anatomy(
         family=family,
         sizes=sizes,
@@ -127,39 +137,40 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
 
 
 def _sort(
-    tensors: Mapping[str, TensorInfo], count: int
+    tensors: Mapping[str, TensorInfo], count: int, family: Family
 ) -> tuple[str, tuple[dict[str, TensorInfo], ...], dict[str, TensorInfo]]:
     layers: tuple[dict[str, TensorInfo], ...] = tuple({} for _ in range(count))
     outer: dict[str, TensorInfo] = {}
-    prefixes: set[str] = set()
+    known, found = (f"{family.prefix}{family.stem}", family.stem), set()
     for name, info in tensors.items():
         place = layer_of(name)
-        if place is None:
+        if place is None or place[0] not in known:
             outer[name] = info
             continue
-        prefix, index, suffix = place
+        stem, index, suffix = place
         if index >= count:
             raise BadInput(
                 f"{printable(name)} ({info.file}): the config has `num_hidden_layers` {count},"
                 f" so there is no layer {index}"
             )
-        prefixes.add(prefix)
+        found.add(stem)
         layers[index][suffix] = info
-    if len(prefixes) > 1:
-        raise BadInput("layers are named both `model.layers.…` and `layers.…`; keep one set of them")
-    return (prefixes.pop() if prefixes else "model."), layers, outer
+    if len(found) > 1:
+        raise BadInput(f"layers are named both `{known[0]}…` and `{known[1]}…`; keep one set of them")
+    return ("" if found == {family.stem} else family.prefix), layers, outer
 
 
-def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, ...], prefix: str) -> None:
+def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, ...], stem: str) -> None:
     expected = {part.suffix: part.shape for part in parts}
     for index, layer in enumerate(layers):
+        held = _by_present_names(layer)
         for suffix, shape in expected.items():
-            name = f"{prefix}layers.{index}.{suffix}"
-            info = layer.get(suffix)
+            name = f"{stem}{index}.{suffix}"
+            info = held.get(suffix)
             if info is None:
                 raise BadInput(f"{printable(name)}: the config calls for this tensor, no shard has it")
             _check_tensor(info, shape)
-        for suffix, info in layer.items():
+        for suffix, info in held.items():
             if suffix not in expected and suffix not in _OLD_BUFFERS:
                 raise BadInput(
                     f"{printable(info.name)} ({info.file}): a layer of this architecture and config has no such"
@@ -167,15 +178,33 @@ def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, 
                 )
 
 
-def _check_outer(outer: Mapping[str, TensorInfo], sizes: Sizes, prefix: str, *, tied: bool) -> None:
-    embedding, head = f"{prefix}embed_tokens.weight", "lm_head.weight"
-    shapes = {embedding: (sizes.vocabulary, sizes.hidden), f"{prefix}norm.weight": (sizes.hidden,)}
-    for name, shape in shapes.items():
-        if name not in outer:
+def _by_present_names(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """By what norms' parts are called today; BadInput where one is there under both names."""
+    held: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
+        present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
+        if present in held:
+            raise BadInput(
+                f"{printable(info.name)} ({info.file}): stored as {printable(held[present].name)} too; keep one of them"
+            )
+        held[present] = info
+    return held
+
+
+def _check_outer(outer: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:
+    held = _by_present_names(outer)
+    for suffix, shape in shapes.items():
+        name = f"{prefix}{suffix}"
+        if name not in held:
             raise BadInput(f"{name}: the config calls for this tensor, no shard has it")
-        _check_tensor(outer[name], shape)
+        _check_tensor(held[name], shape)
+
+
+def _check_head(outer: Mapping[str, TensorInfo], sizes: Sizes, prefix: str, *, tied: bool) -> None:
+    head = "lm_head.weight"
     if head in outer:
-        _check_tensor(outer[head], shapes[embedding])
+        _check_tensor(outer[head], (sizes.vocabulary, sizes.hidden))
     elif prefix and not tied and not any(name.startswith("score.") for name in outer):
         raise BadInput(f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor")
 

@@ -1,6 +1,6 @@
 """The words every family file is written in: sizes, parts of a layer, and the family itself.
 
-A decoder layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*,
+A layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*,
 so that code above this room (transport flow, zero-initialisation) never spells a tensor name.
 """
 
@@ -27,6 +27,9 @@ Role = Literal[
     "up",
     "down",
     "post_mlp_norm",
+    "position_key",
+    "position_query",
+    "talking_heads",
 ]
 Kind = Literal["weight", "bias", "norm"]
 Config = Mapping[str, Any]
@@ -64,7 +67,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a decoder layer.
+    """One tensor of a layer.
 
     `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
     where an architecture fuses projections (Phi-3's `qkv_proj`).
@@ -84,11 +87,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: how to read its config and what its decoder layer is made of.
+    """One architecture: how to read its config and what its layer is made of.
 
     `defaults` are the values transformers assumes where a config.json leaves a field out. `norm_offset` is
     what the architecture adds to a stored norm weight before it multiplies (1 in Gemma, else 0).
     `layer_types` gives the attention type of every layer, or None where the family has no such list.
+
+    A layer's tensor is called `{prefix}{stem}{number}.{suffix}`, without `prefix` where the base model was saved alone;
+    `outer_parts` are the base model's tensors outside layers, by what follows the prefix, and their shapes. An
+    `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are.
     """
 
     model_type: str
@@ -97,6 +104,13 @@ class Family:
     norm_offset: float = 0.0
     tied_by_default: bool = False
     layer_types: Callable[[Config, int], list[str] | None] = lambda config, layers: None
+    encoder: bool = False
+    prefix: str = "model."
+    stem: str = "layers."
+    outer_parts: Callable[[Config, Sizes], dict[str, tuple[int, ...]]] = lambda config, sizes: {
+        "embed_tokens.weight": (sizes.vocabulary, sizes.hidden),
+        "norm.weight": (sizes.hidden,),
+    }
 
     def tied(self, config: Config) -> bool:
         """Whether the output embedding is the input embedding."""
@@ -149,6 +163,15 @@ class Family:
         }
 
 
+def whole(config: Config, key: str, default: int) -> int:
+    """A whole number of the config, negative ones included; BadInput for anything else."""
+    value = config.get(key, default)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_SIZE:
+        raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a whole number")
+    return value
+
+
 def projection(name: str, role: Role, rows: int, columns: int, *, bias: bool = False) -> tuple[Part, ...]:
     """A linear module's weight (rows out, columns in) and, where it has one, its bias."""
     return fused_projection(name, ((role, rows),), columns, bias=bias)
@@ -166,6 +189,11 @@ def fused_projection(
 def norm(name: str, role: Role, width: int) -> Part:
     """A norm's scale vector."""
     return Part(f"{name}.weight", (width,), "norm", ((role, width),))
+
+
+def layer_norm(name: str, role: Role, width: int) -> tuple[Part, ...]:
+    """A norm's scale and shift."""
+    return (norm(name, role, width), Part(f"{name}.bias", (width,), "bias", ((role, width),)))
 
 
 def attention(sizes: Sizes, *, qkv_bias: bool = False, output_bias: bool = False) -> tuple[Part, ...]:

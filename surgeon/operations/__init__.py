@@ -17,6 +17,9 @@ from surgeon.operations.stack_layers import StackLayers
 
 Operation = InsertLayers | StackLayers | ControlLLM | GatedAdapters | PMoEExperts | MixtureOfControl | MergeBranches
 
+# Operations that know encoders; the others are for decoders alone.
+ON_ENCODERS = frozenset({"mixture_of_control"})
+
 OPERATIONS: dict[str, type[Operation]] = {
     "insert_layers": InsertLayers,
     "stack_layers": StackLayers,

@@ -61,9 +61,12 @@ class Routing(_Part):
         Field(description="one choice a batch: greatest mean probability, or chosen by most tokens; or one a token"),
     ] = "batch_mean"
     inference: Annotated[
-        Literal["prefix_mean", "token"],
-        Field(description="each token by the mean over its sequence up to it, or by itself; never by later tokens"),
-    ] = "prefix_mean"
+        Literal["prefix_mean", "sequence_mean", "token"] | None,
+        Field(
+            description="each token by the mean over its sequence up to it (decoders), over all of its sequence"
+            " (encoders), or by itself; null: the mean that the base can take. A decoder's token never sees later ones"
+        ),
+    ] = None
 
 
 class MixtureOfControl(BaseModel):
@@ -86,8 +89,8 @@ class MixtureOfControl(BaseModel):
     alpha: Annotated[float, Field(ge=0, le=1, description="share of a site's own control; the paper: 0.6 to 0.95")] = (
         0.95
     )
-    gate: Gate = Gate()
-    routing: Routing = Routing()
+    gate: Annotated[Gate, Field(description="what chooses among the control states")] = Gate()
+    routing: Annotated[Routing, Field(description="over which tokens it chooses")] = Routing()
     balance_weight: Annotated[
         float, Field(ge=0, allow_inf_nan=False, description="share λ of the load-balancing loss; the paper: 0.001-0.02")
     ] = 0.01
@@ -113,7 +116,7 @@ class MixtureOfControl(BaseModel):
         for layer in layers:
             entry = {"sites": [site for site in SITES if site in self.sites]}
             draft.layers[layer].grafts.append(Graft("control_states", entry, {}, number))
-        draft.bank = Graft("mixture", self._entry(), self._tensors(draft, number, kinds), number)
+        draft.bank = Graft("mixture", self._entry(draft), self._tensors(draft, number, kinds), number)
         share = (draft.parameters() - before) / before
         chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {self._candidates(kinds)}"
         return OperationRecord(
@@ -136,7 +139,20 @@ class MixtureOfControl(BaseModel):
                 f"`top_k` {self.top_k} is more than the {self._candidates(kinds)} control states a gate chooses among"
             )
 
-    def _entry(self) -> dict[str, Any]:
+    def _inference_routing(self, draft: Draft) -> str:
+        """The one asked for; BadInput where this kind of base has no such mean."""
+        family = draft.anatomy.family
+        own, other = ("sequence_mean", "prefix_mean") if family.encoder else ("prefix_mean", "sequence_mean")
+        if self.routing.inference == other:
+            kind = (
+                "an encoder, which reads whole sequences" if family.encoder else "a decoder, which must not look ahead"
+            )
+            raise BadInput(
+                f"`routing.inference: {other}` on {kind} ({family.model_type}): write {own} or token, or leave it out"
+            )
+        return self.routing.inference or own
+
+    def _entry(self, draft: Draft) -> dict[str, Any]:
         return {
             "rank": self.rank,
             "top_k": self.top_k,
@@ -146,7 +162,7 @@ class MixtureOfControl(BaseModel):
             "projection": self.gate.projection,
             "temperature": self.gate.temperature,
             "train_routing": self.routing.train,
-            "inference_routing": self.routing.inference,
+            "inference_routing": self._inference_routing(draft),
             "balance_weight": self.balance_weight,
             "straight_through": self.gate.straight_through,
         }

@@ -64,8 +64,8 @@ class PMoEExperts(BaseModel):
     new_slot_mass: Annotated[
         Literal["exact", "paper"],
         Field(
-            description="of slots added to others: exact lets them in by a learned mass, zero at first, so that old slots"
-            " weigh what they did; paper is one softmax over all, which takes weight from the old ones"
+            description="of slots added to others: exact lets them in by a learned mass, zero at first, so that old"
+            " slots weigh what they did; paper is one softmax over all, which takes weight from the old ones"
         ),
     ] = "exact"
     router_loss: Annotated[

@@ -8,6 +8,7 @@ from typing import Any
 from surgeon.blueprint import Blueprint, Draft
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
+from surgeon.operations import ON_ENCODERS
 from surgeon.plan.loading import LoadedPlan
 
 
@@ -16,9 +17,18 @@ def draw(loaded: LoadedPlan, anatomy: Anatomy, config: Mapping[str, Any]) -> Blu
     draft = Draft(anatomy, config, seed=loaded.plan.seed)
     for number, operation in enumerate(loaded.plan.operations):
         try:
+            _check_kind(operation.op, anatomy)
             draft.records.append(operation.edit(draft, number))
         except BadInput as error:
             line = loaded.line_of_operation(number)
             where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
             raise BadInput(f"{where}: operations[{number}] ({operation.op}): {error}") from None
     return draft.finish()
+
+
+def _check_kind(operation: str, anatomy: Anatomy) -> None:
+    if anatomy.family.encoder and operation not in ON_ENCODERS:
+        raise BadInput(
+            f"the base is an encoder ({anatomy.family.model_type}), and this operation is for decoders; on an encoder"
+            f" use {', '.join(sorted(ON_ENCODERS))}"
+        )

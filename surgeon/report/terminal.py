@@ -331,12 +331,17 @@ def _comparisons(verification: Verification) -> Table:
             f"{c.tokens:,}",
             Text("yes", style="green") if c.identical else Text("no", style="yellow"),
             f"{c.max_abs_difference:.3g}",
-            f"{c.kl:.3g}",
-            f"{c.top1_agreement:.2%}",
-            f"{c.base_loss:.6f}",
-            f"{c.out_loss:.6f}",
+            *_next_token(c.next_token),
         )
     return table
+
+
+def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
+    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which foretells no next token."""
+    if figures is None:
+        return ("",) * 4
+    kl, agreement, base_loss, out_loss = figures
+    return (f"{kl:.3g}", f"{agreement:.2%}", f"{base_loss:.6f}", f"{out_loss:.6f}")
 
 
 def _listed(names: Iterable[str]) -> str:

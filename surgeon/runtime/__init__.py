@@ -36,21 +36,45 @@ CLASS_PREFIXES = {
     "phi3": "UpcycledPhi3",
 }
 
+# The same of encoders, which carry control states only.
+ENCODER_PREFIXES = {
+    "roberta": "UpcycledRoberta",
+    "deberta": "UpcycledDeberta",
+    "deberta-v2": "UpcycledDebertaV2",
+}
+
+# Heads that have an upcycled twin, and the auto class each is found by; "Model" is the base model.
+HEADS = {
+    "Model": "AutoModel",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
+ENCODER_HEADS = {
+    "Model": "AutoModel",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
+
+
+def _modeling(family: str) -> str:
+    """The module that holds a family's classes; a model type may have a hyphen, a module's name may not."""
+    return f"modeling_surgeon_{family.replace('-', '_')}"
+
+
+def _auto_map(family: str, prefix: str, heads: dict[str, str]) -> dict[str, str]:
+    classes = {auto: f"{prefix}{head}" for head, auto in heads.items()}
+    return {auto: f"{_modeling(family)}.{name}" for auto, name in ({"AutoConfig": f"{prefix}Config"} | classes).items()}
+
+
 # Base model type → files to copy beside the weights.
 RUNTIME_FILES: dict[str, tuple[str, ...]] = {
-    family: (f"modeling_surgeon_{family}.py", *SHARED_FILES) for family in CLASS_PREFIXES
-}
+    family: (f"{_modeling(family)}.py", *SHARED_FILES) for family in CLASS_PREFIXES
+} | {family: (f"{_modeling(family)}.py", "surgeon_encoders.py", *SHARED_FILES) for family in ENCODER_PREFIXES}
 
 # Base model type → the output config's `auto_map`.
 AUTO_MAP: dict[str, dict[str, str]] = {
-    family: {
-        "AutoConfig": f"modeling_surgeon_{family}.{prefix}Config",
-        "AutoModel": f"modeling_surgeon_{family}.{prefix}Model",
-        "AutoModelForCausalLM": f"modeling_surgeon_{family}.{prefix}ForCausalLM",
-        "AutoModelForSequenceClassification": f"modeling_surgeon_{family}.{prefix}ForSequenceClassification",
-    }
-    for family, prefix in CLASS_PREFIXES.items()
-}
+    family: _auto_map(family, prefix, HEADS) for family, prefix in CLASS_PREFIXES.items()
+} | {family: _auto_map(family, prefix, ENCODER_HEADS) for family, prefix in ENCODER_PREFIXES.items()}
 
 _HERE = Path(__file__).resolve().parent
 

@@ -42,15 +42,24 @@ GRAFTS = (BranchLayer, Interpolator, GatedAdapter, LoraSlot, RouterColumn, Contr
 def attach_surgery(config: Any, surgery: dict[str, Any] | None) -> None:
     """Give a config its `surgery`, checked, and the `auto_map` by which remote loading finds its classes."""
     config.surgery = surgery
-    read_surgery(config)
+    mixture = read_surgery(config).mixture
+    if mixture is not None and mixture.inference_routing == "sequence_mean":
+        raise ValueError(
+            "config.surgery: mixture inference_routing is `sequence_mean`, by which a decoder's token would see later "
+            "ones; it must be `prefix_mean` or `token`"
+        )
+    add_auto_map(config, ("ForCausalLM", "ForSequenceClassification"))
+
+
+def add_auto_map(config: Any, heads: tuple[str, ...]) -> None:
+    """Name the classes beside the config's own in `auto_map`, where it has none."""
     kind = type(config)
     file, prefix = kind.__module__.rpartition(".")[2], kind.__name__.removesuffix("Config")
     if getattr(config, "auto_map", None) is None:
         config.auto_map = {
             "AutoConfig": f"{file}.{prefix}Config",
             "AutoModel": f"{file}.{prefix}Model",
-            "AutoModelForCausalLM": f"{file}.{prefix}ForCausalLM",
-            "AutoModelForSequenceClassification": f"{file}.{prefix}ForSequenceClassification",
+            **{f"AutoModel{head}": f"{file}.{prefix}{head}" for head in heads},
         }
 
 
@@ -61,7 +70,7 @@ class UpcycledPreTrained(PreTrainedModel):
         """Names of the parameters that the surgery added and that train, in the model's order."""
         owners: list[str] = []
         for name, module in self.named_modules():
-            if isinstance(module, UpcycledModel):
+            if isinstance(module, UpcycledBase):
                 prefix = f"{name}." if name else ""
                 owners += [f"{prefix}{owner}" for owner in _training(read_surgery(module.config))]
         return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
@@ -95,7 +104,13 @@ class UpcycledPreTrained(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
 
-class UpcycledModel(UpcycledPreTrained):
+class UpcycledBase(UpcycledPreTrained):
+    """The base model, whose config's surgery says which grafts stand in it."""
+
+    control_bank: ControlBank | None
+
+
+class UpcycledModel(UpcycledBase):
     """The base model: native, with its trunk made of upcycled layers."""
 
     layer_class: ClassVar[type[UpcycledLayer]]
@@ -131,7 +146,7 @@ class UpcycledModel(UpcycledPreTrained):
         past: RoutingCache | None = None
         if surgery_flow is not None and self.control_bank is not None:
             past = _routing_cache(past_key_values, self.surgery)
-            inputs = _inputs(input_ids, inputs_embeds)
+            inputs = given_inputs(input_ids, inputs_embeds)
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
             surgery_flow.mixing = Mixing(self.control_bank, valid, past)
@@ -182,7 +197,7 @@ class UpcycledCausalLM(UpcycledPreTrained):
         flow: Flow | None = None
         scale: float | Tensor = 1.0
         if self.training and labels is not None:
-            flow = open_flow(self.surgery, _inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
+            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
             scale = accumulation_scale(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         output = super().forward(
             input_ids=input_ids,
@@ -232,7 +247,7 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         flow = None
         if self.training and labels is not None:
-            flow = open_flow(self.surgery, _inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
+            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -256,7 +271,7 @@ def graft_tensors(model: nn.Module) -> list[str]:
 def check_sites(model: nn.Module) -> None:
     """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced or dropped."""
     for name, base in model.named_modules():
-        if not isinstance(base, UpcycledModel):
+        if not isinstance(base, UpcycledBase):
             continue
         surgery = read_surgery(base.config)
         controls, sites = len(surgery.controls), len(surgery.sites)
@@ -326,7 +341,8 @@ def _keep_routing(mixing: Mixing, past: RoutingCache | None, cache: Any) -> None
     mixing.keep(past)
 
 
-def _inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Token ids or embeddings, whichever the caller gave."""
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")

@@ -14,7 +14,8 @@ SITES = ("attention", "ffn")
 MIXTURE_GATES = ("linear", "cosine")
 GATE_SHARING = ("all", "by_kind", "none")
 TRAIN_ROUTINGS = ("batch_mean", "batch_mode", "token")
-INFERENCE_ROUTINGS = ("prefix_mean", "token")
+# A mean over a prefix is for decoders, over the whole sequence for encoders.
+INFERENCE_ROUTINGS = ("prefix_mean", "sequence_mean", "token")
 
 
 @dataclass(frozen=True)

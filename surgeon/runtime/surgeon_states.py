@@ -10,7 +10,8 @@ residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with
 In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
 (`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
 chooses, by its own probabilities (`token`) or by their mean over its sequence up to it (`prefix_mean`): what a token
-sees never depends on later tokens, on padding or on the other sequences of a batch.
+sees never depends on later tokens, on padding or on the other sequences of a batch. Encoders, whose tokens see their
+whole sequence, take the mean over all of it (`sequence_mean`).
 
 All control states are one bank of the model: a site uses those of other layers too.
 """
@@ -68,8 +69,13 @@ class MixtureGate(nn.Module):
         """B T D to B T L, in at least fp32."""
         if self.projection is None:
             return at_least_fp32(F.linear(x, self.weight))
-        projected = F.normalize(at_least_fp32(F.linear(x, self.projection)), dim=-1)
-        return F.linear(projected, F.normalize(at_least_fp32(self.weight), dim=-1)) / self.temperature
+        projected = F.linear(x, self.projection)
+        directions = F.normalize(at_least_fp32(self.weight), dim=-1).to(projected.dtype)
+        scores = at_least_fp32(F.linear(projected, directions))
+        # Several times faster than a norm or a normalisation in fp32, where the model is in bf16.
+        length = projected.square().sum(dim=-1, keepdim=True, dtype=scores.dtype).sqrt()
+        cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
+        return cosines
 
     def initialise(self) -> None:
         """Variance 1/(3·inputs), as `nn.Linear` has it."""
@@ -226,13 +232,11 @@ class Mixing:
         chosen, weights = choose(shown, ranking, spec)
         if self.choices is not None:
             self.choices.append((site, chosen.detach(), weights.detach()))
-        output: Tensor = own(x, spec.alpha)
         weights = (1 - spec.alpha) * weights
         if chosen.shape[:2] != x.shape[:2]:
-            for place, number in enumerate(chosen.flatten().tolist()):
-                output += self.bank.states[choice[number]](x, weights[..., place : place + 1])
-            return output
-        return self._by_token(output, x, chosen, weights, choice)
+            return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
+        output: Tensor = own(x, spec.alpha)
+        return output + self._by_token(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
@@ -240,6 +244,10 @@ class Mixing:
         if (spec.train_routing if training else spec.inference_routing) == "token":
             return probabilities, probabilities
         valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
+        if not training and spec.inference_routing == "sequence_mean":
+            mean = (probabilities * valid).sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+            shown = mean.expand_as(probabilities)
+            return shown, shown
         if not training:
             sums = _running(probabilities * valid, None if self.past is None else self.past.sum_before(site))
             self.sums[site] = sums
@@ -252,20 +260,32 @@ class Mixing:
         # Votes are whole numbers: the mean decides among equals.
         return shown, votes + shown.detach()
 
-    def _by_token(self, output: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
-        """Every control state on the tokens that chose it."""
-        rows, flat = x.reshape(-1, x.shape[-1]), output.reshape(-1, x.shape[-1])
-        chosen, weights = chosen.reshape(len(rows), -1), weights.reshape(len(rows), -1)
-        for number in torch.unique(chosen).tolist():
-            hit = chosen == number
-            weight = (weights * hit).sum(dim=-1, keepdim=True)
-            state = self.bank.states[choice[number]]
-            (tokens,) = torch.nonzero(hit.any(dim=-1), as_tuple=True)
-            if len(tokens) == len(rows):
-                flat = flat + state(rows, weight)
-            else:
-                flat = flat.index_add(0, tokens, state(rows[tokens], weight[tokens]))
-        return flat.view_as(x)
+    def _together(self, x: Tensor, site: int, others: list[int], weights: Tensor) -> Tensor:
+        """A site's own control and the chosen ones on all tokens, as one product; `weights` of the chosen, 1 1 K."""
+        states = [self.bank.states[number] for number in (site, *others)]
+        downs: list[Tensor] = [state.get_parameter("lora_A") for state in states]
+        ups: list[Tensor] = [state.get_parameter("lora_B") for state in states]
+        # Weights scale the small matrix, not what passes through it.
+        shares = [weights.new_full((1,), self.bank.spec.alpha), *weights.flatten().split(1)]
+        scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
+        return F.linear(F.linear(x, torch.cat(downs)), torch.cat(scaled, dim=1))
+
+    def _by_token(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+        """The chosen controls, each on the tokens that chose it: B T D for choices and weights B T K."""
+        rows, count = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        asked = chosen.flatten()
+        order = asked.argsort(stable=True)
+        shares = torch.bincount(asked, minlength=len(choice)).tolist()
+        hit = [(choice[number], share) for number, share in enumerate(shares) if share]
+        if len(hit) == 1 and count == 1:
+            only: Tensor = self.bank.states[hit[0][0]](rows, weights.reshape(-1, 1))
+            return only.view_as(x)
+        sorted_rows = rows.index_select(0, order // count)
+        sorted_weights = weights.reshape(-1, 1).index_select(0, order)
+        parts = zip(hit, sorted_rows.split([n for _, n in hit]), sorted_weights.split([n for _, n in hit]), strict=True)
+        made = torch.cat([self.bank.states[number](part, weight) for (number, _), part, weight in parts])
+        # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
+        return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
 
 
 def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:

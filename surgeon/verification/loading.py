@@ -14,6 +14,7 @@ from surgeon.errors import BadInput, SurgeonError, printable
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
+CAUSAL = "AutoModelForCausalLM"
 
 LOAD_FAILURES = (
     OSError,
@@ -75,16 +76,18 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     failure: type[SurgeonError] = BadInput,
+    auto: str = CAUSAL,
 ) -> Any:
-    """The causal language model in `folder` as transformers loads it, in eval mode.
+    """The model in `folder` as transformers' class `auto` loads it, in eval mode.
 
     `attention` is the attention implementation (None: the one transformers chooses). A tensor that is
     missing, unexpected or of another shape raises `failure` and names the first one: transformers only
     warns, fills in random values and goes on. Weights that would stand on unaligned addresses of a mapped
     file are copied to aligned ones, because BLAS kernels may round differently by alignment and two
-    files rarely lay the same tensor at the same offset.
+    files rarely lay the same tensor at the same offset. Of encoders, whose heads come and go, a tensor that nothing
+    has a place for is no error (layers are checked by name before), nor is a base model's missing pooler.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     shown = printable(str(folder))
     if not (folder / "config.json").is_file():
@@ -95,7 +98,7 @@ def load_model(
         options["device_map"] = {"": device}
     try:
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = getattr(transformers, auto).from_pretrained(
                 folder,
                 dtype=wanted,
                 trust_remote_code=trust_remote_code,
@@ -106,6 +109,9 @@ def load_model(
             )
     except LOAD_FAILURES as error:
         raise failure(f"{shown}: cannot be loaded with transformers: {first_line(error)}") from error
+    if auto != CAUSAL:
+        info["unexpected_keys"] = ()
+        info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
     for found, words in (
         (sorted(info["missing_keys"]), "the model has the tensor {}, the checkpoint lacks it"),
         (sorted(info["unexpected_keys"]), "the checkpoint has the tensor {}, the model has no place for it"),

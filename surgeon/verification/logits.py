@@ -44,6 +44,11 @@ class LogitComparison:
     out_loss: float
 
     @property
+    def next_token(self) -> tuple[float, float, float, float]:
+        """KL, top-1 agreement, base loss, output loss."""
+        return self.kl, self.top1_agreement, self.base_loss, self.out_loss
+
+    @property
     def base_perplexity(self) -> float:
         """exp(base_loss)."""
         return _exp(self.base_loss)

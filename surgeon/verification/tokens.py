@@ -129,12 +129,12 @@ def token_batches(
         # Read before the tokenizer is loaded, so that a wrong path is told at once.
         shown = printable(str(text))
         documents = _documents(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
-        tokenizer, why_not = _tokenizer(folder)
+        tokenizer, why_not = find_tokenizer(folder)
         if tokenizer is None:
             raise BadInput(f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised")
         source = shown
     else:
-        tokenizer, why_not = _tokenizer(folder)
+        tokenizer, why_not = find_tokenizer(folder)
         if tokenizer is None:
             made = torch.Generator().manual_seed(seed)
             ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
@@ -165,7 +165,7 @@ def _token_stream(tokenizer: Any, documents: Iterator[str]) -> Iterator[int]:
         yield from encoded
 
 
-def _tokenizer(folder: Path) -> tuple[Any, str]:
+def find_tokenizer(folder: Path) -> tuple[Any, str]:
     """The tokenizer in `folder`, or None and the reason in words. Never runs code out of the folder."""
     from transformers import AutoTokenizer
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families import FAMILIES
+from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import dissect
 from tests import tiny
 
@@ -42,6 +43,78 @@ def test_parts_are_the_native_model_s(family: str, overrides: dict, tmp_path: Pa
     assert {n: s for n, s in expected.items() if ".layers." in n} == ours
     assert anatomy.tied == (native.get_output_embeddings().weight is native.get_input_embeddings().weight)
     assert anatomy.layer_types == getattr(native.config, "layer_types", None)
+
+
+ENCODER_VARIANTS = [
+    *((family, {}) for family in ENCODERS),
+    ("deberta", {"relative_attention": False, "pos_att_type": None, "type_vocab_size": 0}),
+    ("deberta", {"pos_att_type": "p2c", "talking_head": True, "position_biased_input": False}),
+    ("deberta", {"max_relative_positions": -1, "embedding_size": 24}),
+    ("deberta-v2", {"share_att_key": True, "position_buckets": -1, "position_biased_input": True}),
+    ("deberta-v2", {"pos_att_type": ["c2p"], "norm_rel_ebd": "none", "conv_kernel_size": 0, "type_vocab_size": 2}),
+    ("deberta-v2", {"conv_groups": 4, "conv_kernel_size": 5, "embedding_size": 16}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), ENCODER_VARIANTS)
+@pytest.mark.parametrize("head", ["ForSequenceClassification", ""])
+def test_an_encoder_s_parts_are_the_native_model_s(family: str, overrides: dict, head: str, tmp_path: Path) -> None:
+    model = tiny.model(family, head=head, **overrides)
+    model.save_pretrained(tmp_path)
+    folder = CheckpointFolder.open(tmp_path)
+    anatomy = dissect(folder.config, folder.tensors)
+    assert anatomy.prefix == (f"{model.base_model_prefix}." if head else "")
+    expected = {name: tuple(p.shape) for name, p in model.base_model.named_parameters()}
+    layers = {
+        f"encoder.layer.{index}.{part.suffix}": part.shape
+        for index in range(anatomy.sizes.layers)
+        for part in anatomy.parts
+    }
+    outer = ENCODERS[family].outer_parts(folder.config, anatomy.sizes)
+    assert {n: s for n, s in expected.items() if not n.startswith("pooler.")} == layers | outer
+
+
+def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path) -> None:
+    tiny.model("roberta", dtype="bfloat16").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    held = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in load_file(path).items()
+    }
+    held["roberta.embeddings.position_ids"] = torch.arange(136)[None]
+    save_file(held, path, metadata={"format": "pt"})
+    folder = CheckpointFolder.open(tmp_path)
+    anatomy = dissect(folder.config, folder.tensors)
+    assert "attention.output.LayerNorm.gamma" in anatomy.layers[3]
+    assert "roberta.embeddings.position_ids" in anatomy.outer
+    twice = "roberta.encoder.layer.2.output.LayerNorm.weight"
+    held[twice] = torch.ones(32, dtype=torch.bfloat16)
+    save_file(held, path, metadata={"format": "pt"})
+    folder = CheckpointFolder.open(tmp_path)
+    with pytest.raises(BadInput, match=r"layer\.2\.output\.LayerNorm\.\w+ .*stored as .*layer\.2\.output\.LayerNorm"):
+        dissect(folder.config, folder.tensors)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("roberta", {"is_decoder": True}, "`is_decoder` is set; surgeon knows RoBERTa as an encoder only"),
+        ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config calls for \[3, 32\]"),
+        ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
+        ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
+        ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not a list of names"),
+        ("deberta-v2", {"position_buckets": 4}, r"rel_embeddings\.weight .*calls for \[8, 32\]"),
+        ("deberta-v2", {"position_buckets": "8"}, "`position_buckets` is '8', not a whole number"),
+        ("deberta-v2", {"norm_rel_ebd": 1}, "`norm_rel_ebd` is 1, not a name"),
+    ],
+)
+def test_an_encoder_s_config_and_weights_that_disagree(
+    family: str, changes: dict, message: str, tmp_path: Path
+) -> None:
+    tiny.checkpoint(tmp_path, family)
+    with pytest.raises(BadInput, match=message):
+        folder = open_changed(tmp_path, **changes)
+        dissect(folder.config, folder.tensors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from surgeon.runtime import CLASS_PREFIXES
+from surgeon.runtime import CLASS_PREFIXES, ENCODER_PREFIXES
 from surgeon.runtime.surgeon_specs import SCALAR_ALPHA
 from tests import tiny
 
@@ -18,8 +18,8 @@ VOCABULARY = 128
 
 def classes(family: str, suffix: str) -> Any:
     """The family's upcycled class, e.g. `ForCausalLM`."""
-    module = importlib.import_module(f"surgeon.runtime.modeling_surgeon_{family}")
-    return getattr(module, CLASS_PREFIXES[family] + suffix)
+    module = importlib.import_module(f"surgeon.runtime.modeling_surgeon_{family.replace('-', '_')}")
+    return getattr(module, (CLASS_PREFIXES | ENCODER_PREFIXES)[family] + suffix)
 
 
 def control(
@@ -162,6 +162,28 @@ def grafted(
     assert all(any(part in name for part in born) for name in missing), missing
     model.tie_weights()
     return model.eval()
+
+
+def grafted_encoder(
+    family: str,
+    surgery: dict[str, Any] | None = None,
+    *,
+    head: str = "ForMaskedLM",
+    base: Any | None = None,
+    dtype: str = "float32",
+    **overrides: Any,
+) -> Any:
+    """An upcycled encoder in eval mode that holds the base's tensors; `head` is one of `tiny.ENCODER_HEADS`."""
+    base = tiny.model(family, dtype=dtype, head=head, **overrides) if base is None else base
+    torch.manual_seed(1)
+    surgery = states(inference_routing="sequence_mean") if surgery is None else surgery
+    model = classes(family, head or "Model")._from_config(
+        config(family, surgery, **overrides), dtype=getattr(torch, dtype)
+    )
+    missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
+    assert not unexpected and all("control_bank." in name for name in missing), (missing, unexpected)
+    model.tie_weights()
+    return model.to(getattr(torch, dtype)).eval()
 
 
 def perturbed(model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:

@@ -51,6 +51,9 @@ def reference(model: ControlBank, site: int, x: Tensor, valid: Tensor, *, traini
     for b, t in p:
         if routing == "token":
             shown = p[b, t]
+        elif routing == "sequence_mean":
+            seen = [p[b, s] for s in range(columns) if valid[b, s]]
+            shown = sum(seen) / len(seen)
         elif routing == "prefix_mean":
             seen = [p[b, s] for s in range(t + 1) if valid[b, s]]
             shown = sum(seen) / len(seen) if seen else torch.zeros_like(p[b, t])
@@ -71,7 +74,9 @@ def reference(model: ControlBank, site: int, x: Tensor, valid: Tensor, *, traini
 
 CASES = [
     *product(["linear", "cosine"], ["all", "by_kind", "none"], [1, 2], ["batch_mean", "batch_mode", "token"], [True]),
-    *product(["linear", "cosine"], ["all", "by_kind", "none"], [1, 2], ["prefix_mean", "token"], [False]),
+    *product(
+        ["linear", "cosine"], ["all", "by_kind", "none"], [1, 2], ["prefix_mean", "sequence_mean", "token"], [False]
+    ),
 ]
 
 

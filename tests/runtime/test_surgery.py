@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import surgeon.runtime
-from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, RUNTIME_FILES
+from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, ENCODER_PREFIXES, RUNTIME_FILES
 from surgeon.runtime.surgeon_surgery import read_surgery
 from tests import tiny
 from tests.runtime.grafting import adapters, both, classes, config, control
@@ -114,10 +114,11 @@ def test_shipped_files_are_flat_and_import_torch_and_transformers_only() -> None
 
 
 def test_the_table_lists_every_file_that_is_needed_and_no_other() -> None:
-    assert set(RUNTIME_FILES) == set(CLASS_PREFIXES) == set(AUTO_MAP) == set(tiny.FAMILIES)
+    assert set(RUNTIME_FILES) == set(AUTO_MAP) == set(CLASS_PREFIXES) | set(ENCODER_PREFIXES)
+    assert set(CLASS_PREFIXES) == set(tiny.FAMILIES) and set(ENCODER_PREFIXES) == set(tiny.ENCODERS)
     listed = {name for names in RUNTIME_FILES.values() for name in names}
     assert listed == {path.name for path in RUNTIME.glob("*.py")} - {"__init__.py"}
     for family, (modeling, *shared) in RUNTIME_FILES.items():
-        assert modeling == f"modeling_surgeon_{family}.py"
+        assert modeling == f"modeling_surgeon_{family.replace('-', '_')}.py"
         # transformers 5.0 copies a local folder's files only as far as the modeling file itself imports them.
         assert {f"{module}.py" for level, module in imports(RUNTIME / modeling) if level} == set(shared)
