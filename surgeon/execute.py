@@ -363,7 +363,7 @@ class _Run(_Share):
         if manifest is not None:
             self._small(MANIFEST_FILE, manifest.to_bytes())
             sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
-            self._small(CARD_FILE, card(manifest, sizes, job.purpose.metadata))
+            self._small(CARD_FILE, card(manifest, job.blueprint.config, sizes, job.purpose.metadata))
         return manifest
 
     def _small(self, name: str, content: bytes) -> None:

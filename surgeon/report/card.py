@@ -17,6 +17,12 @@ from surgeon.report.papers import papers_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Auto class → what the Hub calls its task.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 _LONGEST_PLAN = 20_000  # characters
 _MOST_ROWS = 200
 _MOST_NAMED = 12
@@ -24,24 +30,26 @@ _MOST_NAMED = 12
 
 def card(
     manifest: Manifest,
+    config: Mapping[str, Any],
     sizes: Mapping[str, int],
     metadata: Metadata,
     *,
     repo_id: str | None = None,
     verified: Iterable[str] = (),
 ) -> bytes:
-    """The card's text. `sizes` are numbers of parameters by tensor, `verified` lines on what was checked.
+    """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
-    With `repo_id` (`user/name`) its snippets load from the Hub, else from a folder.
+       `verified` are lines of ours on what was checked.
+    With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
     """
     base_model = base_model_of(manifest, metadata)
     parts = [
-        _block(manifest, metadata, base_model),
+        _block(manifest, metadata, base_model, _auto_class(config)),
         _title(manifest, base_model, repo_id),
         _sizes(manifest, sizes),
         _done(manifest),
         _proof(manifest, list(verified)),
-        _loading(manifest, repo_id),
+        _loading(manifest, repo_id, _auto_class(config)),
         _training(manifest, repo_id),
         _undoing(manifest),
         _license(metadata),
@@ -59,12 +67,12 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
     return next((name for name, commit in nearest if commit and _HUB_ID.fullmatch(name)), None)
 
 
-def _block(manifest: Manifest, metadata: Metadata, base_model: str | None) -> str:
+def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str) -> str:
     operations = dict.fromkeys(name for entry in _history(manifest) for name in entry)
     return block_of(
         {
             "library_name": "transformers",
-            "pipeline_tag": "text-generation",
+            "pipeline_tag": _TASKS.get(auto),
             "base_model": base_model,
             # Of the Hub's four (adapter, finetune, merge, quantized) the one for a model that goes on from its base.
             "base_model_relation": "finetune" if base_model else None,
@@ -168,7 +176,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _loading(manifest: Manifest, repo_id: str | None) -> str:
+def _loading(manifest: Manifest, repo_id: str | None, auto: str) -> str:
     name = repo_id or "path/to/this/folder"
     options = [] if manifest.native else ["trust_remote_code=True"]
     note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
@@ -187,10 +195,7 @@ def _loading(manifest: Manifest, repo_id: str | None) -> str:
         )
     arguments = ", ".join([f'"{name}"', *options])
     pinned = 'revision = "main"  # better: the commit hash\n' if repo_id else ""
-    code = (
-        "from transformers import AutoModelForCausalLM\n\n"
-        f"{pinned}model = AutoModelForCausalLM.from_pretrained({arguments})"
-    )
+    code = f"from transformers import {auto}\n\n{pinned}model = {auto}.from_pretrained({arguments})"
     return f"## How to load it\n\n{_fenced(code, 'python')}\n\n{note}"
 
 
@@ -255,6 +260,13 @@ def _history(manifest: Manifest) -> list[list[str]]:
     """The operations of every surgery, oldest first."""
     earlier: list[list[str]] = [ancestor.operations for ancestor in manifest.lineage]
     return [*earlier, [entry.op for entry in manifest.operations]]
+
+
+def _auto_class(config: Mapping[str, Any]) -> str:
+    """The auto class of a checkpoint, by the head its config names."""
+    names = config.get("architectures")
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    return next((auto for auto in _TASKS if named.endswith(auto.removeprefix("AutoModel"))), "AutoModel")
 
 
 def _tag(operation: str) -> str:

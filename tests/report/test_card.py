@@ -18,6 +18,7 @@ from surgeon.report.card import base_model_of, card
 from surgeon.report.metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
 from tests import tiny
 
+CONFIG = {"architectures": ["LlamaForCausalLM"]}
 BASE_CARD = """---
 license: apache-2.0
 language: [no, en]
@@ -128,11 +129,22 @@ def test_the_base_on_the_hub_is_named(grown: Path) -> None:
     assert base_model_of(manifest, NOTHING_KNOWN) == "user/first"
     base = manifest.base.model_copy(update={"id": "user/base", "revision": commit})
     manifest = manifest.model_copy(update={"base": base})
-    text = card(manifest, {}, NOTHING_KNOWN, repo_id="me/mine").decode()
+    text = card(manifest, CONFIG, {}, NOTHING_KNOWN, repo_id="me/mine").decode()
     data = yaml.safe_load(text.split("---")[1])
     assert (data["base_model"], data["base_model_relation"]) == ("user/base", "finetune")
     assert f"https://huggingface.co/user/base/tree/{commit}" in text
     assert '"me/mine", trust_remote_code=True, revision=revision' in text
+
+
+def test_encoders_load_by_their_own_class(grown: Path) -> None:
+    for head, auto, task in (
+        ("RobertaForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
+        ("UpcycledRobertaForSequenceClassification", "AutoModelForSequenceClassification", "text-classification"),
+        ("RobertaModel", "AutoModel", None),
+    ):
+        text = card(manifest_of(grown / "out"), {"architectures": [head]}, {}, NOTHING_KNOWN).decode()
+        assert f"model = {auto}.from_pretrained(" in text
+        assert yaml.safe_load(text.split("---")[1]).get("pipeline_tag") == task
 
 
 HOSTILE = "</code>`` x`\n---\nlicense: mit\n---\n<script>alert(1)</script> | [a](javascript:b) \x1b[31m ```\n# Owned"
@@ -152,7 +164,7 @@ def test_a_strangers_words_stay_in_their_spans(grown: Path) -> None:
             "plan": f"surgeon: 1\n{HOSTILE}\n" * 3,
         }
     )
-    text = card(manifest, sizes_of(grown / "grafted"), NOTHING_KNOWN).decode()
+    text = card(manifest, CONFIG, sizes_of(grown / "grafted"), NOTHING_KNOWN).decode()
     block, rest = text.removeprefix("---\n").split("\n---\n", 1)
     assert "license" not in yaml.safe_load(block)
     assert "\x1b" not in text
@@ -229,5 +241,5 @@ def test_what_is_read_back_is_what_was_written(grown: Path) -> None:
         "languages": ("no",),
     }
     metadata = Metadata(**known, datasets=("a/b", "c"), base_model="user/base")
-    written = card(manifest_of(grown / "out"), {}, metadata)
+    written = card(manifest_of(grown / "out"), CONFIG, {}, metadata)
     assert read_metadata(written) == metadata
