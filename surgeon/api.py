@@ -29,13 +29,25 @@ from surgeon.plan.shipped import find_plan
 from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.report.metadata import NOTHING_KNOWN, Metadata, read_metadata
-from surgeon.results import Applied, Difference, Inspection, Merged, Preview, Reverted, RoutingReport, Verification
+from surgeon.results import (
+    Applied,
+    Difference,
+    Inspection,
+    Merged,
+    Preview,
+    Pushed,
+    Reverted,
+    RoutingReport,
+    Upload,
+    Verification,
+)
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
 
 if TYPE_CHECKING:
     from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
+    from surgeon.verification.static import Check
     from surgeon.verification.streaming import StreamedComparison
 
 __all__ = [
@@ -44,6 +56,7 @@ __all__ = [
     "Inspection",
     "Merged",
     "Preview",
+    "Pushed",
     "Reverted",
     "RoutingReport",
     "TransportReport",
@@ -54,6 +67,7 @@ __all__ = [
     "json_schema",
     "merge",
     "preview",
+    "push",
     "revert",
     "routing_report",
     "transport_report",
@@ -221,6 +235,95 @@ def revert(
     )
 
 
+def push(
+    out: str | Path,
+    repo_id: str,
+    *,
+    base: str | Path | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    pull_request: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    license: str | None = None,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Pushed:
+    """Put the output `out` into the Hub repository `repo_id` (`user/name`), as one commit, with a card that says so.
+
+    Before that it is checked against its own manifest, or, with `base` (a folder), as `verify` does, logits included;
+    what does not hold is pushed by `force` only. `revision` is a branch, made at need (or `refs/pr/N`). Only files
+    that the repository lacks are sent; with `dry_run` none, and nothing is made. `license` and `base_model` go into
+    the card. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network answers;
+    the repository then holds what it held, and the same call goes on where it stopped.
+    """
+    from surgeon.checkpoint.uploading import Destination, check_token, look, send
+    from surgeon.sharing import card_for, check_names, check_way, pack
+
+    listener = listener or Quiet()
+    to = Destination(repo_id, revision, private, pull_request)
+    check_names(license, base_model)
+    if not dry_run:
+        check_token(to)
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest = _manifest_of(folder)
+    before = look(to)
+    check_way(to, before, force=force)
+    verification = None
+    if base is not None:
+        verification = verify(base, out, trust_remote_code=trust_remote_code, listener=listener)
+        checks = tuple(verification.checks)
+        holds = verification.holds
+    else:
+        checks = _own_checks(folder, manifest, listener)
+        holds = all(check.holds for check in checks)
+    if not holds and not force:
+        told = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), "its logits differ")
+        raise BadInput(
+            f"{printable(str(out))}: not pushed, as a promise does not hold ({told}); --force pushes it all the same"
+        )
+    card = card_for(
+        folder,
+        manifest,
+        repo_id,
+        license=license,
+        base_model=base_model,
+        verified=_verified(checks, verification),
+    )
+    parcel = pack(folder, manifest, card)
+    known = read_metadata(card).license
+    if known is None:
+        listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
+    listener.say(f"comparing with what {repo_id} holds")
+    missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+    commit = None
+    if (missing or stale) and not dry_run:
+        listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
+        folder.check_unchanged()
+        content = {name: parcel.files[name] for name in missing}
+        message = f"surgeon: {', '.join(entry.op for entry in manifest.operations)}"
+        commit = send(to, before, content, stale, message=printable(message), say=listener.say)
+    return Pushed(
+        path=Path(out),
+        repo_id=repo_id,
+        revision=revision,
+        dry_run=dry_run,
+        files=tuple(
+            Upload(name, size, "there" if name not in missing else "changed" if name in before.files else "new")
+            for name, size in parcel.sizes.items()
+        ),
+        stale=stale,
+        left_behind=parcel.left_behind,
+        checks=checks,
+        verification=verification,
+        license=known,
+        commit=commit.commit if commit else None if dry_run else before.commit,
+        url=commit.url if commit else None,
+        pull_request=commit.pull_request if commit else None,
+    )
+
+
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
     """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
 
@@ -371,6 +474,28 @@ def routing_report(
         except OSError as error:
             raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
     return report
+
+
+def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
+    from surgeon.verification.own_manifest import check_own_manifest
+
+    listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
+    anatomy = dissect(folder.config, folder.tensors)
+    return tuple(check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
+
+
+def _verified(checks: Sequence[Check], verification: Verification | None) -> list[str]:
+    """What was checked before a push, in words for the card."""
+    by = "against the base" if verification else f"against {MANIFEST_FILE}"
+    lines = [f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in checks]
+    if verification is None:
+        return lines
+    for found in verification.comparisons:
+        same = (
+            "every value bit-identical" if found.identical else f"they differ by up to {found.max_abs_difference:.3g}"
+        )
+        lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {verification.tokens}: {same}")
+    return lines
 
 
 def _merging(alpha: float | None) -> LoadedPlan:

@@ -15,7 +15,7 @@ from surgeon.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.report.metadata import Metadata, block_of
 from surgeon.report.papers import papers_of
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Auto class → what the Hub calls its task.
 _TASKS = {
@@ -39,7 +39,7 @@ def card(
 ) -> bytes:
     """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
-       `verified` are lines of ours on what was checked.
+       `verified` are lines on what was checked.
     With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
     """
     base_model = base_model_of(manifest, metadata)
@@ -64,7 +64,7 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
         return metadata.base_model
     nearest = [(manifest.base.id, manifest.base.revision)]
     nearest += [(ancestor.base, ancestor.revision) for ancestor in reversed(manifest.lineage)]
-    return next((name for name, commit in nearest if commit and _HUB_ID.fullmatch(name)), None)
+    return next((name for name, commit in nearest if commit and HUB_ID.fullmatch(name)), None)
 
 
 def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str) -> str:
@@ -172,7 +172,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
         f" the {len(manifest.new_tensors)} new ones at birth. `surgeon verify BASE THIS` checks bytes, then logits.",
     ]
     if verified:
-        lines += ["", "Checked before this was pushed:", "", *(f"- {line}" for line in verified)]
+        lines += ["", "Checked before this was pushed:", "", *(f"- {_code(line)}" for line in verified)]
     return "\n".join([*lines, ""])
 
 

@@ -64,7 +64,7 @@ def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     wrong = [
         key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
     ]
-    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {_some(wrong)}"
+    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {some(wrong)}"
     return Check("config", not wrong, detail)
 
 
@@ -72,11 +72,11 @@ def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     expected = {output.name: (output.recipe.dtype, output.recipe.shape) for output in blueprint.outputs}
     found = {name: (info.dtype, info.shape) for name, info in out.tensors.items()}
     if missing := [name for name in expected if name not in found]:
-        return Check("tensors", False, f"missing: {_some(missing)}")
+        return Check("tensors", False, f"missing: {some(missing)}")
     if extra := [name for name in found if name not in expected]:
-        return Check("tensors", False, f"not in the plan: {_some(extra)}")
+        return Check("tensors", False, f"not in the plan: {some(extra)}")
     if wrong := [name for name in expected if expected[name] != found[name]]:
-        return Check("tensors", False, f"of another shape or dtype than planned: {_some(wrong)}")
+        return Check("tensors", False, f"of another shape or dtype than planned: {some(wrong)}")
     return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
 
 
@@ -90,7 +90,7 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
     if wrong:
-        return [Check("code", False, f"not the files that surgery put there: {_some(wrong)}")]
+        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
     whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
     return [Check("code", True, f"{len(blueprint.code_files)} files, {whose}")]
 
@@ -98,7 +98,7 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
 def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
     changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
     if changed:
-        return Check("base", False, f"not the base this was made from; differing: {_some(changed)}")
+        return Check("base", False, f"not the base this was made from; differing: {some(changed)}")
     return Check("base", True, f"the one operated on, by {len(base)} digests")
 
 
@@ -107,7 +107,7 @@ def _copies(blueprint: Blueprint, base: dict[str, str], out: dict[str, str]) -> 
     wrong = [name for name, source in copies.items() if out[name] != base[source]]
     kept = sum(not output.new for output in blueprint.outputs)
     if wrong:
-        return Check("base tensors", False, f"not byte-identical to their originals: {_some(wrong)}")
+        return Check("base tensors", False, f"not byte-identical to their originals: {some(wrong)}")
     return Check(
         "base tensors",
         True,
@@ -130,7 +130,7 @@ def _silence(blueprint: Blueprint, anatomy: Anatomy, out: CheckpointFolder) -> C
             if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
                 loud.append(name)
     if loud:
-        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}")
+        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {some(loud)}")
     if not checked:
         return Check("silent at birth", True, "no operation promises it")
     return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
@@ -141,7 +141,7 @@ def _constants(blueprint: Blueprint, out: dict[str, str]) -> Check:
     constants = [(o.name, o.recipe) for o in blueprint.outputs if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
     if wrong:
-        return Check("constants", False, f"not the value they are born with: {_some(wrong)}")
+        return Check("constants", False, f"not the value they are born with: {some(wrong)}")
     return Check("constants", True, f"{len(constants)} tensors hold the value they are born with")
 
 
@@ -155,14 +155,15 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe)]
     unknown = [name for name in computed if name not in manifest.new_tensors]
     if unknown:
-        return Check("new tensors", False, f"not in the manifest: {_some(unknown)}")
+        return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
     if changed:
-        return Check("new tensors", False, f"changed since they were written: {_some(changed)}")
+        return Check("new tensors", False, f"changed since they were written: {some(changed)}")
     return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first three names, and how many more."""
     names = list(names)
     shown = ", ".join(printable(name) for name in islice(names, 3))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
