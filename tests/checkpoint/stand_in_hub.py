@@ -1,7 +1,7 @@
 """A small stand-in for the Hub on the loopback interface: model info, tree, files with ranges, and refusals.
 
-It takes pushes too, as the client makes them: repositories, branches, LFS blobs (whole or in parts), Xet tokens, commits
-and pull requests.
+It takes pushes too, as the client makes them: repositories, branches, LFS blobs (whole or in parts), Xet tokens,
+commits and pull requests.
 """
 
 from __future__ import annotations
