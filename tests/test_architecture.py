@@ -42,7 +42,10 @@ FORBIDDEN = {
     "blueprint.py": ("torch", "numpy", "surgeon.execute", "surgeon.compute", "surgeon.plan"),
     "recipes.py": ("torch", "numpy", "surgeon"),
     "undoing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.operations"),
+    "sharing.py": ("torch", "numpy", "transformers", "huggingface_hub", "surgeon.api", "surgeon.plan"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
+    "report/metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
+    "report/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
 }
 

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _AGAIN = "run the same command again: what was uploaded is not sent again"
 # Seconds the Hub may be silent while a commit is made; it checks every file of it.
-_COMMIT_TIMEOUT = 120.0
+_SILENCE = 120.0
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,18 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as it was before a push. `commit` None: it, or the branch, has to be made first."""
+    """A repository, at the branch asked for, as it was before a push.
+
+    Where `exists` is false it has to be made first; where `branches_off`, the branch has, and begins as main, whose
+    commit and files these are.
+    """
 
     repo_id: str
     exists: bool
     commit: str | None
     private: bool | None
     files: Mapping[str, RemoteFile]
+    branches_off: bool = False
 
     def holds(self, name: str, content: Path | bytes) -> bool:
         """Whether the file is there already, byte for byte; a file is read only where the sizes agree."""
@@ -113,22 +118,27 @@ def check_token(to: Destination) -> None:
 
 
 def look(to: Destination) -> Repository:
-    """What the repository holds now, by one question; BadInput where it cannot be seen."""
+    """What the repository holds now; BadInput where it cannot be seen."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    def ask(revision: str | None) -> Any:
+        return HfApi().model_info(to.repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
+
     _refuse_offline(to)
+    branches_off = False
     with _patiently():
         try:
-            info = HfApi().model_info(to.repo_id, revision=to.branch, files_metadata=True, timeout=TIMEOUT)
-        except GatedRepoError as error:
-            _refuse(error, to, "read the repository")
-        except RepositoryNotFoundError:
-            return Repository(to.repo_id, exists=False, commit=None, private=None, files={})
+            info = ask(to.branch)
         except RevisionNotFoundError:
             if to.branch is None or to.branch.startswith("refs/"):
                 raise BadInput(f"{to.shown}: no such revision; give `--revision` a branch, or leave it out") from None
-            return Repository(to.repo_id, exists=True, commit=None, private=_private(to), files={})
+            branches_off = True
+            info = _call(lambda: ask(None), to, "read the repository")
+        except RepositoryNotFoundError as error:
+            if isinstance(error, GatedRepoError):
+                _refuse(error, to, "read the repository")
+            return Repository(to.repo_id, exists=False, commit=None, private=None, files={})
         except Exception as error:
             _refuse(error, to, "read the repository")
     files = {
@@ -137,7 +147,7 @@ def look(to: Destination) -> Repository:
         )
         for entry in info.siblings or []
     }
-    return Repository(to.repo_id, exists=True, commit=info.sha, private=info.private, files=files)
+    return Repository(to.repo_id, True, info.sha, info.private, files, branches_off)
 
 
 def send(
@@ -163,7 +173,7 @@ def send(
                 to,
                 "create the repository",
             )
-        if to.branch is not None and before.commit is None:
+        if to.branch is not None and (before.branches_off or not before.exists):
             branch = to.branch
             _call(lambda: api.create_branch(to.repo_id, branch=branch, exist_ok=True), to, "create the branch")
         operations: list[Any] = [CommitOperationAdd(name, content) for name, content in files.items()]
@@ -181,12 +191,6 @@ def send(
             "write to the repository",
         )
     return Commit(commit=made.oid, url=made.commit_url, pull_request=made.pr_url)
-
-
-def _private(to: Destination) -> bool | None:
-    from huggingface_hub import HfApi
-
-    return _call(lambda: HfApi().model_info(to.repo_id, timeout=TIMEOUT), to, "read the repository").private
 
 
 def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
@@ -209,7 +213,7 @@ def _patiently() -> Iterator[None]:
 
     def factory() -> Any:
         client = default_client_factory()
-        client.timeout = type(client.timeout)(_COMMIT_TIMEOUT, connect=TIMEOUT)
+        client.timeout = type(client.timeout)(_SILENCE, connect=TIMEOUT)
         return client
 
     spoken = logging.get_verbosity()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from surgeon import api
+from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
@@ -73,18 +76,20 @@ LOADER = (
     WITHOUT_SURGEON
     + """
 import torch
-from transformers import AutoModelForCausalLM
-where, options = sys.argv[1], json.loads(sys.argv[2])
-model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **options)
-assert not info["missing_keys"] and not info["unexpected_keys"], info
+for block in json.loads(sys.argv[1]):
+    exec(block, globals())
+trained = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 ids = torch.arange(3, 23).reshape(2, 10) % model.config.vocab_size
 with torch.inference_mode():
     logits = model(ids).logits
-if hasattr(model, "freeze_base"):
-    model.freeze_base()
-json.dump({"class": type(model).__name__, "logits": logits.float().flatten().tolist()}, sys.stdout)
+json.dump({"class": type(model).__name__, "logits": logits.float().flatten().tolist(), "trained": trained}, sys.stdout)
 """
 )
+
+
+def python_of(card: str) -> list[str]:
+    """What a card tells to run."""
+    return re.findall("^```python\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
 
 
 def in_a_process(*command: str, **environment: str) -> str:
@@ -104,7 +109,6 @@ def in_a_process(*command: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("kind", ["native", "grafted"])
 def test_what_was_pushed_loads_where_surgeon_is_not(grown: Path, tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"trust_remote_code": True} if kind == "grafted" else {}
     with serve(Hub({}, exists=False, part_bytes=10_000 if kind == "grafted" else None)) as hub:
         at = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
         told = in_a_process(
@@ -113,9 +117,9 @@ def test_what_was_pushed_loads_where_surgeon_is_not(grown: Path, tmp_path: Path,
         pushed = json.loads(told)
         assert (pushed["commit"], pushed["verification"]["identical"]) == (hub.commit, True)
         assert {file["state"] for file in pushed["files"]} == {"new"}
-        local = files_of(grown / kind)
+        here = files_of(grown / kind)
         assert {name: content for name, content in hub.files.items() if name != "README.md"} == {
-            name: content for name, content in local.items() if name != "README.md"
+            name: content for name, content in here.items() if name != "README.md"
         }
         card = hub.files["README.md"].decode()
         assert 'from_pretrained("user/model"' in card
@@ -126,11 +130,14 @@ def test_what_was_pushed_loads_where_surgeon_is_not(grown: Path, tmp_path: Path,
         hub.files, hub.commit = {"config.json": b"{}"}, "0" * 40
         del at["HF_TOKEN"]
         at["HF_HOME"] = str(tmp_path / "empty")
-        pinned = json.dumps(options | {"revision": pushed["commit"]})
-        theirs = json.loads(in_a_process("-c", LOADER, "user/model", pinned, **at))
-    ours = json.loads(in_a_process("-c", LOADER, str(grown / "base"), "{}", HF_HOME=str(tmp_path / "base")))
+        told = [block.replace('revision = "main"', f'revision = "{pushed["commit"]}"') for block in python_of(card)]
+        theirs = json.loads(in_a_process("-c", LOADER, json.dumps(told), **at))
+    local = python_of((grown / "native" / "README.md").read_text())[:1]
+    local = [block.replace("path/to/this/folder", str(grown / "base")) for block in local]
+    ours = json.loads(in_a_process("-c", LOADER, json.dumps(local), HF_HOME=str(tmp_path / "base")))
     assert theirs["class"] == ("UpcycledLlamaForCausalLM" if kind == "grafted" else "LlamaForCausalLM")
     assert theirs["logits"] == ours["logits"]
+    assert theirs["trained"] == sorted(json.loads((grown / kind / "surgery.json").read_text())["new_tensors"])
 
 
 def test_large_files_go_to_a_store_of_their_own(grown: Path, tmp_path: Path) -> None:
@@ -208,12 +215,25 @@ def test_a_branch_and_a_pull_request(hub: Hub, out: Path) -> None:
     (out / "generation_config.json").write_text("{}")
     api.push(out, "user/model", revision="refs/pr/1")
     assert not hub.uploads
-    api.push(out, "user/model", revision="grown", force=True)
+    assert "--force" in refused(out, revision="grown")
+    # The branch begins as main, whose weights would be loaded in place of these.
+    assert api.push(out, "user/model", revision="grown", force=True).stale == ("model.safetensors",)
     assert hub.files == before
-    assert "surgery.json" in hub.history[hub.branches["grown"]]
+    there = hub.history[hub.branches["grown"]]
+    assert "surgery.json" in there
+    assert "model.safetensors" not in there
+    hub.posted.clear()
+    assert not api.push(out, "user/model", revision="grown").sent
+    assert not hub.posted
     for revision in (COMMIT, "refs/pr/7"):
         assert "--revision" in refused(out, revision=revision)
     assert "against main" in refused(out, revision="grown", pull_request=True)
+
+
+def test_a_branch_of_a_new_repository(hub: Hub, out: Path) -> None:
+    api.push(out, "user/model", revision="grown")
+    assert "surgery.json" in hub.history[hub.branches["grown"]]
+    assert not hub.files
 
 
 # What does not go up.
@@ -435,6 +455,41 @@ def test_nobody_answers(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "cannot be reached" in refused(out)
+
+
+def test_a_hub_that_says_nothing(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    from surgeon.checkpoint import uploading
+
+    monkeypatch.setattr(uploading, "_SILENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "ReadTimeout" in refused(out)
+
+
+def test_the_terminal_shows_it(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (out / "notes.txt").write_text("mine")
+    shown = run("push", str(out), "user/model", "--dry-run")
+    assert "new " in shown
+    assert "stays here: notes.txt" in shown
+    assert "would go to user/model; nothing was sent" in shown
+    shown = run("push", str(out), "user/model")
+    assert f'from_pretrained("user/model", revision="{hub.commit}")' in shown
+    assert "5 of 5 checks" in shown or "4 of 4 checks" in shown
+    assert "holds all of it already" in run("push", str(out), "user/model")
+    hub.role = "read"
+    result = CliRunner().invoke(app, ["push", str(out), "user/model"])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("surgeon: user/model: the token only reads; ")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert TOKEN not in result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("name", ["model", "user/", "../x", "user/model/x", "user/a--b", "user/a b"])
