@@ -43,6 +43,7 @@ FORBIDDEN = {
     "recipes.py": ("torch", "numpy", "surgeon"),
     "undoing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.operations"),
     "sharing.py": ("torch", "numpy", "transformers", "huggingface_hub", "surgeon.api", "surgeon.plan"),
+    "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
     "report/metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "report/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),

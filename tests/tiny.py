@@ -128,5 +128,7 @@ def base_for(plan: str, folder: Path) -> Path:
 
         api.apply("pmoe", str(base_for("pmoe", folder / "before")), folder / "base")
         return folder / "base"
+    if plan.startswith("mixture-of-control/glue"):
+        return checkpoint(folder / "base", "roberta")
     layers = {"num_hidden_layers": 8} if plan.startswith("control-llm") else {}
     return checkpoint(folder / "base", "llama", **layers)
