@@ -312,6 +312,56 @@ def export_slot(
 
 
 @app.command()
+def push(
+    out: OutArgument,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
+    base: Annotated[
+        Path | None, typer.Option(help="verify against this base first, logits included; default: OUT's own manifest")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="make the repository private, if it is new")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch to push to, made at need; default: main")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="tell what would go up and how much is new")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="push what does not verify, or over a model that is not surgeon's")
+    ] = False,
+    license: Annotated[
+        str | None, typer.Option(help="licence for the card, where the base's is unknown: apache-2.0, mit, …")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        pushed = api.push(
+            out,
+            repo_id,
+            base=base,
+            private=private,
+            revision=revision,
+            pull_request=pr,
+            dry_run=dry_run,
+            force=force,
+            license=license,
+            base_model=base_model,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(pushed.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import pushed_view
+
+        _console().print(pushed_view(pushed))
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
