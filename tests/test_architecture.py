@@ -45,7 +45,7 @@ FORBIDDEN = {
     "sharing.py": ("torch", "numpy", "transformers", "huggingface_hub", "surgeon.api", "surgeon.plan"),
     "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
-    "report/metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
+    "metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "report/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
     "training": ("surgeon.api", "surgeon.cli", "surgeon.report", "surgeon.plan", "surgeon.operations"),
