@@ -3,8 +3,8 @@
     python benchmarks/preservation.py --base DIR --text FILE [--windows 0] [--plans NAME …]
 
 Applies each plan to the base and verifies the output in the checkpoint's dtype and in float32 (prefill and cached
-decode on windows of the text; 0 windows: all of it). `control-llm/merge` operates on a grafted model and is given
-the output of `control-llm/lerp8-mse-0-star`. Results go to benchmarks/results/preservation.md, row by row.
+decode on windows of the text; 0 windows: all of it). Plans that operate on a grafted model are given the output of
+another plan (`FOLLOWS`). Results go to benchmarks/results/preservation.md, row by row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from surgeon import api
 from surgeon.plan import shipped
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# Plans that operate on what another has grown.
+FOLLOWS = {
+    "control-llm/merge": "control-llm/lerp8-mse-0-star",
+    "pmoe/next-task": "pmoe",
+    "pmoe/next-task-paper": "pmoe",
+}
 COLUMNS = (
     "plan",
     "layers",
@@ -37,10 +43,9 @@ def rows(plan: str, base: Path, text: Path, windows: int) -> list[list[str]]:
     """One row a dtype."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        if plan == "control-llm/merge":
-            before = Path(folder) / "before"
-            api.apply("control-llm/lerp8-mse-0-star", str(base), before)
-            base = before
+        if (earlier := FOLLOWS.get(plan)) is not None:
+            api.apply(earlier, str(base), Path(folder) / "before")
+            base = Path(folder) / "before"
         applied = api.apply(plan, str(base), out)
         verified = api.verify(base, out, text=text, window=256, windows=windows, dtypes=("auto", "float32"))
     assert verified.holds, f"{plan}: a promise does not hold"

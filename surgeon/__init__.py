@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _API = (
     "apply",
     "diff",
+    "export_slot",
     "inspect",
     "json_schema",
     "merge",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from surgeon.api import (
         apply,
         diff,
+        export_slot,
         inspect,
         json_schema,
         merge,
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "apply",
     "diff",
+    "export_slot",
     "inspect",
     "json_schema",
     "merge",

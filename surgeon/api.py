@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 from surgeon import devices
 from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import locate, remote_folder
+from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.comparing import compare
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Growth, Job, Listener, assist, execute
+from surgeon.exporting import export
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
-from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, parse
+from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, adapters_of, parse
+from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.schema import json_schema
@@ -30,6 +33,7 @@ from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.results import (
     Applied,
     Difference,
+    Exported,
     Inspection,
     Merged,
     Preview,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "Difference",
+    "Exported",
     "Inspection",
     "Merged",
     "Preview",
@@ -59,6 +64,7 @@ __all__ = [
     "Verification",
     "apply",
     "diff",
+    "export_slot",
     "inspect",
     "json_schema",
     "merge",
@@ -106,7 +112,7 @@ def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_r
         folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     else:
         folder = remote_folder(base, revision, trust_remote_code=trust_remote_code)
-    return _preview(loaded, folder)
+    return _preview(loaded, folder, _adapters(loaded))
 
 
 def apply(
@@ -134,17 +140,19 @@ def apply(
     ranks = ranks or Ranks()
     target = Path(out)
     loaded = plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+    adapters = _adapters(loaded)
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
-        _preview(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code))
+        _preview(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters)
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    shown = _preview(loaded, folder, max_shard_bytes=max_shard_bytes)
+    shown = _preview(loaded, folder, adapters, max_shard_bytes=max_shard_bytes)
     job = Job(
         purpose=Growth(
             loaded,
             BaseId(located.repo_id or located.path.resolve().name, located.revision),
             texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
+            adapters=adapters,
         ),
         blueprint=shown.blueprint,
         base=folder,
@@ -230,6 +238,32 @@ def revert(
     )
 
 
+def export_slot(
+    out: str | Path,
+    slot: int,
+    dest: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Exported:
+    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the base the slots stand on.
+
+    `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
+    slot: shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
+    absent, for a slot that is not there or that stands in layers the base lacks.
+    """
+    listener = listener or Quiet()
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    target = Path(dest)
+    try:
+        exported = export(folder, _manifest_of(folder), slot, target, say=listener.say)
+    except OSError as error:
+        raise BadInput(_disk_trouble(error, target)) from error
+    for note in exported.notes:
+        listener.say(note)
+    return exported
+
+
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
     """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
 
@@ -277,7 +311,8 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
-    blueprint = draw(loaded, anatomy, base_folder.config)
+    adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
+    blueprint = draw(loaded, anatomy, base_folder.config, adapters)
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
     checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
@@ -446,12 +481,19 @@ def _manifest_of(folder: CheckpointFolder) -> Manifest:
     return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
 
 
-def _preview(loaded: LoadedPlan, folder: CheckpointFolder, *, max_shard_bytes: int = MAX_NEW_SHARD_BYTES) -> Preview:
+def _preview(
+    loaded: LoadedPlan,
+    folder: CheckpointFolder,
+    adapters: Mapping[str, AdapterFolder],
+    *,
+    max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
+) -> Preview:
     if folder.manifest is not None:
         # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
         _manifest_of(folder)
     anatomy = dissect(folder.config, folder.tensors)
-    blueprint = draw(loaded, anatomy, folder.config)
+    known = {name: adapter.facts for name, adapter in adapters.items()}
+    blueprint = draw(loaded, anatomy, folder.config, known)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = _texts(blueprint, loaded)
     outputs = blueprint.outputs
@@ -521,6 +563,23 @@ def _texts(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
                 )
             found[coupling.support.text] = path
     return found
+
+
+def _adapters(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
+    """The PEFT adapters that the plan imports, opened, by their names in the plan."""
+    opened: dict[str, AdapterFolder] = {}
+    for operation in loaded.plan.operations:
+        if not isinstance(operation, PMoEExperts) or operation.from_peft is None:
+            continue
+        name = operation.from_peft
+        beside = Path(loaded.source).parent / name
+        path = beside if beside.exists() else Path(name)
+        if path.exists():
+            opened[name] = AdapterFolder.open(path, id=path.resolve().name)
+        else:
+            located = locate_adapter(name)
+            opened[name] = AdapterFolder.open(located.path, id=located.repo_id or name, revision=located.revision)
+    return opened
 
 
 def _digest(text: Path) -> str:

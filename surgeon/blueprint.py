@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
@@ -140,9 +141,18 @@ class Blueprint:
 class Draft:
     """The model while operations edit it, one after the other."""
 
-    def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        config: Mapping[str, Any],
+        *,
+        seed: int,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         self.anatomy = anatomy
         self.seed = seed
+        # What is known of the PEFT adapters that the plan names, by the plan's names.
+        self.adapters = adapters or {}
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}

@@ -287,6 +287,30 @@ def revert(
         _console().print(reverted_view(reverted))
 
 
+@app.command("export-slot")
+def export_slot(
+    out: OutArgument,
+    slot: Annotated[
+        int, typer.Argument(metavar="SLOT", min=0, help="the slot's number, as `surgeon inspect` shows it")
+    ],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the adapter")],
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        exported = api.export_slot(out, slot, dest, trust_remote_code=trust_remote_code, listener=listener)
+    if as_json:
+        _print_json(exported.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import exported_view
+
+        _console().print(exported_view(exported))
+
+
 @app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from surgeon.activations import activations
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.recipes import (
     Average,
@@ -27,6 +29,7 @@ from surgeon.recipes import (
     Copy,
     Coupling,
     Fused,
+    Imported,
     Interpolated,
     Listed,
     MapRef,
@@ -59,10 +62,12 @@ class Workshop:
         device: str = "cpu",
         stopwatch: Stopwatch | None = None,
         plan_source: str = "",
+        adapters: Mapping[str, AdapterFolder] | None = None,
     ) -> None:
         self.blueprint = blueprint
         self.plan_source = plan_source
         self.base = base
+        self.adapters = adapters or {}
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
         self.reports: dict[str, dict[str, Any]] = {}
@@ -135,6 +140,8 @@ class Workshop:
             case Random(key, std, dtype, shape):
                 values = self._generator(key).standard_normal(shape, dtype=np.float32)
                 return torch.from_numpy(values).mul_(std).to(TORCH_DTYPES[dtype])
+            case Imported():
+                return self._rounded(self._imported(recipe), recipe.dtype)
             case Average(first, second):
                 lower, upper = self._working(first), self._working(second)
                 return self._rounded(lower.add_(upper).mul_(0.5), recipe.dtype)
@@ -277,6 +284,19 @@ class Workshop:
             raise BadInput(
                 f"{printable(name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at {where}; new"
                 " layers cannot be computed from it (a copy of this layer would be as broken)"
+            )
+        return tensor
+
+    def _imported(self, recipe: Imported) -> Tensor:
+        adapter = self.adapters[recipe.adapter]
+        with self.stopwatch.stage("read"):
+            raw = adapter.read(recipe.tensor)
+        dtype = TORCH_DTYPES[adapter.facts.tensors[recipe.tensor].dtype]
+        tensor = torch.frombuffer(raw, dtype=dtype).view(recipe.shape)
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadInput(
+                f"{printable(recipe.adapter)}: tensor {printable(recipe.tensor)} holds NaN or infinity; the adapter is"
+                " broken, get it again"
             )
         return tensor
 

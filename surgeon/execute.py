@@ -22,6 +22,7 @@ from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import ALIGNMENT, build_header
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import Staging
 from surgeon.errors import SurgeonError, printable
 from surgeon.layout import Shard, group_by_layer, is_hole, nbytes
@@ -67,6 +68,10 @@ class Purpose(Protocol):
     def source(self) -> str:
         """What errors call the plan."""
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterFolder]:
+        """The adapters that recipes import from."""
+
     def identity(self) -> dict[str, Any]:
         """What the output's bytes depend on beside the base and the blueprint, as JSON data."""
 
@@ -82,11 +87,15 @@ class Purpose(Protocol):
 
 @dataclass(frozen=True)
 class Growth:
-    """A surgery by a plan. `texts` are digests of the texts that it has the base run on, by their names in the plan."""
+    """A surgery by a plan.
+
+    `texts` are digests of the texts that it has the base run on, `adapters` what it imports, by the plan's names.
+    """
 
     loaded: LoadedPlan
     base_id: BaseId
     texts: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -94,11 +103,12 @@ class Growth:
         return self.loaded.source
 
     def identity(self) -> dict[str, Any]:
-        """The plan, how the base is called, and the texts."""
+        """The plan, how the base is called, the texts and the adapters."""
         return {
             "plan": self.loaded.plan.model_dump(mode="json"),
             "base_id": [self.base_id.name, self.base_id.revision],
             "texts": dict(self.texts),
+            "adapters": {name: adapter.facts.identity() for name, adapter in self.adapters.items()},
         }
 
     def code(self, name: str) -> bytes:
@@ -108,6 +118,8 @@ class Growth:
     def settle(self, job: Job, proof: ReadBack) -> None:
         """Hash what the output has no copy of, so that the manifest names the whole base."""
         proof.digest_the_rest()
+        for adapter in self.adapters.values():
+            adapter.check_unchanged()
 
     def manifest(self, job: Job, proof: ReadBack) -> Manifest:
         """Everything that was done."""
@@ -121,6 +133,7 @@ class Growth:
             base_digests=proof.base_digests,
             maps=proof.maps,
             texts=self.texts,
+            adapters={name: adapter.facts for name, adapter in self.adapters.items()},
         )
 
 
@@ -226,6 +239,7 @@ class _Share:
                 device=self.job.device,
                 stopwatch=self.stopwatch,
                 plan_source=self.job.purpose.source,
+                adapters=self.job.purpose.adapters,
             )
         return self._workshop
 

@@ -60,7 +60,9 @@ class Graft:
     def _slot_text(self, slot: Mapping[str, Any]) -> str:
         name = f"slot {slot['slot']}" if self.entry["routed"] else "shared LoRA"
         targets = ", ".join(target.rpartition(".")[2] for target in slot["targets"])
-        return f"{name} of rank {slot['rank']} at {targets}"
+        ranks = sorted({slot.get("ranks", {}).get(target, slot["rank"]) for target in slot["targets"]})
+        rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        return f"{name} of rank {rank} at {targets}"
 
     def twin(self, operation: int) -> Graft:
         """The same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from surgeon import __version__
 from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import renumbered
 from surgeon.layout import Shard
@@ -131,6 +132,26 @@ class Ancestor(_Entry):
     manifest: dict[str, Any] | None = None
 
 
+class ImportedTensor(_Entry):
+    """A tensor of an imported adapter, as the adapter's file had it."""
+
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    sha256: Sha256
+
+
+class ImportedAdapter(_Entry):
+    """A PEFT adapter that the plan imported: everything that drawing the plan again needs."""
+
+    id: str
+    revision: str | None
+    alpha: Annotated[float, Field(allow_inf_nan=False)]
+    rslora: bool
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
+    tensors: dict[str, ImportedTensor]
+
+
 class Manifest(_Entry):
     """Everything `surgery.json` says."""
 
@@ -147,6 +168,7 @@ class Manifest(_Entry):
     lineage: list[Ancestor]
     code: dict[str, Sha256] = {}
     texts: dict[str, Sha256] = {}
+    adapters: dict[str, ImportedAdapter] = {}
     training: list[TrainingEntry] = []
 
     @property
@@ -185,6 +207,7 @@ def compose(
     base_digests: Mapping[str, str],
     maps: Mapping[str, dict[str, Any]],
     texts: Mapping[str, str],
+    adapters: Mapping[str, Adapter],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `base_digests` of base tensors."""
     return Manifest(
@@ -236,7 +259,30 @@ def compose(
         lineage=_lineage(base),
         code={name: hashlib.sha256(shipped_code(name)).hexdigest() for name in blueprint.code_files},
         texts=dict(texts),
+        adapters={name: _imported(adapter) for name, adapter in adapters.items()},
     )
+
+
+def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
+    """What is known of the adapters that the manifest's plan imported; BadInput where that is no adapter's."""
+    for entry in manifest.adapters.values():
+        for pattern in entry.alpha_pattern:
+            check_pattern(pattern, printable(file))
+    return {
+        name: Adapter(
+            id=entry.id,
+            revision=entry.revision,
+            alpha=entry.alpha,
+            rslora=entry.rslora,
+            dropout=entry.dropout,
+            alpha_pattern=entry.alpha_pattern,
+            tensors={
+                tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
+                for tensor, known in entry.tensors.items()
+            },
+        )
+        for name, entry in manifest.adapters.items()
+    }
 
 
 def parse(data: object, *, file: str) -> Manifest:
@@ -285,6 +331,21 @@ def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def _imported(adapter: Adapter) -> ImportedAdapter:
+    return ImportedAdapter(
+        id=adapter.id,
+        revision=adapter.revision,
+        alpha=adapter.alpha,
+        rslora=adapter.rslora,
+        dropout=adapter.dropout,
+        alpha_pattern=dict(adapter.alpha_pattern),
+        tensors={
+            name: ImportedTensor(dtype=known.dtype, shape=list(known.shape), sha256=known.sha256)
+            for name, known in adapter.tensors.items()
+        },
+    )
 
 
 def _lineage(base: CheckpointFolder) -> list[Ancestor]:

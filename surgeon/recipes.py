@@ -52,6 +52,16 @@ class Random:
 
 
 @dataclass(frozen=True, slots=True)
+class Imported:
+    """The tensor `tensor` of the adapter that the plan calls `adapter`, rounded to nearest where `dtype` is another."""
+
+    adapter: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Average:
     """½ (first + second), element by element."""
 
@@ -152,7 +162,7 @@ class Interpolated:
         return self.first.shape
 
 
-Recipe = Copy | Constant | Listed | Random | Average | Fused | Shuffled | Interpolated
+Recipe = Copy | Constant | Listed | Random | Imported | Average | Fused | Shuffled | Interpolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +268,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"values": list(values)}
         case Random(key, std):
             return {"random": key, "std": std}
+        case Imported(adapter, tensor):
+            return {"imported": tensor, "adapter": adapter}
         case Average(first, second):
             return {"average": [describe(first), describe(second)]}
         case Fused(first, second, blocks):

@@ -209,6 +209,39 @@ class Reverted:
 
 
 @dataclass(frozen=True)
+class Exported:
+    """A slot that was written as a PEFT adapter for `base` (at `revision`).
+
+    `layers` are the base's that it adapts, in `modules` modules; `config` is its adapter_config.json, `notes` tell what
+    of the output's function it does not hold.
+    """
+
+    path: Path
+    slot: int
+    base: str
+    revision: str | None
+    layers: tuple[int, ...]
+    modules: int
+    nbytes: int
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "slot": self.slot,
+            "base": self.base,
+            "revision": self.revision,
+            "layers": list(self.layers),
+            "modules": self.modules,
+            "bytes": self.nbytes,
+            "config": self.config,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
 class Difference:
     """What became of checkpoint `a` in checkpoint `b`.
 

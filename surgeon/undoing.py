@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import MAX_CODE_BYTES, CheckpointFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Job
 from surgeon.families.anatomy import dissect, renumbered
@@ -65,6 +66,7 @@ class Return:
 
     state: Earlier
     source: str
+    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """Which state, and what it must hold."""
@@ -110,8 +112,8 @@ def find_state(out: CheckpointFolder, last: Manifest, number: int | None) -> Ear
             f"{printable(str(out.path))} has {has}; --to {number}: N must be"
             f" {'0' if surgeries == 1 else f'between 0 and {surgeries - 1}'}"
         )
-    undone = tuple(_manifest_after(each, out, last) for each in range(number + 1, surgeries + 1))
-    kept = _manifest_after(number, out, last) if number else None
+    undone = tuple(manifest_after(each, out, last) for each in range(number + 1, surgeries + 1))
+    kept = manifest_after(number, out, last) if number else None
     config = undone[0].base.config
     if config is None:
         raise _too_old(out, undone[0], f"the config.json that surgery {number + 1} found")
@@ -134,7 +136,7 @@ def find_state(out: CheckpointFolder, last: Manifest, number: int | None) -> Ear
     )
 
 
-def _manifest_after(number: int, out: CheckpointFolder, last: Manifest) -> Manifest:
+def manifest_after(number: int, out: CheckpointFolder, last: Manifest) -> Manifest:
     """The manifest of surgery `number`, counted from 1; an ancestor's is checked by the digest that is kept of it."""
     if number == len(last.lineage) + 1:
         return last

@@ -42,6 +42,7 @@ FORBIDDEN = {
     "blueprint.py": ("torch", "numpy", "surgeon.execute", "surgeon.compute", "surgeon.plan"),
     "recipes.py": ("torch", "numpy", "surgeon"),
     "undoing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.operations"),
+    "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
     "training": ("surgeon.api", "surgeon.cli", "surgeon.report", "surgeon.plan", "surgeon.operations"),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.opening import read_range
 from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -95,24 +96,11 @@ class CheckpointFolder:
     def read(self, name: str) -> bytearray:
         """The bytes of one tensor. Raises BadInput where its shard changed or was cut."""
         info = self.tensors[name]
-        content = bytearray(info.nbytes)
-        rest = memoryview(content)
         fd = self.open_shard(info.file)
         try:
-            position = info.begin
-            while rest:
-                count = os.preadv(fd, [rest], position)
-                if count == 0:
-                    raise BadInput(
-                        f"{printable(info.file)}: ends within tensor {printable(name)}; was it cut meanwhile?"
-                    )
-                rest = rest[count:]
-                position += count
-        except OSError as error:
-            raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror})") from None
+            return read_range(fd, info.begin, info.end, file=info.file, name=name)
         finally:
             os.close(fd)
-        return content
 
     def read_side_file(self, name: str) -> bytes:
         """The content of one of `side_files`, opened under the same rules as everything else."""

@@ -21,6 +21,7 @@ from typing import Any, Never, TypeVar
 from surgeon.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.opening import read_capped
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.source import LocalSource
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
@@ -67,6 +68,22 @@ def locate(base: str, *, revision: str | None, weights: bool = True, code: bool 
         wanted += repository.weight_files()
     path = Path(_snapshot(base, revision, wanted))
     return Located(path, base, path.name)
+
+
+def locate_adapter(adapter: str) -> Located:
+    """Find a PEFT adapter on the Hub (`user/name` or `user/name@revision`): its config and weights, through the cache.
+
+    Raises BadInput as `locate` does; a pickle is never fetched.
+    """
+    repo_id, _, revision = adapter.partition("@")
+    _check_id(repo_id)
+    wanted = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    offline = _offline()
+    if not offline:
+        repository = _Repository.ask(repo_id, revision or None)
+        check_adapter_files(repository.files, repository.shown)
+    path = Path(_snapshot(repo_id, revision or None, wanted, offline=offline))
+    return Located(path, repo_id, path.name)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -251,13 +268,16 @@ def _cached(repo_id: str, revision: str | None) -> Located:
     return Located(path, repo_id, path.name)
 
 
-def _snapshot(repo_id: str, revision: str | None, wanted: list[str]) -> str:
+def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> str:
     from huggingface_hub import snapshot_download
 
     with _bars_on_terminals_only():
         return _call(
             lambda: snapshot_download(
-                repo_id, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]
+                repo_id,
+                revision=revision,
+                local_files_only=offline,
+                allow_patterns=[glob.escape(name) for name in wanted],
             ),
             repo_id,
             revision,

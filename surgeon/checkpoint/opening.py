@@ -58,6 +58,21 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
         os.close(fd)
 
 
+def read_range(fd: int, begin: int, end: int, *, file: str, name: str) -> bytearray:
+    """The bytes `begin` to `end` of an open file, which hold tensor `name`; BadInput where the file is shorter."""
+    content = bytearray(end - begin)
+    rest = memoryview(content)
+    try:
+        while rest:
+            count = os.preadv(fd, [rest], begin)
+            if count == 0:
+                raise BadInput(f"{printable(file)}: ends within tensor {printable(name)}; was it cut meanwhile?")
+            rest, begin = rest[count:], begin + count
+    except OSError as error:
+        raise BadInput(f"{printable(file)}: cannot be read ({error.strerror})") from None
+    return content
+
+
 def _behind_link(folder: Path, link: Path, shown: str) -> Path:
     home = Path(os.path.realpath(folder))
     target = _target(link)

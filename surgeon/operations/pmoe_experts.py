@@ -3,11 +3,13 @@
 Jung and Kim, section 3.1. Layers up to τ carry one LoRA; a router reads what goes into the next (h_τ), and its
 distribution over the slots is shared by all deeper layers. Every LoRA's B is zero at birth, so the grown model computes
 what the base computes whatever the router says. The operation on a model that has experts adds slots to them.
+With `from_peft` the slot is an adapter that PEFT trained, with its ranks, scales and values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,6 +19,14 @@ from surgeon.blueprint import Claim, Draft, OperationRecord
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted import ROUTER
 from surgeon.grafts import Graft
+from surgeon.operations.imported_lora import (
+    ImportedModule,
+    adapter_of,
+    imported_modules,
+    rounding,
+    slot_entry,
+    slot_tensors,
+)
 from surgeon.plan.selectors import show
 from surgeon.recipes import Constant, Random, Recipe
 
@@ -48,9 +58,22 @@ class PMoEExperts(BaseModel):
     op: Literal["pmoe_experts"]
     threshold: Annotated[
         int | None,
-        Field(ge=0, description="τ: layers below the router, sharing one LoRA; default three quarters (24 of 32)"),
+        Field(
+            ge=0,
+            description="τ: layers below the router, sharing one LoRA; default three quarters (24 of 32), with"
+            " `from_peft` 0",
+        ),
     ] = None
     slots: Annotated[int, Field(ge=1, le=4096, description="slots to add, one for each task")] = 1
+    from_peft: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="a PEFT LoRA adapter that becomes the slot: a folder (seen from the plan's) or a Hub id,"
+            " perhaps `user/name@revision`; it brings rank, alpha, dropout and targets along",
+        ),
+    ] = None
     rank: Annotated[int, Field(ge=1, le=2**16, description="of every LoRA")] = 4
     alpha: Annotated[
         float | None,
@@ -83,6 +106,8 @@ class PMoEExperts(BaseModel):
         if present is None and self.trains_also:
             raise BadInput("`trains_also` is about experts that a model has; this one has none yet")
         layer = self._router_layer(draft, present)
+        if self.from_peft is not None:
+            return self._import(draft, number, present, layer, self.from_peft)
         targets = self._targets(draft, present)
         first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
         before = draft.parameters()
@@ -93,10 +118,7 @@ class PMoEExperts(BaseModel):
                 home.grafts.append(self._graft(draft, number, index, slots, routed=True))
             elif present is None:
                 home.grafts.append(self._graft(draft, number, index, [self._slot(0, 0, targets)], routed=False))
-        self._train_on(draft, number)
-        if self.router_loss is not None or present is None:
-            weight = self.router_loss.weight if isinstance(self.router_loss, RouterLoss) else 0.0
-            draft.settings["router_loss"] = {"task_id": weight}
+        self._settle(draft, number, present)
         share = (draft.parameters() - before) / before
         return OperationRecord(
             op=self.op,
@@ -104,6 +126,57 @@ class PMoEExperts(BaseModel):
             claim=self._claim(present),
             trains="new",
         )
+
+    def _import(self, draft: Draft, number: int, present: _Present | None, layer: int, name: str) -> OperationRecord:
+        """Attach an adapter as one slot; below the router, at a first import, as the shared LoRA."""
+        if given := sorted(self.model_fields_set & {"rank", "alpha", "targets", "dropout"}):
+            raise BadInput(f"`{given[0]}` is the adapter's own; leave it out beside `from_peft`")
+        if self.slots != 1:
+            raise BadInput(
+                f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
+            )
+        modules = imported_modules(draft, name)
+        shallow = sorted(index for index in modules if index < layer)
+        if present is not None and shallow:
+            shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)
+            why = "share one LoRA already" if shared else "lie below the router, where there are no slots"
+            raise BadInput(
+                f"{printable(name)}: the adapter also adapts layers {show(shallow)}, which {why}; grow the base with"
+                " `threshold: 0` before importing it, or train it on deeper layers alone"
+            )
+        if len(shallow) == len(modules):
+            raise BadInput(
+                f"{printable(name)}: the adapter adapts layers {show(shallow)} alone, below `threshold` {layer}, so no"
+                " slot comes of it; choose a lower `threshold`"
+            )
+        first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
+        before = draft.parameters()
+        adapter = adapter_of(draft, name)
+        self._attach_router(draft, number, layer, first, group)
+        for index, here in modules.items():
+            routed = index >= layer
+            slot, its_group = (first, group) if routed else (0, 0)
+            entry = slot_entry(here, slot=slot, group=its_group, dropout=adapter.dropout)
+            tensors = slot_tensors(draft, name, here, slot=slot, dtype=_dtype(draft, index))
+            draft.layers[index].grafts.append(Graft("experts", {"routed": routed, "slots": [entry]}, tensors, number))
+        self._settle(draft, number, present)
+        share = (draft.parameters() - before) / before
+        lost = rounding(adapter, [_dtype(draft, index) for index in modules])
+        return OperationRecord(
+            op=self.op,
+            matched=f"{_matched_import(name, modules, layer, first)}, {share:+.3%}",
+            claim=Claim(
+                "none",
+                "the imported adapter changes outputs as it was trained to" + (f"; its {lost}" if lost else ""),
+            ),
+            trains="new",
+        )
+
+    def _settle(self, draft: Draft, number: int, present: _Present | None) -> None:
+        self._train_on(draft, number)
+        if self.router_loss is not None or present is None:
+            weight = self.router_loss.weight if isinstance(self.router_loss, RouterLoss) else 0.0
+            draft.settings["router_loss"] = {"task_id": weight}
 
     def _router_layer(self, draft: Draft, present: _Present | None) -> int:
         count = len(draft.layers)
@@ -114,7 +187,8 @@ class PMoEExperts(BaseModel):
                     " there; leave `threshold` out"
                 )
             return present.layer
-        threshold = 3 * count // 4 if self.threshold is None else self.threshold
+        default = 3 * count // 4 if self.from_peft is None else 0
+        threshold = default if self.threshold is None else self.threshold
         if threshold >= count:
             raise BadInput(
                 f"`threshold` {threshold} leaves no layer for the slots: the model has {count} layers, so at most"
@@ -127,7 +201,7 @@ class PMoEExperts(BaseModel):
         linear = [part for part in draft.anatomy.parts if part.kind == "weight"]
         paths = {part.suffix.removesuffix(".weight").rpartition(".")[2]: part for part in linear}
         if self.targets is None:
-            if present is not None:
+            if present is not None and present.targets:
                 return present.targets
             chosen = [part for part in linear if {role for role, _ in part.blocks} & {"query", "value"}]
         else:
@@ -217,9 +291,26 @@ def _present(draft: Draft) -> _Present | None:
         return None
     layer = found[0][0]
     columns = [column for _, slots in found for column in slots]
-    held = [graft for graft in draft.layers[layer].grafts if graft.kind == "experts" and not graft.in_branch]
+    held = [
+        graft
+        for home in draft.layers[layer:]
+        for graft in home.grafts
+        if graft.kind == "experts" and graft.entry["routed"] and not graft.in_branch
+    ]
     targets = tuple(held[0].entry["slots"][0]["targets"]) if held else ()
     return _Present(layer, len(columns), max(column.get("group", 0) for column in columns), targets)
+
+
+def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, first: int) -> str:
+    deep, shallow = ([index for index in sorted(modules) if (index >= layer) is above] for above in (True, False))
+    shared = f"a shared LoRA in layers {show(shallow)}, " if shallow else ""
+    ranks = sorted({module.rank for here in modules.values() for module in here})
+    rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    targets = dict.fromkeys(module.target.rpartition(".")[2] for here in modules.values() for module in here)
+    return (
+        f"{shared}slot {first} in layers {show(deep)} from {printable(name)}, rank {rank} at {', '.join(targets)},"
+        f" router above {layer} layers"
+    )
 
 
 def _dtype(draft: Draft, layer: int) -> str:

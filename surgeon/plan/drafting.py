@@ -6,15 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgeon.blueprint import Blueprint, Draft
+from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import ON_ENCODERS
 from surgeon.plan.loading import LoadedPlan
 
 
-def draw(loaded: LoadedPlan, anatomy: Anatomy, config: Mapping[str, Any]) -> Blueprint:
-    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done."""
-    draft = Draft(anatomy, config, seed=loaded.plan.seed)
+def draw(
+    loaded: LoadedPlan,
+    anatomy: Anatomy,
+    config: Mapping[str, Any],
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Blueprint:
+    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
+
+    `adapters` are those that the plan imports, by its names for them.
+    """
+    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
     for number, operation in enumerate(loaded.plan.operations):
         try:
             _check_kind(operation.op, anatomy)

@@ -15,7 +15,7 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Difference, Inspection, Preview, Reverted, Trained, Verification
+from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Reverted, Trained, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -77,6 +77,22 @@ def reverted_view(reverted: Reverted) -> RenderableType:
     if reverted.left_behind:
         lines.append(Text(f"not carried along: {_listed(reverted.left_behind)}", style="dim"))
     return Group(*lines)
+
+
+def exported_view(exported: Exported) -> RenderableType:
+    """Which slot was written, and the base to load it on."""
+    revision = f"@{exported.revision}" if exported.revision else ""
+    return Group(
+        Text.assemble(
+            ("done ", "bold green"),
+            f"{printable(str(exported.path))}: slot {exported.slot} as a PEFT adapter for"
+            f" {printable(exported.base + revision)}",
+            overflow="fold",
+        ),
+        Text(
+            f"{exported.modules} modules in layers {show(list(exported.layers))}, {size(exported.nbytes)}", style="dim"
+        ),
+    )
 
 
 def difference_view(difference: Difference) -> RenderableType:

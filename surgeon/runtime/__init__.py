@@ -15,6 +15,7 @@ SHARED_FILES = (
     "surgeon_interpolators.py",
     "surgeon_layers.py",
     "surgeon_losses.py",
+    "surgeon_low_rank.py",
     "surgeon_models.py",
     "surgeon_precision.py",
     "surgeon_sites.py",

@@ -30,6 +30,7 @@ from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import UpcycledLayer  # noqa: F401
 from .surgeon_losses import Flow  # noqa: F401
+from .surgeon_low_rank import LowRank  # noqa: F401
 from .surgeon_models import UpcycledPreTrained
 from .surgeon_precision import at_least_fp32  # noqa: F401
 from .surgeon_sites import site_control  # noqa: F401

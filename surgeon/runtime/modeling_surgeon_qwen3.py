@@ -22,6 +22,7 @@ from .surgeon_frames import Frame  # noqa: F401
 from .surgeon_interpolators import Interpolator  # noqa: F401
 from .surgeon_layers import BranchLayer, UpcycledLayer
 from .surgeon_losses import Flow  # noqa: F401
+from .surgeon_low_rank import LowRank  # noqa: F401
 from .surgeon_models import (
     UpcycledCausalLM,
     UpcycledModel,

@@ -23,22 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .surgeon_frames import current_frame
+from .surgeon_low_rank import LowRank
 from .surgeon_precision import at_least_fp32
 from .surgeon_specs import ExpertsSpec, RouterSpec, SlotSpec
 
 
-class LoraSlot(nn.Module):
-    """B A, with B zero at birth: `lora_A` is rank × in, `lora_B` out × rank."""
-
-    def __init__(self, rank: int, width_in: int, width_out: int) -> None:
-        super().__init__()
-        self.lora_A = nn.Parameter(torch.empty(rank, width_in))
-        self.lora_B = nn.Parameter(torch.empty(width_out, rank))
-
-    def initialise(self) -> None:
-        """Variance 1/(3·in), as `nn.Linear` and LoRA have it; the output zero."""
-        init.normal_(self.lora_A, mean=0.0, std=math.sqrt(1.0 / (3 * self.lora_A.shape[1])))
-        init.zeros_(self.lora_B)
+class LoraSlot(LowRank):
+    """One slot at one linear module."""
 
 
 class ExpertLinear(nn.Linear):
@@ -66,8 +57,7 @@ class ExpertLinear(nn.Linear):
         return output
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
-        downs: list[Tensor] = [self.slots[str(spec.slot)].get_parameter("lora_A") for spec in group]
-        ups: list[Tensor] = [self.slots[str(spec.slot)].get_parameter("lora_B") for spec in group]
+        downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
         up = ups[0] if len(ups) == 1 else torch.cat(ups, dim=1)
         narrow = F.linear(F.dropout(x, group[0].dropout, self.training and group[0].dropout > 0), down)
@@ -102,6 +92,10 @@ class RouterColumn(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, width))
         self.mass = nn.Parameter(torch.empty(1)) if with_mass else None
 
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """The column and the mass."""
+        return self.weight, self.mass
+
     def initialise(self) -> None:
         """Variance 1/(3·D), as `nn.Linear` has it; the mass zero."""
         init.normal_(self.weight, mean=0.0, std=math.sqrt(1.0 / (3 * self.weight.shape[1])))
@@ -129,15 +123,13 @@ class ExpertRouter(nn.Module):
         # Each group's scores by a product of its own: a wider one might round its old columns otherwise.
         scores, masses, start = [], [], 0
         for size in self.sizes:
-            group = columns[start : start + size]
-            rows: list[Tensor] = [column.get_parameter("weight") for column in group]
-            scores.append(F.linear(hidden_states, torch.cat(rows)))
-            if start:
-                masses.append(group[0].get_parameter("mass"))
+            group = [column() for column in columns[start : start + size]]
+            scores.append(F.linear(hidden_states, torch.cat([weight for weight, _ in group])))
+            masses.append(group[0][1])
             start += size
         known = at_least_fp32(scores[0])
         weights = F.softmax(known, dim=-1)
-        for score, mass in zip(scores[1:], masses, strict=True):
+        for score, mass in zip(scores[1:], masses[1:], strict=True):
             known = torch.cat([known, at_least_fp32(score)], dim=-1)
             wider = F.softmax(known, dim=-1)
             count = weights.shape[-1]
@@ -152,7 +144,7 @@ def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:
         native = layer.get_submodule(target)
         if not isinstance(native, nn.Linear):
             raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
-        here = [slot for slot in spec.slots if target in slot.targets]
+        here = [slot.at(target) for slot in spec.slots if target in slot.targets]
         parent, _, name = target.rpartition(".")
         setattr(layer.get_submodule(parent), name, ExpertLinear(native, here, routed=spec.routed))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 INTERPOLATORS = ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
 # Those whose α is one number, so that another can take its place at inference.
@@ -110,6 +112,7 @@ class SlotSpec:
 
     Its product counts times `scale` (LoRA's alpha / rank). Slots of one `group` are computed as one product; those of
     another group by themselves, so that what earlier groups compute never changes, to the bit, when one is added.
+    `ranks` and `scales` name the targets where the LoRA is of another rank or counts differently.
     """
 
     slot: int
@@ -119,10 +122,30 @@ class SlotSpec:
     dropout: float = 0.0
     group: int = 0
     frozen: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    def at(self, target: str) -> SlotSpec:
+        """The slot as it is at one of its targets."""
+        return replace(
+            self,
+            targets=(target,),
+            rank=self.ranks.get(target, self.rank),
+            scale=self.scales.get(target, self.scale),
+            ranks={},
+            scales={},
+        )
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"config.surgery: slot {self.slot} has rank {self.rank}; at least 1 is needed")
+        for rank in (self.rank, *self.ranks.values()):
+            if rank < 1:
+                raise ValueError(f"config.surgery: slot {self.slot} has rank {rank}; at least 1 is needed")
+        for scale in (self.scale, *self.scales.values()):
+            if not math.isfinite(scale):
+                raise ValueError(f"config.surgery: slot {self.slot} has scale {scale}; a finite number is needed")
+        strangers = sorted({*self.ranks, *self.scales} - set(self.targets))
+        if strangers:
+            raise ValueError(f"config.surgery: slot {self.slot} has a rank or scale at {strangers}, no targets of it")
         if not self.targets:
             raise ValueError(f"config.surgery: slot {self.slot} targets no module")
         if not 0.0 <= self.dropout < 1.0:

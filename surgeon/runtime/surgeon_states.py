@@ -28,31 +28,13 @@ from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from .surgeon_frames import Frame
+from .surgeon_low_rank import LowRank, product
 from .surgeon_precision import at_least_fp32
 from .surgeon_specs import MixtureSpec
 
 
-class ControlState(nn.Module):
-    """g: `lora_A` rank × D, `lora_B` D × rank, zero at birth."""
-
-    def __init__(self, rank: int, width: int) -> None:
-        super().__init__()
-        self.lora_A = nn.Parameter(torch.empty(rank, width))
-        self.lora_B = nn.Parameter(torch.empty(width, rank))
-
-    def forward(self, x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
-        """… D to … D, times `weight` (a number, or … 1)."""
-        narrow = F.linear(x, self.lora_A)
-        if not isinstance(weight, float):
-            narrow = narrow * weight.to(narrow.dtype)
-        elif weight != 1.0:
-            narrow = narrow * weight
-        return F.linear(narrow, self.lora_B)
-
-    def initialise(self) -> None:
-        """Variance 1/(3·D), as `nn.Linear` has it; the output zero."""
-        init.normal_(self.lora_A, mean=0.0, std=math.sqrt(1.0 / (3 * self.lora_A.shape[1])))
-        init.zeros_(self.lora_B)
+class ControlState(LowRank):
+    """g(x) = B A x of one site: D to D."""
 
 
 class MixtureGate(nn.Module):
@@ -91,7 +73,7 @@ class ControlBank(nn.Module):
         super().__init__()
         self.spec = spec
         self.kinds = [kind for _, kind in sites]
-        self.states = nn.ModuleList([ControlState(spec.rank, width) for _ in sites])
+        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in sites])
         self.gates = nn.ModuleDict()
         if spec.top_k:
             for number in range(len(sites)):
@@ -223,8 +205,7 @@ class Mixing:
         spec, choice = self.bank.spec, self.bank.choice_of(site)
         own = self.bank.states[site]
         if spec.top_k == 0:
-            alone: Tensor = own(x)
-            return alone
+            return product(x, own())
         probabilities = F.softmax(self.bank.gates[self.bank.gate_of(site)](x), dim=-1)
         if own.training and spec.balance_weight > 0:
             frame.balance.append(balance_loss(probabilities, self.valid, spec.top_k))
@@ -235,8 +216,7 @@ class Mixing:
         weights = (1 - spec.alpha) * weights
         if chosen.shape[:2] != x.shape[:2]:
             return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
-        output: Tensor = own(x, spec.alpha)
-        return output + self._by_token(x, chosen, weights, choice)
+        return product(x, own(), spec.alpha) + self._by_token(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
@@ -262,9 +242,7 @@ class Mixing:
 
     def _together(self, x: Tensor, site: int, others: list[int], weights: Tensor) -> Tensor:
         """A site's own control and the chosen ones on all tokens, as one product; `weights` of the chosen, 1 1 K."""
-        states = [self.bank.states[number] for number in (site, *others)]
-        downs: list[Tensor] = [state.get_parameter("lora_A") for state in states]
-        ups: list[Tensor] = [state.get_parameter("lora_B") for state in states]
+        downs, ups = zip(*(self.bank.states[number]() for number in (site, *others)), strict=True)
         # Weights scale the small matrix, not what passes through it.
         shares = [weights.new_full((1,), self.bank.spec.alpha), *weights.flatten().split(1)]
         scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
@@ -278,12 +256,11 @@ class Mixing:
         shares = torch.bincount(asked, minlength=len(choice)).tolist()
         hit = [(choice[number], share) for number, share in enumerate(shares) if share]
         if len(hit) == 1 and count == 1:
-            only: Tensor = self.bank.states[hit[0][0]](rows, weights.reshape(-1, 1))
-            return only.view_as(x)
+            return product(rows, self.bank.states[hit[0][0]](), weights.reshape(-1, 1)).view_as(x)
         sorted_rows = rows.index_select(0, order // count)
         sorted_weights = weights.reshape(-1, 1).index_select(0, order)
         parts = zip(hit, sorted_rows.split([n for _, n in hit]), sorted_weights.split([n for _, n in hit]), strict=True)
-        made = torch.cat([self.bank.states[number](part, weight) for (number, _), part, weight in parts])
+        made = torch.cat([product(part, self.bank.states[number](), weight) for (number, _), part, weight in parts])
         # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
         return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
 

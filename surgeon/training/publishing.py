@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from surgeon import __version__
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.errors import PromiseBroken, printable
 from surgeon.execute import Job
@@ -123,6 +124,8 @@ class TrainedOutput:
     final_digest: str
     entry: dict[str, Any]
     code_of: CheckpointFolder
+    # Nothing is imported.
+    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """What was trained to what values."""

@@ -274,7 +274,9 @@ try:
     read_header(os.open(sys.argv[1], os.O_RDONLY), file="shard")
 except BadInput as error:
     after = resource.getrusage(resource.RUSAGE_SELF)
-    print(len(str(error)), after.ru_utime - before.ru_utime, after.ru_maxrss * 1024)
+    # Not ru_maxrss, which begins at what the parent held when it forked.
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(len(str(error)), after.ru_utime - before.ru_utime, int(peak.split()[1]) * 1024)
 """
 
 

@@ -16,7 +16,8 @@ from surgeon.plan import shipped
 from tests import tiny
 from tests.end_to_end.conftest import load_elsewhere, weights
 
-DEPTH_PLANS = [name for name in shipped.names() if not name.startswith(("control-llm", "neutral-residues"))]
+GRAFTS = ("control-llm", "neutral-residues", "pmoe", "mixture-of-control")
+DEPTH_PLANS = [name for name in shipped.names() if not name.startswith(GRAFTS)]
 EXACT_PLANS = [name for name in DEPTH_PLANS if not name.startswith(("ablation/", "solar"))] + ["ablation/shuffle"]
 CHANGING_PLANS = [name for name in DEPTH_PLANS if name not in EXACT_PLANS]
 

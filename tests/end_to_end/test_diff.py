@@ -146,7 +146,8 @@ def test_other_dtype_is_changed(tmp_path: Path) -> None:
 
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["diff", *map(str, arguments)])
-    return result.exit_code, result.stdout
+    shown = result.stdout if "--json" in arguments else " ".join(result.stdout.split())
+    return result.exit_code, shown
 
 
 def test_command_line(llama: list[Path], tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ def states(
 
 def everything() -> dict[str, Any]:
     """All kinds of grafts on one model: experts in a branch too, a layer with adapter and control state."""
-    surgery = both() | {name: value for name, value in experts(groups=(0, 1)).items() if name != "trunk_layers"}
+    surgery = both() | {
+        name: value for name, value in experts(groups=(0, 1), task_id=0.3).items() if name != "trunk_layers"
+    }
     twin = next(entry for entry in surgery["experts"] if entry["layer"] == 4)
     surgery["experts"].append(twin | {"layer": TRUNK + 1})
     return surgery | {name: value for name, value in states(top_k=2).items() if name != "trunk_layers"}

@@ -173,6 +173,16 @@ def test_all_deeper_layers_share_one_distribution() -> None:
     assert [i for i, layer in enumerate(model.model.layers) if layer.expert_router is not None] == [2]
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_no_logit_sees_a_later_token(family: str) -> None:
+    model = perturbed(grafted(family, experts(threshold=2, groups=(0, 1))))
+    ids = tokens(2, 12)
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 17) % 128
+    assert torch.equal(model(changed).logits[:, :7], model(ids).logits[:, :7])
+    assert (model(changed).logits[:, 7:] - model(ids).logits[:, 7:]).abs().max() > 1e-2
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:

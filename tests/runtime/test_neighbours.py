@@ -13,7 +13,7 @@ from accelerate import cpu_offload
 from torch import distributed
 from torch.utils.data import Dataset
 
-from tests.runtime.grafting import both, control, grafted, perturbed, tokens
+from tests.runtime.grafting import both, control, everything, grafted, perturbed, tokens
 
 
 def batch(start: int = 0, stop: int = 4) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def batch(start: int = 0, stop: int = 4) -> dict[str, torch.Tensor]:
 
 
 def test_offloaded_weights_give_the_same_logits() -> None:
-    for surgery in (both(), control("plerp"), control("moe")):
+    for surgery in (everything(), control("plerp"), control("moe")):
         model = perturbed(grafted("llama", surgery))
         with torch.no_grad():
             expected = model(tokens()).logits
@@ -89,11 +89,11 @@ def _rank(rank: int, rendezvous: str, kind: str, checkpointing: bool) -> None:
     warnings.simplefilter("ignore")
     store = distributed.FileStore(rendezvous, 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    alone = perturbed(grafted("llama", both())).train()
+    alone = perturbed(grafted("llama", everything())).train()
     alone.freeze_base()
     for start in (0, 2):
         (alone(**batch(start, start + 2)).loss / 2).backward()
-    model = perturbed(grafted("llama", both())).train()
+    model = perturbed(grafted("llama", everything())).train()
     names = set(model.freeze_base())
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

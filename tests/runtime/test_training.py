@@ -10,7 +10,18 @@ import torch
 
 from surgeon.runtime.surgeon_layers import BranchLayer
 from tests import tiny
-from tests.runtime.grafting import TRUNK, adapters, both, control, every_graft, grafted, perturbed, tokens
+from tests.runtime.grafting import (
+    TRUNK,
+    adapters,
+    both,
+    control,
+    every_graft,
+    everything,
+    experts,
+    grafted,
+    perturbed,
+    tokens,
+)
 
 
 def batch(seed: int = 5) -> dict[str, torch.Tensor]:
@@ -72,7 +83,7 @@ def test_inserted_layers_train_and_frozen_grafts_do_not() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_checkpointing_gives_the_same_gradients(family: str, reentrant: bool, frozen: bool) -> None:
-    for surgery in (both(), control("moe"), adapters("relu", layers=(3,), l1=0.1)):
+    for surgery in (everything(), control("moe"), adapters("relu", layers=(3,), l1=0.1)):
         model = perturbed(grafted(family, surgery)).train()
         if frozen:
             model.freeze_base()
@@ -83,7 +94,9 @@ def test_checkpointing_gives_the_same_gradients(family: str, reentrant: bool, fr
         again = gradients(model, batch())
         assert plain.keys() == again.keys()
         for name, gradient in plain.items():
-            torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-7)
+            # Reentrant checkpointing adds the parts of a gradient in another order.
+            atol = 1e-5 * max(1.0, gradient.abs().max().item())
+            torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=atol, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -97,7 +110,7 @@ def test_branches_are_not_computed_twice_more_by_checkpointing() -> None:
 
 
 def test_threads_do_not_meet() -> None:
-    model = perturbed(grafted("llama", both())).train()
+    model = perturbed(grafted("llama", everything())).train()
     expected = {seed: model(**batch(seed)).loss.item() for seed in range(24)}
     wrong: list[int] = []
 
@@ -113,9 +126,18 @@ def test_threads_do_not_meet() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graft, training", [("lerp", False), ("adapters", False), ("both", True), ("moe", True)])
+@pytest.mark.parametrize(
+    "graft, training",
+    [("lerp", False), ("adapters", False), ("both", True), ("moe", True), ("experts", False), ("experts", True)],
+)
 def test_compiles_without_a_graph_break(graft: str, training: bool) -> None:
-    surgeries = {"lerp": control(), "adapters": adapters("relu", l1=0.1), "both": both(), "moe": control("moe")}
+    surgeries = {
+        "lerp": control(),
+        "adapters": adapters("relu", l1=0.1),
+        "both": both(),
+        "moe": control("moe"),
+        "experts": experts(groups=(0, 1), task_id=0.5),
+    }
     model = perturbed(grafted("llama", surgeries[graft], num_hidden_layers=TRUNK)).train(training)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

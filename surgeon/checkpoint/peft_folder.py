@@ -1,0 +1,280 @@
+"""A PEFT LoRA adapter's folder: config and header checked, tensors on demand. No pickle is ever opened."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.digest import sha256_range
+from surgeon.checkpoint.header import FLOAT_DTYPES, Header
+from surgeon.checkpoint.opening import read_range
+from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.errors import BadInput, printable
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 4_000_000
+
+_PICKLE = "adapter_model.bin"
+_MOST_PATTERNS = 10_000
+_LONGEST_PATTERN = 200
+_MOST_REPEATS = 2
+# Choices multiply what a match costs: fewer of them beside wildcards.
+_MOST_CHOICES = {False: 8, True: 3}
+
+# What the product depends on is read; the rest either tells of training, or must be empty (see `_check_plain`).
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "bias", "init_lora_weights"}
+_OF_NO_EFFECT = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    # Ranks are those of the tensors.
+    "rank_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    "runtime_config",
+    # Settings of initialisations, which count by `init_lora_weights` only.
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+}
+_REASONS = {
+    "use_dora": "DoRA rescales the base's weights, a LoRA slot does not",
+    "lora_bias": "a slot has no bias",
+    "modules_to_save": "whole modules were trained beside the LoRA, and a slot holds a LoRA alone",
+    "fan_in_fan_out": "its matrices are transposed, for a base whose linear layers are",
+    "trainable_token_indices": "embeddings were trained beside the LoRA",
+    "layer_replication": "it is for a base with repeated layers",
+    "target_parameters": "it adapts parameters that are no linear modules",
+    "alora_invocation_tokens": "it counts only after certain tokens",
+}
+# Initialisations that leave the base's weights as they are.
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+
+# A pattern is a regular expression out of a stranger's file: no repeated group, so that matching stays cheap.
+_PATTERN = re.compile(r"(?:[A-Za-z0-9_.^$|()*+?-]|\\[.d]|\[[0-9]-[0-9]\])+")
+_REPEATED_GROUP = re.compile(r"\)[*+?]|[*+?][*+?]|\(\?")
+
+
+@dataclass(frozen=True)
+class AdapterTensor:
+    """One tensor of an adapter: its dtype, its shape and the sha256 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a blueprint needs of an adapter, and a manifest keeps of it: no bytes, no place on a disk.
+
+    `id` is a Hub id or a folder's name, `revision` the commit on the Hub. `tensors` are by PEFT's names.
+    """
+
+    id: str
+    revision: str | None
+    alpha: float
+    rslora: bool
+    dropout: float
+    alpha_pattern: Mapping[str, float]
+    tensors: Mapping[str, AdapterTensor]
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product B A counts times at `module` (a path in the base model), as PEFT reads its patterns."""
+        alpha = next(
+            (value for pattern, value in self.alpha_pattern.items() if _compiled(pattern).match(module)),
+            self.alpha,
+        )
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything above as JSON data, for a digest."""
+        tensors = {name: [tensor.dtype, list(tensor.shape), tensor.sha256] for name, tensor in self.tensors.items()}
+        facts = [self.id, self.revision, self.alpha, self.rslora, self.dropout]
+        return {"facts": facts, "alpha_pattern": dict(self.alpha_pattern), "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter that was opened; `facts` is what is known of it, `read` gives its tensors' bytes."""
+
+    facts: Adapter
+    _source: LocalSource = field(repr=False)
+    _header: Header = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
+        """Open a folder here, and hash its tensors. Raises BadInput for what is no LoRA that a slot can hold."""
+        source = LocalSource(path)
+        listing = source.listing()
+        check_adapter_files(listing, source.shown)
+        content = source.small(ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
+        shown = printable(str(path / ADAPTER_CONFIG))
+        config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES, constants=False)
+        if not isinstance(config, dict):
+            raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object")
+        _check_plain(config, shown)
+        header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        for info in header.tensors:
+            if info.dtype not in FLOAT_DTYPES:
+                raise BadInput(
+                    f"{source.shown}: tensor {printable(info.name)} is {info.dtype}; a slot takes plain floating-point"
+                    f" matrices ({', '.join(sorted(FLOAT_DTYPES))})"
+                )
+        rank = _number(config, "r", shown, 8)
+        if rank < 1:
+            raise BadInput(f"{shown}: `r` is {rank}; at least 1 is expected")
+        facts = Adapter(
+            id=id,
+            revision=revision,
+            alpha=_number(config, "lora_alpha", shown, 8),
+            rslora=_flag(config, "use_rslora", shown),
+            dropout=_dropout(config, shown),
+            alpha_pattern=_alpha_pattern(config, shown),
+            tensors=_hashed(source, header),
+        )
+        return cls(facts, source, header)
+
+    def read(self, name: str) -> bytearray:
+        """One tensor's bytes; BadInput where they are no longer what they were when the adapter was opened."""
+        info = next(info for info in self._header.tensors if info.name == name)
+        fd = self._source.open_shard(ADAPTER_WEIGHTS)
+        try:
+            content = read_range(fd, info.begin, info.end, file=ADAPTER_WEIGHTS, name=name)
+        finally:
+            os.close(fd)
+        if hashlib.sha256(content).hexdigest() != self.facts.tensors[name].sha256:
+            raise BadInput(
+                f"{self._source.shown}: tensor {printable(name)} was changed meanwhile; run the same command again"
+            )
+        return content
+
+    def check_unchanged(self) -> None:
+        """Raise BadInput where the adapter's file is not the one that was opened."""
+        self._source.check_unchanged()
+
+
+def check_pattern(pattern: str, shown: str) -> None:
+    """BadInput for a key of `alpha_pattern` that is more than a module's name with a few wildcards."""
+    repeats = sum(pattern.count(sign) for sign in "*+?")
+    cheap = repeats <= _MOST_REPEATS and pattern.count("|") <= _MOST_CHOICES[repeats > 0]
+    plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
+    if cheap and plain:
+        try:
+            _compiled(pattern)
+        except re.error:
+            pass
+        else:
+            return
+    raise BadInput(
+        f"{shown}: `alpha_pattern` has the key {printable(repr(pattern))}; names of modules with at most"
+        f" {_MOST_REPEATS} wildcards are read: write the modules' full names"
+    )
+
+
+def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
+    """BadInput where a folder's files are not those of an adapter that can be read."""
+    names = {name.removesuffix("/") for name in listing}
+    if ADAPTER_CONFIG not in names:
+        raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter")
+    if ADAPTER_WEIGHTS in names:
+        return
+    if _PICKLE in names:
+        raise BadInput(
+            f"{shown}: only pickled weights ({_PICKLE}), which surgeon never opens because they can run code; convert"
+            " them where you trust them: `PeftModel.from_pretrained(BASE, ADAPTER).save_pretrained(NEW)` writes"
+            " safetensors"
+        )
+    raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
+
+
+# `re` itself keeps a few hundred; an adapter may have one for every module.
+@functools.lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # As `peft.utils.other.get_pattern_key` does.
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def _check_plain(config: Mapping[str, Any], shown: str) -> None:
+    """Refuse everything by which the adapter would be more than B A times a number at linear modules."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA fits a slot")
+    if config.get("bias", "none") != "none":
+        raise BadInput(
+            f"{shown}: `bias` is {_show(config['bias'])}: biases were trained beside the LoRA; only none fits"
+        )
+    init = config.get("init_lora_weights", True)
+    if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
+        raise BadInput(
+            f"{shown}: `init_lora_weights` is {_show(init)}, which changed the base's own weights; save it as a plain"
+            " LoRA (`save_pretrained(NEW, path_initial_model_for_weight_conversion=INITIAL)`)"
+        )
+    for key, value in config.items():
+        if key in _READ or key in _OF_NO_EFFECT or value in (None, False, "", [], {}):
+            continue
+        reason = _REASONS.get(key, "surgeon does not know what that does to the adapter's output")
+        raise BadInput(f"{shown}: `{printable(key)}` is {_show(value)}: {reason}; such an adapter does not fit a slot")
+
+
+def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+        raise BadInput(f"{shown}: `{key}` is {_show(value)}; a finite number is expected")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
+    value = config.get(key) or False
+    if value is not True and value is not False:
+        raise BadInput(f"{shown}: `{key}` is {_show(value)}; true or false is expected")
+    return value
+
+
+def _dropout(config: Mapping[str, Any], shown: str) -> float:
+    value = _number(config, "lora_dropout", shown, 0.0)
+    if not 0.0 <= value < 1.0:
+        raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1)")
+    return value
+
+
+def _alpha_pattern(config: Mapping[str, Any], shown: str) -> dict[str, float]:
+    found = config.get("alpha_pattern") or {}
+    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
+        raise BadInput(f"{shown}: `alpha_pattern` must map at most {_MOST_PATTERNS:,} names of modules to numbers")
+    for pattern in found:
+        check_pattern(pattern, shown)
+    return {pattern: _number(found, pattern, shown, 0.0) for pattern in found}
+
+
+def _hashed(source: LocalSource, header: Header) -> dict[str, AdapterTensor]:
+    fd = source.open_shard(ADAPTER_WEIGHTS)
+    try:
+        return {
+            info.name: AdapterTensor(info.dtype, info.shape, sha256_range(fd, info.begin, info.end))
+            for info in sorted(header.tensors, key=lambda info: info.name)
+        }
+    finally:
+        os.close(fd)
+
+
+def _show(value: object) -> str:
+    return printable(repr(value), 80)

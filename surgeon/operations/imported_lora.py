@@ -1,0 +1,166 @@
+"""A PEFT adapter sorted into the draft's layers: which modules it adapts, by what rank and scale, from what tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.blueprint import Draft
+from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import layer_of
+from surgeon.recipes import Imported, Recipe
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
+# Conversions that lose nothing.
+_WIDENING = {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
+
+
+@dataclass(frozen=True)
+class ImportedModule:
+    """One adapted module of a layer: path within the layer, rank, scale, and the adapter's names of A and B."""
+
+    target: str
+    rank: int
+    scale: float
+    down: str
+    up: str
+
+
+def adapter_of(draft: Draft, name: str) -> Adapter:
+    """What is known of the adapter that the plan calls `name`; BadInput where nothing is."""
+    adapter = draft.adapters.get(name)
+    if adapter is None:
+        raise BadInput(
+            f"nothing is known of the adapter {printable(name)}: neither was it opened nor does surgery.json tell of it"
+        )
+    return adapter
+
+
+def imported_modules(draft: Draft, name: str) -> dict[int, tuple[ImportedModule, ...]]:
+    """The modules that an adapter adapts, by the draft's layers, in the layer's order.
+
+    The adapter's layer numbers are those of the base: layers that the plan inserted before have none. Raises BadInput
+    where a tensor fits no module of the base.
+    """
+    adapter = adapter_of(draft, name)
+    shapes = {part.suffix.removesuffix(".weight"): part.shape for part in draft.anatomy.parts if part.kind == "weight"}
+    homes = {layer.base: index for index, layer in enumerate(draft.layers) if layer.base is not None}
+    pairs: dict[tuple[int, str], dict[str, str]] = {}
+    paths: dict[tuple[int, str], str] = {}
+    for tensor in adapter.tensors:
+        module, matrix = _split(name, tensor)
+        layer, target = _place(name, module, shapes, len(homes))
+        if matrix in pairs.setdefault((layer, target), {}):
+            raise BadInput(f"{printable(name)}: layer {layer}'s {target} is adapted twice")
+        pairs[layer, target][matrix] = tensor
+        paths[layer, target] = module
+    if not pairs:
+        raise BadInput(f"{printable(name)}: the adapter holds no tensors")
+    order = list(shapes)
+    found: dict[int, list[ImportedModule]] = {}
+    for layer, target in sorted(pairs, key=lambda key: (key[0], order.index(key[1]))):
+        down, up = _pair(name, pairs[layer, target])
+        rank = _rank(name, adapter.tensors, down, up, shapes[target])
+        scale = adapter.scale(paths[layer, target], rank)
+        found.setdefault(homes[layer], []).append(ImportedModule(target, rank, scale, down, up))
+    return {index: tuple(modules) for index, modules in found.items()}
+
+
+def slot_entry(modules: Sequence[ImportedModule], *, slot: int, group: int, dropout: float) -> dict[str, Any]:
+    """The slot's entry in `config.surgery`: rank and scale of the first module, and where others differ."""
+    first = modules[0]
+    entry: dict[str, Any] = {
+        "slot": slot,
+        "rank": first.rank,
+        "targets": [module.target for module in modules],
+        "scale": first.scale,
+        "dropout": dropout,
+        "group": group,
+    }
+    if ranks := {module.target: module.rank for module in modules if module.rank != first.rank}:
+        entry["ranks"] = ranks
+    if scales := {module.target: module.scale for module in modules if module.scale != first.scale}:
+        entry["scales"] = scales
+    return entry
+
+
+def slot_tensors(
+    draft: Draft, name: str, modules: Sequence[ImportedModule], *, slot: int, dtype: str
+) -> dict[str, Recipe]:
+    """The recipes of the slot's tensors in one layer, by suffix."""
+    tensors = adapter_of(draft, name).tensors
+    return {
+        f"{module.target}.slots.{slot}.lora_{matrix}": Imported(name, source, dtype, tensors[source].shape)
+        for module in modules
+        for matrix, source in (("A", module.down), ("B", module.up))
+    }
+
+
+def rounding(adapter: Adapter, dtypes: Sequence[str]) -> str:
+    """What is lost in the base's dtypes: `F32 values are rounded to BF16`, or nothing."""
+    stored = sorted({tensor.dtype for tensor in adapter.tensors.values()})
+    lossy = [(a, b) for a in stored for b in sorted(set(dtypes)) if a != b and (a, b) not in _WIDENING]
+    return ", ".join(f"{a} values are rounded to {b}" for a, b in lossy)
+
+
+def _split(name: str, tensor: str) -> tuple[str, str]:
+    found = _TENSOR.fullmatch(tensor)
+    if found is None:
+        raise BadInput(
+            f"{printable(name)}: tensor {printable(tensor)} is no A or B of a LoRA at a linear module; only such"
+            " adapters fit a slot"
+        )
+    return found["module"], found["matrix"]
+
+
+def _place(name: str, module: str, shapes: Mapping[str, object], layers: int) -> tuple[int, str]:
+    place = layer_of(module)
+    if place is None:
+        raise BadInput(
+            f"{printable(name)}: the adapter adapts {printable(module)}, which stands outside the decoder layers;"
+            " a slot stands in them: train it without that module"
+        )
+    _, layer, target = place
+    if layer >= layers:
+        raise BadInput(
+            f"{printable(name)}: the adapter adapts layer {layer}, the model has {layers} layers (0-{layers - 1}); it"
+            " is for another base"
+        )
+    if target not in shapes:
+        raise BadInput(
+            f"{printable(name)}: the adapter adapts {printable(target)}, no linear module of a layer here; there are"
+            f" {', '.join(shapes)}: it is for another base"
+        )
+    return layer, target
+
+
+def _pair(name: str, found: Mapping[str, str]) -> tuple[str, str]:
+    for there, absent in (("A", "B"), ("B", "A")):
+        if absent not in found:
+            raise BadInput(
+                f"{printable(name)}: {printable(found[there])} has no lora_{absent} beside it; was the file cut?"
+            )
+    return found["A"], found["B"]
+
+
+def _rank(name: str, tensors: Mapping[str, AdapterTensor], down: str, up: str, shape: tuple[int, ...]) -> int:
+    """The rank that both matrices agree on; BadInput where they do not fit the module's rows and columns."""
+    rows, columns = shape
+    a, b = tensors[down].shape, tensors[up].shape
+    for tensor, found, fits, want in (
+        (down, a, len(a) == 2 and a[0] >= 1 and a[1] == columns, f"[rank, {columns}]"),
+        (up, b, len(b) == 2 and b[0] == rows, f"[{rows}, rank]"),
+    ):
+        if not fits:
+            raise BadInput(
+                f"{printable(name)}: {printable(tensor)} has shape {list(found)}, the model's module calls for {want}:"
+                " the adapter is for another base"
+            )
+    if a[0] != b[1]:
+        raise BadInput(
+            f"{printable(name)}: {printable(down)} has shape {list(a)} and {printable(up)} {list(b)}: ranks differ"
+        )
+    return a[0]

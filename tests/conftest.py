@@ -1,0 +1,14 @@
+"""What every test process needs before anything else is imported."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# The code that checkpoints bring is cached by the name of their folder: a cache for each process, so that tests that
+# run side by side do not meet there, and none of it stays in the user's own.
+_CODE = tempfile.mkdtemp(prefix="surgeon-tests-code-")
+os.environ["HF_MODULES_CACHE"] = _CODE
+atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
