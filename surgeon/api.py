@@ -95,10 +95,13 @@ class Quiet:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def begin(self, stage: str, total: int) -> None:
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
         """Nothing to show."""
 
     def advance(self, count: int) -> None:
+        """Nothing to show."""
+
+    def rename(self, stage: str) -> None:
         """Nothing to show."""
 
     def say(self, line: str) -> None:

@@ -50,11 +50,14 @@ INDEX_FILE = "model.safetensors.index.json"
 class Listener(Protocol):
     """Who hears of progress: a terminal's progress bar, a notebook's, or nobody."""
 
-    def begin(self, stage: str, total: int) -> None:
-        """A stage of `total` bytes begins."""
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
+        """A stage of `total` bytes, or of another unit, begins."""
 
     def advance(self, count: int) -> None:
-        """`count` bytes of it are done."""
+        """`count` of it are done."""
+
+    def rename(self, stage: str) -> None:
+        """The stage under way is called otherwise from now on."""
 
     def say(self, line: str) -> None:
         """A word to the user."""
