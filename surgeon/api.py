@@ -39,6 +39,7 @@ from surgeon.results import (
     Merged,
     Preview,
     Pushed,
+    Reported,
     Reverted,
     RoutingReport,
     Trained,
@@ -62,6 +63,7 @@ __all__ = [
     "Merged",
     "Preview",
     "Pushed",
+    "Reported",
     "Reverted",
     "RoutingReport",
     "Trained",
@@ -75,6 +77,7 @@ __all__ = [
     "merge",
     "preview",
     "push",
+    "report",
     "revert",
     "routing_report",
     "train",
@@ -586,6 +589,76 @@ def _verified(checks: Sequence[Check], verification: Verification | None) -> lis
         )
         lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {verification.tokens}: {same}")
     return lines
+
+
+def report(
+    out: str | Path,
+    *,
+    html: str | Path | None = None,
+    png: str | Path | None = None,
+    base: str | Path | None = None,
+    logits: bool = False,
+    texts: Mapping[str, Path | None] | None = None,
+    routing: str | Path | None = None,
+    log: str | Path | None = None,
+    maps: Sequence[str] = (),
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Reported:
+    """Tell all that can be told of `out`: as one self-contained page `html`, as pictures in the folder `png`.
+
+    With `base`, the static proof is run (`logits`: and logits are compared). `texts`, by their domains' names, record
+    what routers and gates choose, `routing` is such a record. `log` holds losses, JSON lines of step, source and loss;
+    `maps` are names of transport maps to show. Where there are control blocks, the probe sentences of Control LLM are
+    run. Raises BadInput; a broken promise is told in the page and the result.
+    """
+    from surgeon.report.page.document import render
+    from surgeon.reporting import check_place, find, write_page
+
+    listener = listener or Quiet()
+    if logits and base is None:
+        raise BadInput("--verify compares logits with the base's: give --base DIR")
+    if html is not None:
+        check_place(Path(html))
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest = _manifest_of(folder)
+    verification = None
+    if base is not None:
+        verification = verify(
+            base,
+            out,
+            logits=logits,
+            window=window,
+            windows=windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    findings = find(
+        folder,
+        manifest,
+        verification=verification,
+        texts=texts or {},
+        routing=None if routing is None else Path(routing),
+        log=None if log is None else Path(log),
+        maps=maps,
+        window=window,
+        windows=windows,
+        device=devices.resolve(device),
+        trust_remote_code=trust_remote_code,
+        progress=listener.say,
+    )
+    pictures: tuple[Path, ...] = ()
+    if png is not None:
+        from surgeon.report.pictures import draw_pictures
+
+        pictures = draw_pictures(findings, Path(png))
+    if html is not None:
+        write_page(render(findings), Path(html))
+    return Reported(None if html is None else Path(html), pictures, findings)
 
 
 def _merging(alpha: float | None) -> LoadedPlan:

@@ -450,6 +450,59 @@ def routing_report(
 
 
 @app.command()
+def report(
+    out: OutArgument,
+    html: Annotated[
+        Path | None, typer.Option(help="write the page to this file (default: OUT's name with .html)")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="folder for its figures as PNG (extra `report`)")] = None,
+    base: Annotated[Path | None, typer.Option(help="the base's folder: run the static proof against it")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="with --base: compare logits too")] = False,
+    text: Annotated[
+        list[str] | None, typer.Option(help="NAME=FILE: record what routers and gates choose on it; repeatable")
+    ] = None,
+    routing: Annotated[Path | None, typer.Option(help="a record by `routing-report --to`, instead of --text")] = None,
+    log: Annotated[Path | None, typer.Option(help="losses as JSON lines: step, source, loss")] = None,
+    maps: Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
+    windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    trust_remote_code: RemoteCode = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show what was done to OUT and what it does, as one page that needs no network; exit 3 on a broken promise."""
+    from surgeon import api
+
+    if html is None and png is None and not as_json:
+        html = Path(f"{out.resolve().name}.html")
+    with _listening(quiet) as listener:
+        told = api.report(
+            out,
+            html=html,
+            png=png,
+            base=base,
+            logits=verify,
+            texts=_named_texts(text) if text else None,
+            routing=routing,
+            log=log,
+            maps=maps or (),
+            window=window,
+            windows=windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(told.to_json())
+    elif not quiet:
+        for path in (*([told.html] if told.html else []), *told.pictures):
+            print(printable(str(path), 2000))
+    if told.findings.verification is not None and not told.findings.verification.holds:
+        raise typer.Exit(3)
+
+
+@app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],
     as_json: AsJson = False,

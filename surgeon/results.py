@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from surgeon.manifest import Manifest
 from surgeon.plan.loading import LoadedPlan
 
 if TYPE_CHECKING:
+    from surgeon.findings.gathering import Findings
     from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.static import Check
@@ -492,4 +493,47 @@ class RoutingReport:
                 }
                 for name, text in self.texts.items()
             },
+        }
+
+
+# Of a report's findings, what is plain data as it stands.
+_TOLD = (
+    "name",
+    "model_type",
+    "dtypes",
+    "budget",
+    "maps",
+    "spectra",
+    "heat_maps",
+    "probing",
+    "curves",
+    "notes",
+)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a report wrote, and what it tells."""
+
+    html: Path | None
+    pictures: tuple[Path, ...]
+    findings: Findings
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`: the files, and every number they show."""
+        held = self.findings
+        return {
+            "html": None if self.html is None else str(self.html),
+            "pictures": [str(path) for path in self.pictures],
+            "layers": [asdict(layer) for layer in held.history.layers],
+            "promise": held.manifest.promise,
+            "verification": held.verification and held.verification.to_json(),
+            "routing": held.routing and held.routing.to_json(),
+            **{name: _plain(getattr(held, name)) for name in _TOLD},
         }
