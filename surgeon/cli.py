@@ -338,6 +338,56 @@ def export_slot(
 
 
 @app.command()
+def push(
+    out: OutArgument,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
+    base: Annotated[
+        Path | None, typer.Option(help="verify against this base first, logits included; default: OUT's own manifest")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="make the repository private, if it is new")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch to push to, made at need; default: main")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="tell what would go up and how much is new")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="push what does not verify, or over a model that is not surgeon's")
+    ] = False,
+    license: Annotated[
+        str | None, typer.Option(help="licence for the card, where the base's is unknown: apache-2.0, mit, …")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        pushed = api.push(
+            out,
+            repo_id,
+            base=base,
+            private=private,
+            revision=revision,
+            pull_request=pr,
+            dry_run=dry_run,
+            force=force,
+            license=license,
+            base_model=base_model,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(pushed.to_json())
+    elif not quiet:
+        from surgeon.report.terminal import pushed_view
+
+        _console().print(pushed_view(pushed))
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
@@ -423,6 +473,59 @@ def routing_report(
     from surgeon.report.routing import routing_view
 
     _console().print(routing_view(report))
+
+
+@app.command()
+def report(
+    out: OutArgument,
+    html: Annotated[
+        Path | None, typer.Option(help="write the page to this file (default: OUT's name with .html)")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="folder for its figures as PNG (extra `report`)")] = None,
+    base: Annotated[Path | None, typer.Option(help="the base's folder: run the static proof against it")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="with --base: compare logits too")] = False,
+    text: Annotated[
+        list[str] | None, typer.Option(help="NAME=FILE: record what routers and gates choose on it; repeatable")
+    ] = None,
+    routing: Annotated[Path | None, typer.Option(help="a record by `routing-report --to`, instead of --text")] = None,
+    log: Annotated[Path | None, typer.Option(help="losses as JSON lines: step, source, loss")] = None,
+    maps: Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
+    windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    trust_remote_code: RemoteCode = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show what was done to OUT and what it does, as one page that needs no network; exit 3 on a broken promise."""
+    from surgeon import api
+
+    if html is None and png is None and not as_json:
+        html = Path(f"{out.resolve().name}.html")
+    with _listening(quiet) as listener:
+        told = api.report(
+            out,
+            html=html,
+            png=png,
+            base=base,
+            logits=verify,
+            texts=_named_texts(text) if text else None,
+            routing=routing,
+            log=log,
+            maps=maps or (),
+            window=window,
+            windows=windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(told.to_json())
+    elif not quiet:
+        for path in (*([told.html] if told.html else []), *told.pictures):
+            print(printable(str(path), 2000))
+    if told.findings.verification is not None and not told.findings.verification.holds:
+        raise typer.Exit(3)
 
 
 @app.command()

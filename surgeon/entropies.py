@@ -19,6 +19,7 @@ from surgeon.blueprint import Blueprint, Draft
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
+from surgeon.findings.history import History, tell_history
 from surgeon.manifest import MANIFEST_FILE, Manifest, parse
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.insert_layers import InsertLayers, OtFusion, Shuffle
@@ -92,34 +93,37 @@ def transport_report(
     trained: str | Path | None = None,
     maps: Sequence[str] = (),
     pictures: str | Path | None = None,
+    keep: Callable[[str, Tensor], None] | None = None,
     device: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> TransportReport:
     """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
 
     Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
-    draw as PNG into the folder `pictures` (matplotlib, the extra `report`). Raises BadInput.
+    draw as PNG into the folder `pictures` (matplotlib, the extra `report`), or to hand to
+    `keep` with their names. Raises BadInput.
     """
     folder = CheckpointFolder.open(Path(out))
     manifest = _manifest(folder)
-    pairs = _pairs(manifest)
+    pairs = _pairs(tell_history(folder, manifest))
     if not pairs:
         raise BadInput(
             f"{printable(str(out))}: no operation inserted a layer between two of the base, so no map to tell of"
         )
     names = [f"{layer}.{neighbour}.{module}" for layer, neighbour, *_ in pairs for module in MODULES]
     _check_names(maps, names)
-    if bool(maps) != (pictures is not None):
+    if bool(maps) != (pictures is not None or keep is not None):
         raise BadInput("--maps and --png go together: which maps, and the folder for their pictures")
-    drawer = _Drawer(Path(pictures), maps) if pictures is not None else None
+    drawer = _Drawer(Path(pictures)) if pictures is not None else None
+    see = keep if drawer is None else drawer.draw
     device = devices.resolve(device)
-    before = _solve(folder, manifest, pairs, device, progress, drawer)
+    before = _solve(folder, pairs, device, progress, frozenset(maps), see)
     after: dict[str, Any] = {}
     if trained is not None:
         other = CheckpointFolder.open(Path(trained))
         if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
             raise BadInput(f"{printable(str(trained))}: not this model trained: its tensors have other names or shapes")
-        after = _solve(other, manifest, pairs, device, progress, None)
+        after = _solve(other, pairs, device, progress, frozenset(), None)
     return TransportReport(
         tuple(
             MapReport(
@@ -146,17 +150,22 @@ def _manifest(folder: CheckpointFolder) -> Manifest:
     return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
 
 
-def _pairs(manifest: Manifest) -> list[tuple[int, str, int, int, dict[str, object]]]:
-    """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with."""
-    operations = parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan.operations
-    kept = [index for index, layer in enumerate(manifest.layers) if layer.base is not None]
+def _pairs(history: History) -> list[tuple[int, str, int, int, dict[str, object]]]:
+    """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
+
+    Of a chain of surgeries these are the layers that any of them inserted, where they stand now.
+    """
+    plans = [parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan for manifest in history.surgeries]
+    kept = [layer.index for layer in history.layers if layer.base is not None]
     pairs = []
-    for index, layer in enumerate(manifest.layers):
+    for layer in history.layers:
+        index = layer.index
         below = max((k for k in kept if k < index), default=None)
         above = min((k for k in kept if k > index), default=None)
         if layer.base is not None or layer.operation is None or below is None or above is None:
             continue
-        operation = operations[layer.operation]
+        assert layer.surgery is not None
+        operation = plans[layer.surgery - history.first].operations[layer.operation]
         init: OtFusion | Shuffle = OtFusion(kind="ot_fusion")
         if isinstance(operation, InsertLayers) and isinstance(operation.init, OtFusion | Shuffle):
             init = operation.init
@@ -167,11 +176,11 @@ def _pairs(manifest: Manifest) -> list[tuple[int, str, int, int, dict[str, objec
 
 def _solve(
     folder: CheckpointFolder,
-    manifest: Manifest,
     pairs: list[tuple[int, str, int, int, dict[str, object]]],
     device: str,
     progress: Callable[[str], None],
-    drawer: _Drawer | None,
+    wanted: frozenset[str],
+    see: Callable[[str, Tensor], None] | None,
 ) -> dict[str, dict[str, Any]]:
     """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
     from surgeon.compute import Workshop
@@ -187,8 +196,8 @@ def _solve(
         for module in MODULES:
             name = f"{label}.{module}"
             solved = workshop.map_of(name)
-            if drawer is not None and name in drawer.wanted:
-                drawer.draw(name, solved.matrix())
+            if see is not None and name in wanted:
+                see(name, solved.matrix())
         found |= {f"{label}.{module}": workshop.reports[f"{label}.{module}"] for module in MODULES}
     return found
 
@@ -208,7 +217,7 @@ def _check_names(wanted: Sequence[str], names: list[str]) -> None:
 class _Drawer:
     """Heat maps as PNG files, one a map."""
 
-    def __init__(self, folder: Path, wanted: Sequence[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
@@ -216,7 +225,6 @@ class _Drawer:
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"--png {printable(str(folder))}: not a folder")
         self.folder = folder
-        self.wanted = frozenset(wanted)
         self.drawn: list[Path] = []
 
     def draw(self, name: str, matrix: Tensor) -> None:
@@ -224,7 +232,7 @@ class _Drawer:
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
 
-        shown, block = _by_blocks(matrix.float().cpu() * matrix.shape[0])
+        shown, block = by_blocks(matrix.float().cpu() * matrix.shape[0], _CELLS)
         smallest, largest = float(shown[shown > 0].min()), float(shown.max())
         figure = Figure(figsize=(8, 7), dpi=150, layout="constrained")
         axes = figure.add_subplot()
@@ -240,11 +248,11 @@ class _Drawer:
         figure.savefig(self.drawn[-1])
 
 
-def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
-    """The matrix with its longer side at most `_CELLS`, each cell the largest of a square block, and its side."""
+def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
+    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
     from torch.nn import functional
 
-    block = -(-max(matrix.shape) // _CELLS)
+    block = -(-max(matrix.shape) // cells)
     if block == 1:
         return matrix, 1
     return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block

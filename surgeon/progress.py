@@ -26,17 +26,27 @@ from surgeon.errors import printable
 
 
 class _Amount(ProgressColumn):
-    """Bytes, rate and remaining time of a stage whose size is known; the time gone by of one whose size is not."""
+    """How much is done, how fast and how long yet: of bytes in decimal units, of anything else as a count.
+
+    Of a stage whose size is not known, the time gone by.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self.unknown = TimeElapsedColumn()
+        self._bytes = DownloadColumn(), TransferSpeedColumn()
+        self._remaining, self._elapsed = TimeRemainingColumn(), TimeElapsedColumn()
 
     def render(self, task: Task) -> Text:
+        """One task's."""
         if task.total is None:
-            return self.unknown.render(task)
-        return Text(" ").join(column.render(task) for column in self.known)
+            return self._elapsed.render(task)
+        unit, left = task.fields["unit"], self._remaining.render(task)
+        if unit == "bytes":
+            done, speed = self._bytes
+            return Text.assemble(done.render(task), " ", speed.render(task), " ", left)
+        rate = task.finished_speed or task.speed
+        told = f" {rate:.1f}/s" if rate is not None else ""
+        return Text.assemble(f"{task.completed:,.0f}/{task.total:,.0f} {unit}{told} ", left)
 
 
 class ProgressListener:
@@ -63,18 +73,23 @@ class ProgressListener:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def begin(self, stage: str, total: int) -> None:
-        """A stage of `total` bytes begins; its bar takes the place of the last one."""
-        self._replace(stage, total)
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
+        """A stage of `total` bytes, or of another unit, begins; its bar takes the place of the last one."""
+        self._replace(stage, total, unit)
 
     def wait(self, stage: str) -> None:
         """A stage of unknown size begins."""
-        self._replace(stage, None)
+        self._replace(stage, None, "")
 
     def advance(self, count: int) -> None:
         """`count` bytes of the stage are done."""
         if self.task is not None:
             self.progress.advance(self.task, count)
+
+    def rename(self, stage: str) -> None:
+        """The stage under way is called otherwise from now on."""
+        if self.task is not None:
+            self.progress.update(self.task, description=stage)
 
     def say(self, line: str) -> None:
         """A word to the user, above the bar; work that no bar measures goes on under it."""
@@ -84,7 +99,7 @@ class ProgressListener:
         if self.task is None or self.progress.tasks[0].finished:
             self.wait("working")
 
-    def _replace(self, stage: str, total: int | None) -> None:
+    def _replace(self, stage: str, total: int | None, unit: str) -> None:
         if self.task is not None:
             self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(stage, total=total)
+        self.task = self.progress.add_task(stage, total=total, unit=unit)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -15,6 +15,7 @@ from surgeon.manifest import Manifest
 from surgeon.plan.loading import LoadedPlan
 
 if TYPE_CHECKING:
+    from surgeon.findings.gathering import Findings
     from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
     from surgeon.verification.static import Check
@@ -185,6 +186,68 @@ class Merged:
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return {"applied": self.applied.to_json(), "measured": self.measured.to_json()}
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of a push: its size in bytes, and whether the repository lacks it, holds another, or holds just this."""
+
+    name: str
+    nbytes: int
+    state: Literal["new", "changed", "there"]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A push, or with `dry_run` what one would do.
+
+    `revision` is the branch asked for, None for main. `stale` are files of the repository that are taken out, as they
+    would be loaded beside these; `left_behind` those of the folder that do not go up. `checks` were made before, by
+    the output's own manifest (`verification` None) or against its base. `commit` is the hash to pin, that of the
+    repository as it was where nothing had to be sent; None in a dry run.
+    """
+
+    path: Path
+    repo_id: str
+    revision: str | None
+    dry_run: bool
+    files: tuple[Upload, ...]
+    stale: tuple[str, ...]
+    left_behind: tuple[str, ...]
+    checks: tuple[Check, ...]
+    verification: Verification | None
+    license: str | None
+    commit: str | None
+    url: str | None
+    pull_request: str | None
+
+    def __repr__(self) -> str:
+        told = "would send" if self.dry_run else "sent"
+        where = f"{self.repo_id!r}, commit {self.commit}" if self.commit else repr(self.repo_id)
+        return f"Pushed({where}, {told} {len(self.sent)} of {len(self.files)} files)"
+
+    @property
+    def sent(self) -> tuple[Upload, ...]:
+        """The files that the repository lacked or held otherwise."""
+        return tuple(file for file in self.files if file.state != "there")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "repo_id": self.repo_id,
+            "revision": self.revision,
+            "dry_run": self.dry_run,
+            "files": [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in self.files],
+            "stale": list(self.stale),
+            "left_behind": list(self.left_behind),
+            "checks": [asdict(check) for check in self.checks],
+            "verification": self.verification.to_json() if self.verification else None,
+            "license": self.license,
+            "commit": self.commit,
+            "url": self.url,
+            "pull_request": self.pull_request,
+        }
 
 
 @dataclass(frozen=True)
@@ -475,4 +538,50 @@ class RoutingReport:
                 }
                 for name, text in self.texts.items()
             },
+        }
+
+
+# Of a report's findings, what is plain data as it stands.
+_TOLD = (
+    "name",
+    "model_type",
+    "dtypes",
+    "budget",
+    "maps",
+    "spectra",
+    "heat_maps",
+    "probing",
+    "curves",
+    "notes",
+)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a report wrote, and what it tells."""
+
+    html: Path | None
+    pictures: tuple[Path, ...]
+    findings: Findings
+
+    def __repr__(self) -> str:
+        return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`: the files, and every number they show."""
+        held = self.findings
+        return {
+            "html": None if self.html is None else str(self.html),
+            "pictures": [str(path) for path in self.pictures],
+            "layers": [asdict(layer) for layer in held.history.layers],
+            "promise": held.manifest.promise,
+            "verification": held.verification and held.verification.to_json(),
+            "routing": held.routing and held.routing.to_json(),
+            **{name: _plain(getattr(held, name)) for name in _TOLD},
         }

@@ -28,7 +28,7 @@ def test_what_is_exported_is_there_and_documented() -> None:
 
 def test_every_command_is_a_function_with_its_options() -> None:
     """Options that only the terminal has are left out; sizes are in bytes, `--text NAME=FILE` is a mapping."""
-    renamed = {"as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text"}
+    renamed = {"as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.callback.__name__
@@ -56,6 +56,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
         surgeon.transport_report(tmp_path / "fused"),
+        api.report(tmp_path / "out"),
         surgeon.routing_report(tmp_path / "out", {"probe": None}, window=16, windows=1),
     ]
     for result in results:
