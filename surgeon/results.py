@@ -506,6 +506,7 @@ _TOLD = (
     "spectra",
     "heat_maps",
     "probing",
+    "runs",
     "curves",
     "notes",
 )
