@@ -75,6 +75,7 @@ __all__ = [
     "inspect",
     "json_schema",
     "merge",
+    "parse_plan",
     "preview",
     "push",
     "report",
@@ -112,13 +113,16 @@ class Quiet:
         self.said.append(line)
 
 
-def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Preview:
+def preview(
+    plan: str | Path | LoadedPlan, base: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Preview:
     """Show what `apply` would do, reading headers and config only.
 
-    `plan` is a file or the name of a shipped plan, `base` a folder or a Hub id (whose weights are not
-    downloaded). Raises BadInput for everything `apply` would refuse before writing.
+    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
+    (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
     """
-    loaded = load_plan(find_plan(plan))
+    base = str(base)
+    loaded = _loaded(plan)
     if Path(base).exists():
         folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     else:
@@ -128,7 +132,7 @@ def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_r
 
 def apply(
     plan: str | Path | LoadedPlan,
-    base: str,
+    base: str | Path,
     out: str | Path,
     *,
     revision: str | None = None,
@@ -149,8 +153,8 @@ def apply(
     """
     listener = listener or Quiet()
     ranks = ranks or Ranks()
-    target = Path(out)
-    loaded = plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+    target, base = Path(out), str(base)
+    loaded = _loaded(plan)
     adapters = _adapters(loaded)
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
@@ -659,6 +663,10 @@ def report(
     if html is not None:
         write_page(render(findings), Path(html))
     return Reported(None if html is None else Path(html), pictures, findings)
+
+
+def _loaded(plan: str | Path | LoadedPlan) -> LoadedPlan:
+    return plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
 
 
 def _merging(alpha: float | None) -> LoadedPlan:
