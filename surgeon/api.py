@@ -619,8 +619,8 @@ def report(
     `maps` are names of transport maps to show. Where there are control blocks, the probe sentences of Control LLM are
     run. Raises BadInput; a broken promise is told in the page and the result.
     """
-    from surgeon.report.page.document import render
     from surgeon.reporting import check_place, find, write_page
+    from surgeon.views.page.document import render
 
     listener = listener or Quiet()
     if logits and base is None:
@@ -657,7 +657,7 @@ def report(
     )
     pictures: tuple[Path, ...] = ()
     if png is not None:
-        from surgeon.report.pictures import draw_pictures
+        from surgeon.views.pictures import draw_pictures
 
         pictures = draw_pictures(findings, Path(png))
     if html is not None:

@@ -131,7 +131,7 @@ def preview(
     if as_json:
         _print_json(shown.to_json())
         return
-    from surgeon.report.terminal import preview_view
+    from surgeon.views.terminal import preview_view
 
     _console().print(preview_view(shown, base))
 
@@ -175,7 +175,7 @@ def apply(
     if as_json:
         _print_json(applied.to_json())
     elif not quiet:
-        from surgeon.report.terminal import applied_view
+        from surgeon.views.terminal import applied_view
 
         _console().print(applied_view(applied))
 
@@ -220,7 +220,7 @@ def verify(
     if as_json:
         _print_json(result.to_json())
     else:
-        from surgeon.report.terminal import verification_view
+        from surgeon.views.terminal import verification_view
 
         _console().print(verification_view(result))
     if not result.holds:
@@ -253,7 +253,7 @@ def train(
     if as_json:
         _print_json(trained.to_json())
     elif not quiet:
-        from surgeon.report.terminal import trained_view
+        from surgeon.views.terminal import trained_view
 
         _console().print(trained_view(trained))
 
@@ -282,7 +282,7 @@ def merge(
     if as_json:
         _print_json(merged.to_json())
         return
-    from surgeon.report.terminal import applied_view, verification_view
+    from surgeon.views.terminal import applied_view, verification_view
 
     console = _console()
     console.print(applied_view(merged.applied))
@@ -308,7 +308,7 @@ def revert(
     if as_json:
         _print_json(reverted.to_json())
     elif not quiet:
-        from surgeon.report.terminal import reverted_view
+        from surgeon.views.terminal import reverted_view
 
         _console().print(reverted_view(reverted))
 
@@ -332,7 +332,7 @@ def export_slot(
     if as_json:
         _print_json(exported.to_json())
     elif not quiet:
-        from surgeon.report.terminal import exported_view
+        from surgeon.views.terminal import exported_view
 
         _console().print(exported_view(exported))
 
@@ -382,7 +382,7 @@ def push(
     if as_json:
         _print_json(pushed.to_json())
     elif not quiet:
-        from surgeon.report.terminal import pushed_view
+        from surgeon.views.terminal import pushed_view
 
         _console().print(pushed_view(pushed))
 
@@ -405,7 +405,7 @@ def diff(
     if as_json:
         _print_json(difference.to_json())
     elif not quiet:
-        from surgeon.report.terminal import difference_view
+        from surgeon.views.terminal import difference_view
 
         _console().print(difference_view(difference))
     if not difference.identical:
@@ -432,7 +432,7 @@ def transport_report(
     if as_json:
         _print_json(found.to_json())
         return
-    from surgeon.report.transport import transport_view
+    from surgeon.views.transport import transport_view
 
     _console().print(transport_view(found))
 
@@ -470,7 +470,7 @@ def routing_report(
     if as_json:
         _print_json(report.to_json())
         return
-    from surgeon.report.routing import routing_view
+    from surgeon.views.routing import routing_view
 
     _console().print(routing_view(report))
 
@@ -541,7 +541,7 @@ def inspect(
     if as_json:
         _print_json(inspection.to_json())
         return
-    from surgeon.report.terminal import inspection_view
+    from surgeon.views.terminal import inspection_view
 
     _console().print(inspection_view(inspection))
 
@@ -590,7 +590,7 @@ def demo(
 
     with _listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
-    from surgeon.report.demo import demo_view
+    from surgeon.views.demo import demo_view
 
     _console().print(demo_view(shown))
     if not shown.verification.holds:

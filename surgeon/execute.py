@@ -32,9 +32,9 @@ from surgeon.plan.loading import LoadedPlan
 from surgeon.ranks import Elsewhere, Ranks, Report
 from surgeon.readback import ReadBack, Sources
 from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
-from surgeon.report.card import card
 from surgeon.runtime import shipped_code
 from surgeon.stopwatch import Stopwatch
+from surgeon.views.card import card
 
 if TYPE_CHECKING:
     from surgeon.compute import Workshop

@@ -551,6 +551,7 @@ _TOLD = (
     "spectra",
     "heat_maps",
     "probing",
+    "runs",
     "curves",
     "notes",
 )

@@ -13,8 +13,8 @@ from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, printable
 from surgeon.manifest import MANIFEST_FILE, Manifest
 from surgeon.metadata import NOTHING_KNOWN, check_license, read_metadata
-from surgeon.report.card import HUB_ID, card
 from surgeon.runtime import is_shipped_name
+from surgeon.views.card import HUB_ID, card
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ FORBIDDEN = {
     "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
     "metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
-    "report/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
-    "verification": ("surgeon.api", "surgeon.cli", "surgeon.report"),
-    "training": ("surgeon.api", "surgeon.cli", "surgeon.report", "surgeon.plan", "surgeon.operations"),
+    "views/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
+    "verification": ("surgeon.api", "surgeon.cli", "surgeon.views"),
+    "training": ("surgeon.api", "surgeon.cli", "surgeon.views", "surgeon.plan", "surgeon.operations"),
     "training/names.py": ("torch", "numpy", "transformers"),
     "training/config.py": ("torch", "numpy", "transformers"),
     "strict_yaml.py": ("surgeon.plan", "surgeon.training", "torch"),
@@ -111,7 +111,7 @@ def imported_by(code: str) -> set[str]:
 
 def test_bytes_only_work_imports_neither_torch_nor_the_hub() -> None:
     """What keeps `apply` of a copying plan at the memory and start-up of a file copy."""
-    code = "import surgeon.api, surgeon.execute, surgeon.verification.static, surgeon.report.terminal"
+    code = "import surgeon.api, surgeon.execute, surgeon.verification.static, surgeon.views.terminal"
     loaded = imported_by(code)
     assert "surgeon.execute" in loaded
     for heavy in ("torch", "numpy", "transformers", "huggingface_hub", "safetensors", "scipy", "ot"):

@@ -10,7 +10,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
 from surgeon.findings.alignment import Probing
 from surgeon.findings.budget import Budget, tell_budget
-from surgeon.findings.curves import Curve
+from surgeon.findings.curves import Curve, TrainingRun, tell_runs
 from surgeon.findings.history import History, tell_history
 from surgeon.findings.maps import MapFact, tell_maps
 from surgeon.findings.spectra import Spectrum, tell_spectra
@@ -48,6 +48,7 @@ class Findings:
     heat_maps: tuple[HeatMap, ...] = ()
     routing: RoutingReport | None = None
     probing: Probing | None = None
+    runs: tuple[TrainingRun, ...] = ()
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -79,6 +80,7 @@ def gather(
         heat_maps=heat_maps,
         routing=routing,
         probing=probing,
+        runs=tell_runs(history),
         curves=curves,
         notes=tuple(folder.notes),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surgeon.report.page.charts import grid
-from surgeon.report.page.markup import Child, Markup, el
-from surgeon.report.page.sections import figure, folded, section
 from surgeon.results import RoutingReport, TextChoices
+from surgeon.views.page.charts import grid
+from surgeon.views.page.markup import Child, Markup, el
+from surgeon.views.page.sections import figure, folded, section
 
 _COLOURS = 6
 _SHORT = {"attention": "attn"}

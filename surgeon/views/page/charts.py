@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surgeon.report.page.markup import Markup, el, join
+from surgeon.views.page.markup import Markup, el, join
 
 WIDTH = 360
 _LEFT, _RIGHT = 46, 10

@@ -15,7 +15,7 @@ from surgeon import api
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.manifest import Manifest, parse
 from surgeon.metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
-from surgeon.report.card import base_model_of, card
+from surgeon.views.card import base_model_of, card
 from tests import tiny
 
 CONFIG = {"architectures": ["LlamaForCausalLM"]}

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from surgeon.demo.run import Demo
 from surgeon.errors import printable
-from surgeon.report.terminal import count, preview_view, verification_view
+from surgeon.views.terminal import count, preview_view, verification_view
 
 
 def demo_view(demo: Demo) -> RenderableType:

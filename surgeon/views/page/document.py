@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from surgeon import __version__
 from surgeon.findings.gathering import Findings
-from surgeon.report.page.choosing import routing_section
-from surgeon.report.page.markup import Markup, el, join, raw
-from surgeon.report.page.sections import (
+from surgeon.views.page.choosing import routing_section
+from surgeon.views.page.markup import Markup, el, join, raw
+from surgeon.views.page.sections import (
     alignment_section,
     budget_section,
     curves_section,
@@ -18,7 +18,7 @@ from surgeon.report.page.sections import (
     stack_section,
     transport_section,
 )
-from surgeon.report.page.style import STYLE
+from surgeon.views.page.style import STYLE
 
 # Nothing is fetched and nothing runs, whatever a name in the page says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"

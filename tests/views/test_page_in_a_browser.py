@@ -10,9 +10,9 @@ import pytest
 from surgeon import api
 from tests import tiny
 from tests.end_to_end.test_revert import train, write_plan
-from tests.report import browser
-from tests.report.test_page import ADAPTERS, CONTROL, FUSED, SLOTS, STATES
 from tests.verification.test_tokens import byte_tokenizer
+from tests.views import browser
+from tests.views.test_page import ADAPTERS, CONTROL, FUSED, SLOTS, STATES
 
 pytestmark = [
     pytest.mark.browser,

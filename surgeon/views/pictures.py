@@ -8,8 +8,8 @@ from typing import Any
 from surgeon.errors import BadInput, printable
 from surgeon.findings.gathering import Findings
 from surgeon.findings.history import History
-from surgeon.report.page.stack import origin_words
 from surgeon.results import RoutingReport
+from surgeon.views.page.stack import origin_words
 
 _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5"}
 

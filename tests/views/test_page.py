@@ -277,6 +277,31 @@ def test_curves_are_read_from_a_log(grown: list[Path], tmp_path: Path) -> None:
     assert ">-1.2500</td>" in page
 
 
+def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> None:
+    out, run, log = tmp_path / "out", tmp_path / "run", tmp_path / "log.json"
+    wide = byte_tokenizer(tiny.checkpoint(tmp_path / "wide", "llama", vocab_size=300), eos=False) or tmp_path / "wide"
+    api.apply(write_plan(tmp_path / "p.yaml", [ADAPTERS]), str(wide), out)
+    (tmp_path / "text.txt").write_text("Some words of a domain, again and again.\n" * 400)
+    (tmp_path / "train.yaml").write_text(
+        "surgeon_train: 1\nsteps: 4\nbatch: 2\nlength: 16\nevaluate_every: 2\noptimizer: {lr: 0.01}\n"
+        "sources:\n  - {name: words, path: text.txt, share: 1.0, validation: text.txt}\n"
+    )
+    trained = api.train(out, tmp_path / "train.yaml", run)
+    assert trained is not None
+    told, page, reader = reported(run, tmp_path / "a.html", base=wide)
+    [done] = told.findings.runs
+    before, after = trained.losses["words"]
+    assert (done.steps, done.losses) == (4, {"words": (before, after)})
+    assert f"words {before:.3f} → {after:.3f}" in reader.words
+    assert "every static promise holds, also after training" in reader.words
+    assert "Held-out losses where each training run began" in page
+    log.write_text(json.dumps(trained.to_json(), indent=2))
+    told, _, _ = reported(run, tmp_path / "b.html", log=log)
+    [curve] = told.findings.curves
+    assert [step for step, _ in curve.points] == [0, 2, 4]
+    assert (curve.points[0][1], curve.points[-1][1]) == (before, pytest.approx(after))
+
+
 def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
     """Names of texts, tokens, sources, the plan and the manifest's words: all of it by anybody."""
     out = tmp_path / "out"
@@ -347,6 +372,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
         "0 × 0",
     ),
     "no log": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n')], "no line has a loss"),
+    "a record of something else": (lambda out, tmp: [out, "--log", given(tmp, '{\n"log": 3}')], "neither JSON lines"),
     "a log of lists": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n[]\n')], "line 2"),
     "a loss in words": (
         lambda out, tmp: [out, "--log", given(tmp, '{"step": 1, "source": "a", "loss": "b"}')],

@@ -8,7 +8,7 @@ import struct
 import zlib
 
 from surgeon.findings.gathering import HeatMap
-from surgeon.report.page.markup import Markup, el, raw
+from surgeon.views.page.markup import Markup, el, raw
 
 # From no mass to most, dark to light: legible on either background, and in grey.
 _STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))

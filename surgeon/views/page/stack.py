@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from surgeon.findings.history import History, Mark, StackLayer
 from surgeon.plan.selectors import show
-from surgeon.report.page.charts import WIDTH, drawing
-from surgeon.report.page.markup import Markup, el, join
+from surgeon.views.page.charts import WIDTH, drawing
+from surgeon.views.page.markup import Markup, el, join
 
 _ROW, _TALL = 24.0, 20.0
 _OLD_WIDTH, _NEW_LEFT = 42.0, 84.0

@@ -13,7 +13,7 @@ from typing import Any
 from surgeon.errors import printable
 from surgeon.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.metadata import Metadata, block_of
-from surgeon.report.papers import papers_of
+from surgeon.views.papers import papers_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

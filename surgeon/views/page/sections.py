@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 from surgeon.findings.budget import Budget
+from surgeon.findings.curves import TrainingRun, curves_of
 from surgeon.findings.gathering import Findings, HeatMap
 from surgeon.findings.maps import MapFact
 from surgeon.manifest import Manifest
-from surgeon.report.page.charts import Bar, Series, bars, lines, points
-from surgeon.report.page.markup import Child, Markup, el, join
-from surgeon.report.page.markup import lines as text_lines
-from surgeon.report.page.pixels import heat_image, heat_range
-from surgeon.report.page.stack import legend, origin_words, stack_figure
-from surgeon.report.papers import Paper, papers_of
-from surgeon.report.terminal import count, size
 from surgeon.results import Verification
+from surgeon.views.page.charts import Bar, Series, bars, lines, points
+from surgeon.views.page.markup import Child, Markup, el, join
+from surgeon.views.page.markup import lines as text_lines
+from surgeon.views.page.pixels import heat_image, heat_range
+from surgeon.views.page.stack import legend, origin_words, stack_figure
+from surgeon.views.papers import Paper, papers_of
+from surgeon.views.terminal import count, size
 
 _PROMISES = {"exact": "exact", "none": "not preserving"}
 _SERIES_STYLES = 6
@@ -93,10 +94,11 @@ def _state(findings: Findings) -> tuple[str, str]:
             return "the base is kept; new tensors changed since birth", "warn"
         return "a promise does not hold", "bad"
     if verification.identical is None:
-        return "every static promise holds", "good"
+        trained = ", also after training" if verification.trained else ""
+        return f"every static promise holds{trained}", "good"
     if verification.identical:
         return "every logit is bit-identical", "good"
-    return "logits differ, as promised", "warn"
+    return "logits differ, as training made them" if verification.trained else "logits differ, as promised", "warn"
 
 
 # What training or an edit of new tensors breaks, and nothing else does.
@@ -486,35 +488,44 @@ def alignment_section(findings: Findings) -> Markup | None:
 
 
 def curves_section(findings: Findings) -> Markup | None:
-    """Losses by source over training: what is learned, what is forgotten."""
-    if not findings.curves:
+    """Losses by source over training, from the log that was given, else from the manifests: learned and forgotten."""
+    curves = findings.curves or curves_of(findings.runs)
+    if not curves and not findings.runs:
         return None
-    series = [Series(c.source, c.points, nth % _SERIES_STYLES) for nth, c in enumerate(findings.curves)]
-    rows = [
-        (
-            c.source,
-            c.points[0][0],
-            f"{c.points[0][1]:.4f}",
-            c.points[-1][0],
-            f"{c.points[-1][1]:.4f}",
-            f"{c.points[-1][1] - c.points[0][1]:+.4f}",
+    parts: list[Child] = []
+    if findings.runs:
+        head = ("surgery", "steps", "tokens", "tensors", "held-out losses, before → after")
+        rows = [(run.surgery, f"{run.steps:,}", f"{run.tokens:,}", run.tensors, _losses(run)) for run in findings.runs]
+        parts.append(table("Training, as the manifests tell", head, rows, numbers=range(4), words=(4,)))
+    if curves:
+        series = [Series(c.source, c.points, nth % _SERIES_STYLES) for nth, c in enumerate(curves)]
+        source = (
+            "As recorded in the log that was given."
+            if findings.curves
+            else "Held-out losses where each training run began and ended, one run after the other."
         )
-        for c in findings.curves
-    ]
-    head = ("source", "first step", "loss", "last step", "loss", "change")
-    return section(
-        "curves",
-        "Learning and forgetting",
-        el(
-            "div",
-            figure(
-                lines("Loss by source", series, key="curves-lines", across="step", up="loss, nats a token"),
-                "As recorded in the log that was given. Rising: forgetting.",
-            ),
-            table("First and last losses", head, rows, numbers=range(1, 6)),
-            class_="pair",
-        ),
-    )
+        changes = [
+            (c.source, c.points[0][0], f"{first:.4f}", c.points[-1][0], f"{last:.4f}", f"{last - first:+.4f}")
+            for c in curves
+            for first, last in [(c.points[0][1], c.points[-1][1])]
+        ]
+        columns = ("source", "first step", "loss", "last step", "loss", "change")
+        parts.append(
+            el(
+                "div",
+                figure(
+                    lines("Loss by source", series, key="curves-lines", across="step", up="loss, nats a token"),
+                    f"{source} Rising: forgetting.",
+                ),
+                table("First and last losses", columns, changes, numbers=range(1, 6)),
+                class_="pair",
+            )
+        )
+    return section("curves", "Learning and forgetting", *parts)
+
+
+def _losses(run: TrainingRun) -> str:
+    return ", ".join(f"{name} {before:.3f} → {after:.3f}" for name, (before, after) in run.losses.items()) or "none"
 
 
 def lineage_section(findings: Findings) -> Markup:
