@@ -3,7 +3,8 @@
     import surgeon
     surgeon.apply("plan.yaml", "base-model", "out")
 
-mirrors the command line; see `surgeon.api` for every function and result.
+mirrors the command line, one function a command; `surgeon.api` has the types of their results. Progress is shown where
+a listener is given (`with surgeon.ProgressListener() as listener`), errors for the user are `SurgeonError`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _API = (
     "inspect",
     "json_schema",
     "merge",
+    "parse_plan",
     "preview",
+    "push",
     "report",
     "revert",
     "routing_report",
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         inspect,
         json_schema,
         merge,
+        parse_plan,
         preview,
         report,
         revert,
@@ -44,8 +48,14 @@ if TYPE_CHECKING:
         transport_report,
         verify,
     )
+    from surgeon.errors import BadInput, PromiseBroken, SurgeonError
+    from surgeon.progress import ProgressListener
 
 __all__ = [
+    "BadInput",
+    "ProgressListener",
+    "PromiseBroken",
+    "SurgeonError",
     "__version__",
     "apply",
     "diff",
@@ -53,7 +63,9 @@ __all__ = [
     "inspect",
     "json_schema",
     "merge",
+    "parse_plan",
     "preview",
+    "push",
     "report",
     "revert",
     "routing_report",
@@ -63,10 +75,22 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Loaded at first use, so that `surgeon --help` does not wait for pydantic.
     if name in _API:
         from surgeon import api
 
         return getattr(api, name)
+    if name == "ProgressListener":
+        from surgeon.progress import ProgressListener
+
+        return ProgressListener
+    if name in ("BadInput", "PromiseBroken", "SurgeonError"):
+        from surgeon import errors
+
+        return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

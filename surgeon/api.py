@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from surgeon import devices
 from surgeon.blueprint import Blueprint
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination, check_space
@@ -23,6 +23,7 @@ from surgeon.exporting import export
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, adapters_of, parse
+from surgeon.metadata import metadata_of, read_metadata
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
@@ -37,10 +38,12 @@ from surgeon.results import (
     Inspection,
     Merged,
     Preview,
+    Pushed,
     Reported,
     Reverted,
     RoutingReport,
     Trained,
+    Upload,
     Verification,
 )
 from surgeon.stopwatch import Stopwatch
@@ -49,6 +52,7 @@ from surgeon.undoing import Return, find_state
 if TYPE_CHECKING:
     from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
+    from surgeon.verification.static import Check
     from surgeon.verification.streaming import StreamedComparison
 
 __all__ = [
@@ -58,6 +62,7 @@ __all__ = [
     "Inspection",
     "Merged",
     "Preview",
+    "Pushed",
     "Reported",
     "Reverted",
     "RoutingReport",
@@ -70,7 +75,9 @@ __all__ = [
     "inspect",
     "json_schema",
     "merge",
+    "parse_plan",
     "preview",
+    "push",
     "report",
     "revert",
     "routing_report",
@@ -83,6 +90,8 @@ __all__ = [
 _STREAMING_MEMORY = 90_000_000
 _TORCH_MEMORY = 450_000_000
 
+NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"
+
 
 class Quiet:
     """A listener that keeps what is said and shows nothing."""
@@ -90,10 +99,13 @@ class Quiet:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def begin(self, stage: str, total: int) -> None:
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
         """Nothing to show."""
 
     def advance(self, count: int) -> None:
+        """Nothing to show."""
+
+    def rename(self, stage: str) -> None:
         """Nothing to show."""
 
     def say(self, line: str) -> None:
@@ -101,13 +113,16 @@ class Quiet:
         self.said.append(line)
 
 
-def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Preview:
+def preview(
+    plan: str | Path | LoadedPlan, base: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Preview:
     """Show what `apply` would do, reading headers and config only.
 
-    `plan` is a file or the name of a shipped plan, `base` a folder or a Hub id (whose weights are not
-    downloaded). Raises BadInput for everything `apply` would refuse before writing.
+    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
+    (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
     """
-    loaded = load_plan(find_plan(plan))
+    base = str(base)
+    loaded = _loaded(plan)
     if Path(base).exists():
         folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     else:
@@ -117,7 +132,7 @@ def preview(plan: str | Path, base: str, *, revision: str | None = None, trust_r
 
 def apply(
     plan: str | Path | LoadedPlan,
-    base: str,
+    base: str | Path,
     out: str | Path,
     *,
     revision: str | None = None,
@@ -138,8 +153,8 @@ def apply(
     """
     listener = listener or Quiet()
     ranks = ranks or Ranks()
-    target = Path(out)
-    loaded = plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+    target, base = Path(out), str(base)
+    loaded = _loaded(plan)
     adapters = _adapters(loaded)
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
@@ -152,6 +167,7 @@ def apply(
             loaded,
             BaseId(located.repo_id or located.path.resolve().name, located.revision),
             texts={name: _digest(path) for name, path in _texts(shown.blueprint, loaded).items()},
+            metadata=metadata_of(folder),
             adapters=adapters,
         ),
         blueprint=shown.blueprint,
@@ -167,7 +183,8 @@ def apply(
     else:
         assist(job, listener, stopwatch, ranks)
         manifest = _manifest_of(CheckpointFolder.open(target))
-    return Applied(target, manifest, shown, tuple(folder.left_behind), stopwatch.seconds, read_back)
+    left_behind = tuple(name for name in folder.left_behind if name != CARD_FILE)
+    return Applied(target, manifest, shown, left_behind, stopwatch.seconds, read_back)
 
 
 def merge(
@@ -213,7 +230,7 @@ def revert(
     state = find_state(folder, _manifest_of(folder), to)
     blueprint = state.blueprint(folder)
     job = Job(
-        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE)),
+        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE), metadata=metadata_of(folder)),
         blueprint=blueprint,
         base=folder,
         shards=lay_out(blueprint, folder.tensors),
@@ -235,6 +252,95 @@ def revert(
         nbytes=job.bytes_to_write,
         left_behind=tuple(folder.left_behind),
         seconds=stopwatch.seconds,
+    )
+
+
+def push(
+    out: str | Path,
+    repo_id: str,
+    *,
+    base: str | Path | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    pull_request: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    license: str | None = None,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Pushed:
+    """Put the output `out` into the Hub repository `repo_id` (`user/name`), as one commit, with a card that says so.
+
+    Before that it is checked against its own manifest, or, with `base` (a folder), as `verify` does, logits included;
+    what does not hold is pushed by `force` only. `revision` is a branch, made at need (or `refs/pr/N`). Only files
+    that the repository lacks are sent; with `dry_run` none, and nothing is made. `license` and `base_model` go into
+    the card. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network answers;
+    the repository then holds what it held, and the same call goes on where it stopped.
+    """
+    from surgeon.checkpoint.uploading import Destination, check_token, look, send
+    from surgeon.sharing import card_for, check_names, check_way, pack
+
+    listener = listener or Quiet()
+    to = Destination(repo_id, revision, private, pull_request)
+    check_names(license, base_model)
+    if not dry_run:
+        check_token(to)
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest = _manifest_of(folder)
+    before = look(to)
+    check_way(to, before, force=force)
+    verification = None
+    if base is not None:
+        verification = verify(base, out, trust_remote_code=trust_remote_code, listener=listener)
+        checks = tuple(verification.checks)
+        holds = verification.holds
+    else:
+        checks = _own_checks(folder, manifest, listener)
+        holds = all(check.holds for check in checks)
+    if not holds and not force:
+        told = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), "its logits differ")
+        raise BadInput(
+            f"{printable(str(out))}: not pushed, as a promise does not hold ({told}); --force pushes it all the same"
+        )
+    card = card_for(
+        folder,
+        manifest,
+        repo_id,
+        license=license,
+        base_model=base_model,
+        verified=_verified(checks, verification),
+    )
+    parcel = pack(folder, manifest, card)
+    known = read_metadata(card).license
+    if known is None:
+        listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
+    listener.say(f"comparing with what {repo_id} holds")
+    missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+    commit = None
+    if (missing or stale) and not dry_run:
+        listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
+        folder.check_unchanged()
+        content = {name: parcel.files[name] for name in missing}
+        message = f"surgeon: {', '.join(entry.op for entry in manifest.operations)}"
+        commit = send(to, before, content, stale, message=printable(message), say=listener.say)
+    return Pushed(
+        path=Path(out),
+        repo_id=repo_id,
+        revision=revision,
+        dry_run=dry_run,
+        files=tuple(
+            Upload(name, size, "there" if name not in missing else "changed" if name in before.files else "new")
+            for name, size in parcel.sizes.items()
+        ),
+        stale=stale,
+        left_behind=parcel.left_behind,
+        checks=checks,
+        verification=verification,
+        license=known,
+        commit=commit.commit if commit else None if dry_run else before.commit,
+        url=commit.url if commit else None,
+        pull_request=commit.pull_request if commit else None,
     )
 
 
@@ -467,6 +573,28 @@ def routing_report(
     return report
 
 
+def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
+    from surgeon.verification.own_manifest import check_own_manifest
+
+    listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
+    anatomy = dissect(folder.config, folder.tensors)
+    return tuple(check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
+
+
+def _verified(checks: Sequence[Check], verification: Verification | None) -> list[str]:
+    """What was checked before a push, in words for the card."""
+    by = "against the base" if verification else f"against {MANIFEST_FILE}"
+    lines = [f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in checks]
+    if verification is None:
+        return lines
+    for found in verification.comparisons:
+        same = (
+            "every value bit-identical" if found.identical else f"they differ by up to {found.max_abs_difference:.3g}"
+        )
+        lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {verification.tokens}: {same}")
+    return lines
+
+
 def report(
     out: str | Path,
     *,
@@ -537,6 +665,10 @@ def report(
     return Reported(None if html is None else Path(html), pictures, findings)
 
 
+def _loaded(plan: str | Path | LoadedPlan) -> LoadedPlan:
+    return plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+
+
 def _merging(alpha: float | None) -> LoadedPlan:
     share = "" if alpha is None else f"\n    alpha: {alpha!r}"
     return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
@@ -566,6 +698,9 @@ def _preview(
     blueprint = draw(loaded, anatomy, folder.config, known)
     shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = _texts(blueprint, loaded)
+    notes = [*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())]
+    if metadata_of(folder).license is None:
+        notes.append(NO_LICENSE)
     outputs = blueprint.outputs
     new = sum(numel(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
@@ -589,7 +724,7 @@ def _preview(
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
-        notes=(*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())),
+        notes=tuple(notes),
     )
 
 

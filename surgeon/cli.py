@@ -63,10 +63,33 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog=(
+        "Exit codes: 0 done; 1 a bug of surgeon's (of diff: they differ); 2 bad input or refused; 3 a promise does not"
+        " hold (verify, demo); 130 interrupted. Data goes to stdout, progress and errors to stderr."
+    ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="plan file, or the name of a shipped plan")]
+
+def _complete_plan(incomplete: str) -> list[str]:
+    """For the shell: shipped plans, and the files and folders that what is typed so far could mean."""
+    typed = Path(incomplete)
+    folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
+    beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
+    files = [f"{path}/" if path.is_dir() else str(path) for path in beside if path.name.startswith(start)]
+    return [*_complete_shipped(incomplete), *files]
+
+
+def _complete_shipped(incomplete: str) -> list[str]:
+    from surgeon.plan import shipped
+
+    return [name for name in shipped.names() if name.startswith(incomplete)]
+
+
+PlanArgument = Annotated[
+    str,
+    typer.Argument(metavar="PLAN", help="plan file, or the name of a shipped plan", autocompletion=_complete_plan),
+]
 BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id")]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output")]
 Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit) of the base")]
@@ -96,12 +119,15 @@ def preview(
     base: BaseArgument,
     revision: Revision = None,
     as_json: AsJson = False,
+    quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Show what a plan would do to a base, from headers and config alone."""
     from surgeon import api
 
-    shown = api.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
+    with _listening(quiet) as listener:
+        listener.wait("reading headers")
+        shown = api.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
     if as_json:
         _print_json(shown.to_json())
         return
@@ -312,6 +338,56 @@ def export_slot(
 
 
 @app.command()
+def push(
+    out: OutArgument,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
+    base: Annotated[
+        Path | None, typer.Option(help="verify against this base first, logits included; default: OUT's own manifest")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="make the repository private, if it is new")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch to push to, made at need; default: main")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="tell what would go up and how much is new")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="push what does not verify, or over a model that is not surgeon's")
+    ] = False,
+    license: Annotated[
+        str | None, typer.Option(help="licence for the card, where the base's is unknown: apache-2.0, mit, …")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        pushed = api.push(
+            out,
+            repo_id,
+            base=base,
+            private=private,
+            revision=revision,
+            pull_request=pr,
+            dry_run=dry_run,
+            force=force,
+            license=license,
+            base_model=base_model,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(pushed.to_json())
+    elif not quiet:
+        from surgeon.views.terminal import pushed_view
+
+        _console().print(pushed_view(pushed))
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
@@ -487,12 +563,17 @@ def schema(
 
 @app.command()
 def plans(
-    name: Annotated[str | None, typer.Argument(help="print this shipped plan")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="print this shipped plan", autocompletion=_complete_shipped)
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the shipped plans, or print one to start from."""
     from surgeon.plan import shipped
 
-    if name is None:
+    if as_json:
+        _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
+    elif name is None:
         print("\n".join(shipped.names()))
     else:
         print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")

@@ -67,6 +67,10 @@ class TransportReport:
     maps: tuple[MapReport, ...]
     pictures: tuple[Path, ...] = ()
 
+    def __repr__(self) -> str:
+        means = ", ".join(f"{module} {mean:.3g}" for module in MODULES if (mean := self.mean(module)) is not None)
+        return f"TransportReport({len(self.maps)} maps, entropy in nats: {means})"
+
     def mean(self, module: str, *, trained: bool = False) -> float | None:
         """Entropy of a module's maps, mean over inserted layers and both neighbours; None where there is none."""
         found = [m.trained if trained else m.entropy for m in self.maps if m.module == module]

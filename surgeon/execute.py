@@ -13,26 +13,28 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surgeon import __version__
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.header import ALIGNMENT, build_header
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import Staging
 from surgeon.errors import SurgeonError, printable
 from surgeon.layout import Shard, group_by_layer, is_hole, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, compose, parse
+from surgeon.metadata import NOTHING_KNOWN, Metadata
 from surgeon.plan.loading import LoadedPlan
 from surgeon.ranks import Elsewhere, Ranks, Report
 from surgeon.readback import ReadBack, Sources
 from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.runtime import shipped_code
 from surgeon.stopwatch import Stopwatch
+from surgeon.views.card import card
 
 if TYPE_CHECKING:
     from surgeon.compute import Workshop
@@ -48,11 +50,14 @@ INDEX_FILE = "model.safetensors.index.json"
 class Listener(Protocol):
     """Who hears of progress: a terminal's progress bar, a notebook's, or nobody."""
 
-    def begin(self, stage: str, total: int) -> None:
-        """A stage of `total` bytes begins."""
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
+        """A stage of `total` bytes, or of another unit, begins."""
 
     def advance(self, count: int) -> None:
-        """`count` bytes of it are done."""
+        """`count` of it are done."""
+
+    def rename(self, stage: str) -> None:
+        """The stage under way is called otherwise from now on."""
 
     def say(self, line: str) -> None:
         """A word to the user."""
@@ -81,6 +86,10 @@ class Purpose(Protocol):
     def manifest(self, job: Job, proof: ReadBack) -> Manifest | None:
         """The output's manifest; None for an output that has none."""
 
+    @property
+    def metadata(self) -> Metadata:
+        """What the base's card says of licence, languages and the like, for the output's."""
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -92,6 +101,7 @@ class Growth:
     loaded: LoadedPlan
     base_id: BaseId
     texts: Mapping[str, str] = field(default_factory=dict)
+    metadata: Metadata = NOTHING_KNOWN
     adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     @property
@@ -105,6 +115,7 @@ class Growth:
             "plan": self.loaded.plan.model_dump(mode="json"),
             "base_id": [self.base_id.name, self.base_id.revision],
             "texts": dict(self.texts),
+            "metadata": asdict(self.metadata),
             "adapters": {name: adapter.facts.identity() for name, adapter in self.adapters.items()},
         }
 
@@ -355,7 +366,7 @@ class _Run(_Share):
         return True
 
     def small_files(self) -> Manifest | None:
-        """Config, index, side files and manifest, each journalled."""
+        """Config, index, side files, manifest and card, each journalled; an output without a manifest has no card."""
         job, folder = self.job, self.staging.folder
         self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
         if len(job.shards) > 1:
@@ -368,6 +379,8 @@ class _Run(_Share):
         manifest = job.purpose.manifest(job, self.proof)
         if manifest is not None:
             self._small(MANIFEST_FILE, manifest.to_bytes())
+            sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
+            self._small(CARD_FILE, card(manifest, job.blueprint.config, sizes, job.purpose.metadata))
         return manifest
 
     def _small(self, name: str, content: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Progress on stderr: a bar with rate and remaining time where there is a terminal, silence where there is none."""
+"""Progress on stderr where it is a terminal: a bar with rate and remaining time, or the time gone by.
+
+Without a terminal there are no bars; what is said is said, a line each.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,41 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from surgeon.errors import printable
+
+
+class _Amount(ProgressColumn):
+    """How much is done, how fast and how long yet: of bytes in decimal units, of anything else as a count.
+
+    Of a stage whose size is not known, the time gone by.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = DownloadColumn(), TransferSpeedColumn()
+        self._remaining, self._elapsed = TimeRemainingColumn(), TimeElapsedColumn()
+
+    def render(self, task: Task) -> Text:
+        """One task's."""
+        if task.total is None:
+            return self._elapsed.render(task)
+        unit, left = task.fields["unit"], self._remaining.render(task)
+        if unit == "bytes":
+            done, speed = self._bytes
+            return Text.assemble(done.render(task), " ", speed.render(task), " ", left)
+        rate = task.finished_speed or task.speed
+        told = f" {rate:.1f}/s" if rate is not None else ""
+        return Text.assemble(f"{task.completed:,.0f}/{task.total:,.0f} {unit}{told} ", left)
 
 
 class ProgressListener:
@@ -24,13 +55,11 @@ class ProgressListener:
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self.console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-        shown = self.console.is_terminal and not quiet
+        shown = (self.console.is_terminal or self.console.is_jupyter) and not quiet
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            _Amount(),
             console=self.console,
             transient=True,
             disable=not shown,
@@ -44,18 +73,33 @@ class ProgressListener:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def begin(self, stage: str, total: int) -> None:
-        """A stage of `total` bytes begins; its bar takes the place of the last one."""
-        if self.task is not None:
-            self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(stage, total=total)
+    def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
+        """A stage of `total` bytes, or of another unit, begins; its bar takes the place of the last one."""
+        self._replace(stage, total, unit)
+
+    def wait(self, stage: str) -> None:
+        """A stage of unknown size begins."""
+        self._replace(stage, None, "")
 
     def advance(self, count: int) -> None:
         """`count` bytes of the stage are done."""
         if self.task is not None:
             self.progress.advance(self.task, count)
 
+    def rename(self, stage: str) -> None:
+        """The stage under way is called otherwise from now on."""
+        if self.task is not None:
+            self.progress.update(self.task, description=stage)
+
     def say(self, line: str) -> None:
-        """A word to the user, above the bar."""
-        if not self.quiet:
-            self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
+        """A word to the user, above the bar; work that no bar measures goes on under it."""
+        if self.quiet:
+            return
+        self.console.print(printable(line, 2000), style="dim", soft_wrap=True)
+        if self.task is None or self.progress.tasks[0].finished:
+            self.wait("working")
+
+    def _replace(self, stage: str, total: int | None, unit: str) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(stage, total=total, unit=unit)

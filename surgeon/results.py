@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from surgeon.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -43,6 +43,13 @@ class Preview:
     bytes_holes: int
     peak_memory: int
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        layers = f"{sum(e.base is not None for e in self.blueprint.layers)} → {len(self.blueprint.layers)} layers"
+        return (
+            f"Preview({self.model_type}, {layers}, {self.parameters_before:,} → {self.parameters_after:,} parameters,"
+            f" {self.parameters_new:,} new, promise {self.blueprint.promise!r})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -98,6 +105,11 @@ class Applied:
     seconds: dict[str, float]
     read_back: bool = True
 
+    def __repr__(self) -> str:
+        manifest = self.manifest
+        told = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
+        return f"Applied({str(self.path)!r}, {told})"
+
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return {
@@ -123,6 +135,10 @@ class Verification:
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
     trained: bool = False
+
+    def __repr__(self) -> str:
+        checks = f"{sum(check.holds for check in self.checks)} of {len(self.checks)} checks hold"
+        return f"Verification(holds={self.holds}, promise {self.promise!r}, identical={self.identical}, {checks})"
 
     @property
     def identical(self) -> bool | None:
@@ -173,6 +189,68 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class Upload:
+    """A file of a push: its size in bytes, and whether the repository lacks it, holds another, or holds just this."""
+
+    name: str
+    nbytes: int
+    state: Literal["new", "changed", "there"]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A push, or with `dry_run` what one would do.
+
+    `revision` is the branch asked for, None for main. `stale` are files of the repository that are taken out, as they
+    would be loaded beside these; `left_behind` those of the folder that do not go up. `checks` were made before, by
+    the output's own manifest (`verification` None) or against its base. `commit` is the hash to pin, that of the
+    repository as it was where nothing had to be sent; None in a dry run.
+    """
+
+    path: Path
+    repo_id: str
+    revision: str | None
+    dry_run: bool
+    files: tuple[Upload, ...]
+    stale: tuple[str, ...]
+    left_behind: tuple[str, ...]
+    checks: tuple[Check, ...]
+    verification: Verification | None
+    license: str | None
+    commit: str | None
+    url: str | None
+    pull_request: str | None
+
+    def __repr__(self) -> str:
+        told = "would send" if self.dry_run else "sent"
+        where = f"{self.repo_id!r}, commit {self.commit}" if self.commit else repr(self.repo_id)
+        return f"Pushed({where}, {told} {len(self.sent)} of {len(self.files)} files)"
+
+    @property
+    def sent(self) -> tuple[Upload, ...]:
+        """The files that the repository lacked or held otherwise."""
+        return tuple(file for file in self.files if file.state != "there")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "repo_id": self.repo_id,
+            "revision": self.revision,
+            "dry_run": self.dry_run,
+            "files": [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in self.files],
+            "stale": list(self.stale),
+            "left_behind": list(self.left_behind),
+            "checks": [asdict(check) for check in self.checks],
+            "verification": self.verification.to_json() if self.verification else None,
+            "license": self.license,
+            "commit": self.commit,
+            "url": self.url,
+            "pull_request": self.pull_request,
+        }
+
+
+@dataclass(frozen=True)
 class Reverted:
     """An earlier state that was written: state `to` of an output of `surgeries` surgeries.
 
@@ -192,6 +270,9 @@ class Reverted:
     nbytes: int
     left_behind: tuple[str, ...]
     seconds: dict[str, float]
+
+    def __repr__(self) -> str:
+        return f"Reverted({str(self.path)!r}, {self.to} of {self.surgeries} surgeries left, {self.tensors} tensors)"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -226,6 +307,9 @@ class Exported:
     nbytes: int
     config: dict[str, Any]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Exported({str(self.path)!r}, slot {self.slot} for {self.base!r}, {self.modules} modules)"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -262,6 +346,11 @@ class Difference:
     config: dict[str, tuple[Any, Any]]
     sizes: tuple[dict[str, int], dict[str, int]]
     told: Path | None
+
+    def __repr__(self) -> str:
+        kinds = ("same", "moved", "changed", "removed", "added")
+        counts = ", ".join(f"{len(getattr(self, kind))} {kind}" for kind in kinds)
+        return f"Difference({str(self.a)!r}, {str(self.b)!r}, {counts}, {len(self.config)} keys of config.json)"
 
     @property
     def identical(self) -> bool:
@@ -309,6 +398,11 @@ class Trained:
     tokens_per_second: float | None
     peak_memory: int
 
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
+        told = f"{self.parameters:,} parameters in {len(self.changes)} tensors, {self.tokens:,} tokens"
+        return f"Trained({str(self.path)!r}, {told}, loss {losses or 'not measured'})"
+
     @property
     def unchanged(self) -> tuple[str, ...]:
         """Tensors that trained and did not change."""
@@ -346,6 +440,11 @@ class Inspection:
     anatomy: Anatomy
     manifest: Manifest | None
     parameters: int
+
+    def __repr__(self) -> str:
+        surgery = "no surgery" if self.manifest is None else ", ".join(o.op for o in self.manifest.operations)
+        family, layers = self.anatomy.family.model_type, self.anatomy.sizes.layers
+        return f"Inspection({str(self.path)!r}, {family}, {layers} layers, {self.parameters:,} parameters, {surgery})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -411,6 +510,9 @@ class RoutingReport:
     sites: tuple[tuple[int, str], ...]
     texts: dict[str, TextChoices] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"RoutingReport({self.model!r}, {self.slots} slots, {len(self.sites)} sites, texts {list(self.texts)})"
+
     def to_json(self) -> dict[str, Any]:
         """As plain data: the file's content and `--json`."""
         return {
@@ -468,6 +570,9 @@ class Reported:
     html: Path | None
     pictures: tuple[Path, ...]
     findings: Findings
+
+    def __repr__(self) -> str:
+        return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`: the files, and every number they show."""

@@ -21,6 +21,7 @@ from surgeon.execute import Job
 from surgeon.families.anatomy import dissect, renumbered
 from surgeon.families.grafted import is_grafted, native_config
 from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
+from surgeon.metadata import NOTHING_KNOWN, Metadata
 from surgeon.readback import ReadBack
 from surgeon.recipes import Copy
 from surgeon.runtime import RUNTIME_FILES, is_shipped_name, shipped_code
@@ -66,6 +67,7 @@ class Return:
 
     state: Earlier
     source: str
+    metadata: Metadata = NOTHING_KNOWN
     adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class Return:
             "revert": self.state.number,
             "digests": dict(self.state.digests),
             "manifest": hashlib.sha256(kept.to_bytes()).hexdigest() if kept else None,
+            "metadata": dataclasses.asdict(self.metadata),
         }
 
     def code(self, name: str) -> bytes:

@@ -21,9 +21,11 @@ from surgeon.runtime import AUTO_MAP, is_shipped_code
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
+CARD_FILE = "README.md"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000
 MAX_CODE_BYTES = 1_000_000
+MAX_CARD_BYTES = 1_000_000
 
 Code = Literal["none", "shipped", "foreign"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, MAX_CARD_BYTES, CheckpointFolder
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.opening import read_capped
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
@@ -30,11 +30,11 @@ from surgeon.runtime import is_shipped_name
 
 _T = TypeVar("_T")
 
-_REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # Seconds the Hub may be silent.
-_TIMEOUT = 20.0
+TIMEOUT = 20.0
 _ATTEMPTS = 3
 _HEADERS_AT_ONCE = 8
 
@@ -60,7 +60,7 @@ def locate(base: str, *, revision: str | None, weights: bool = True, code: bool 
             raise BadInput(f"{printable(base)}: a folder here has no revision; leave `--revision` out")
         return Located(Path(base))
     _check_id(base)
-    if _offline():
+    if offline():
         return _cached(base, revision)
     repository = _Repository.ask(base, revision)
     wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
@@ -78,11 +78,11 @@ def locate_adapter(adapter: str) -> Located:
     repo_id, _, revision = adapter.partition("@")
     _check_id(repo_id)
     wanted = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    offline = _offline()
-    if not offline:
+    off = offline()
+    if not off:
         repository = _Repository.ask(repo_id, revision or None)
         check_adapter_files(repository.files, repository.shown)
-    path = Path(_snapshot(repo_id, revision or None, wanted, offline=offline))
+    path = Path(_snapshot(repo_id, revision or None, wanted, offline=off))
     return Located(path, repo_id, path.name)
 
 
@@ -93,7 +93,7 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     it is opened from the cache. Raises BadInput.
     """
     _check_id(repo_id)
-    if _offline():
+    if offline():
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)
     return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
@@ -113,7 +113,7 @@ class _Repository:
         from huggingface_hub import HfApi
 
         info = _call(
-            lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_TIMEOUT),
+            lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT),
             repo_id,
             revision,
         )
@@ -146,7 +146,7 @@ class _Repository:
             raise BadInput(
                 f"{self.shown}: {printable(name)} has {self.files[name]:,} bytes, at most {max_bytes:,} are read"
             )
-        with _bars_on_terminals_only():
+        with bars_on_terminals_only():
             path = _call(lambda: hf_hub_download(self.repo_id, name, revision=self.commit), self.repo_id, self.commit)
         folder = Path(path)
         for _ in name.split("/"):
@@ -226,7 +226,7 @@ class _Repository:
 
 
 def _check_id(base: str) -> None:
-    if not _REPO_ID.fullmatch(base) or ".." in base or "--" in base:
+    if not REPO_ID.fullmatch(base) or ".." in base or "--" in base:
         raise BadInput(
             f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
         )
@@ -235,10 +235,14 @@ def _check_id(base: str) -> None:
 def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
+    # The licence and languages that a card names go into the output's.
+    if name == CARD_FILE:
+        return size <= MAX_CARD_BYTES
     return name in _SMALL or is_shipped_name(name) or (code and name.endswith(".py") and "/" not in name)
 
 
-def _offline() -> bool:
+def offline() -> bool:
+    """Whether the client was told to keep off the network."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -271,7 +275,7 @@ def _cached(repo_id: str, revision: str | None) -> Located:
 def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> str:
     from huggingface_hub import snapshot_download
 
-    with _bars_on_terminals_only():
+    with bars_on_terminals_only():
         return _call(
             lambda: snapshot_download(
                 repo_id,
@@ -285,7 +289,8 @@ def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline:
 
 
 @contextlib.contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
+def bars_on_terminals_only() -> Iterator[None]:
+    """The client's progress bars where somebody looks, none elsewhere."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled() or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
@@ -341,11 +346,9 @@ def _refuse(error: Exception, repo_id: str, revision: str | None) -> Never:
             "offline (HF_HUB_OFFLINE), and the cache does not hold all of it; run once online, or give a local folder"
         )
     elif isinstance(error, PermissionError):
-        problem = f"the Hub's cache cannot be written ({_first_line(error)}); set HF_HOME to a folder of yours"
+        problem = f"the Hub's cache cannot be written ({first_line(error)}); set HF_HOME to a folder of yours"
     else:
-        problem = (
-            f"the Hub cannot be reached ({_first_line(error)}); check the network, then run the same command again"
-        )
+        problem = f"the Hub cannot be reached ({first_line(error)}); check the network, then run the same command again"
     raise BadInput(f"{shown}: {problem}") from error
 
 
@@ -361,7 +364,8 @@ def _status(code: int) -> str:
     return f"the Hub answers {code}; try again later"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The kind and first line of what lies at the bottom of an error."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -77,7 +77,11 @@ class PMoEExperts(BaseModel):
     rank: Annotated[int, Field(ge=1, le=2**16, description="of every LoRA")] = 4
     alpha: Annotated[
         float | None,
-        Field(gt=0, allow_inf_nan=False, description="LoRA's α: a product counts α / rank; default 1"),
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="LoRA's α: a product counts α / rank times; default: the rank, so once",
+        ),
     ] = None
     dropout: Annotated[float, Field(ge=0, lt=1, description="of what a LoRA reads, in training")] = 0.0
     targets: Annotated[

@@ -38,8 +38,8 @@ def load_plan(path: Path) -> LoadedPlan:
     return parse_plan(read_text(path, what="plan"), source=str(path))
 
 
-def parse_plan(text: str, *, source: str) -> LoadedPlan:
-    """Check a plan given as text; `source` stands for the file's name in messages."""
+def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
+    """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start."""
     data, lines = _parse(text, source)
     if not isinstance(data, dict):
         raise BadInput(

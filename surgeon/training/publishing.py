@@ -27,6 +27,7 @@ from surgeon.errors import PromiseBroken, printable
 from surgeon.execute import Job
 from surgeon.layout import Shard
 from surgeon.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
+from surgeon.metadata import Metadata, metadata_of
 from surgeon.readback import ReadBack
 from surgeon.recipes import Copy
 
@@ -124,6 +125,7 @@ class TrainedOutput:
     final_digest: str
     entry: dict[str, Any]
     code_of: CheckpointFolder
+    metadata: Metadata
     # Nothing is imported.
     adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
 
@@ -197,6 +199,7 @@ def publishing_job(
         final_digest=_digest(work / FINAL_FILE),
         entry=entry,
         code_of=out,
+        metadata=metadata_of(out),
     )
     return Job(purpose=purpose, blueprint=blueprint, base=base, shards=_shards(out, outputs))
 

@@ -109,6 +109,11 @@ def run_training(
     """Train `out` by the config and publish it as `target`. Raises BadInput, WrongSet, Diverged, PromiseBroken."""
     processes = Processes.of_environment()
     config = loaded.config
+    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
+        if os.environ.get(variable, "").lower() == "true":
+            raise BadInput(
+                f"{variable} is set: `surgeon train` does not run under {name} yet; use torchrun alone (DDP)"
+            )
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     device = devices.resolve(device)
@@ -193,7 +198,7 @@ def _train(
     checkpoint = newest_checkpoint(work)
     done = step_of(checkpoint) if checkpoint else 0
     if processes.leads:
-        listener.begin("training, steps", settings.steps)
+        listener.begin("training", settings.steps, "steps")
         listener.advance(done)
     log = _Log(say, listener if processes.leads else None, done)
     cadence = Cadence(evaluate_every=config.evaluate_every, on_step=log.step, on_log=log.entry)
@@ -329,6 +334,8 @@ class _Log:
         if held:
             told = ", ".join(f"{name} {loss:.4f}" for name, loss in held.items())
             self.say(f"step {entry['step']}: held-out loss {told}")
+            if self.listener is not None:
+                self.listener.rename(f"training ({told})")
 
 
 def _arguments(loaded: LoadedConfig, settings: Settings, work: Path, device: str) -> TrainingArguments:

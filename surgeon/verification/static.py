@@ -66,7 +66,7 @@ def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     wrong = [
         key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
     ]
-    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {_some(wrong)}"
+    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {some(wrong)}"
     return Check("config", not wrong, detail)
 
 
@@ -74,11 +74,11 @@ def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     expected = {output.name: (output.recipe.dtype, output.recipe.shape) for output in blueprint.outputs}
     found = {name: (info.dtype, info.shape) for name, info in out.tensors.items()}
     if missing := [name for name in expected if name not in found]:
-        return Check("tensors", False, f"missing: {_some(missing)}")
+        return Check("tensors", False, f"missing: {some(missing)}")
     if extra := [name for name in found if name not in expected]:
-        return Check("tensors", False, f"not in the plan: {_some(extra)}")
+        return Check("tensors", False, f"not in the plan: {some(extra)}")
     if wrong := [name for name in expected if expected[name] != found[name]]:
-        return Check("tensors", False, f"of another shape or dtype than planned: {_some(wrong)}")
+        return Check("tensors", False, f"of another shape or dtype than planned: {some(wrong)}")
     return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
 
 
@@ -92,7 +92,7 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
     if wrong:
-        return [Check("code", False, f"not the files that surgery put there: {_some(wrong)}")]
+        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
     whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
     return [Check("code", True, f"{len(blueprint.code_files)} files, {whose}")]
 
@@ -100,7 +100,7 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
 def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
     changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
     if changed:
-        return Check("base", False, f"not the base this was made from; differing: {_some(changed)}")
+        return Check("base", False, f"not the base this was made from; differing: {some(changed)}")
     return Check("base", True, f"the one operated on, by {len(base)} digests")
 
 
@@ -112,13 +112,13 @@ def _copies(
     if stray:
         may = set(trainable_set(folder, manifest, "all").names)
         if forbidden := [name for name in stray if name not in may]:
-            return Check("base tensors", False, f"trained, though no surgery lets them train: {_some(forbidden)}")
+            return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
     wrong = [name for name, source in copies.items() if out[name] != base[source]]
     kept = sum(not output.new for output in untrained)
     if wrong:
-        return Check("base tensors", False, f"not byte-identical to their originals: {_some(wrong)}")
+        return Check("base tensors", False, f"not byte-identical to their originals: {some(wrong)}")
     return Check(
         "base tensors",
         True,
@@ -145,7 +145,7 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
             if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
                 loud.append(name)
     if loud:
-        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {_some(loud)}")
+        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {some(loud)}")
     if not checked:
         told = "no operation promises it" if not trained else "trained since, or no operation promises it"
         return Check("silent at birth", True, told)
@@ -159,7 +159,7 @@ def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) ->
     constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
     if wrong:
-        return Check("constants", False, f"not the value they are born with: {_some(wrong)}")
+        return Check("constants", False, f"not the value they are born with: {some(wrong)}")
     return Check("constants", True, f"{len(constants)} tensors hold the value they are born with")
 
 
@@ -174,10 +174,10 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe) and o.name not in trained]
     unknown = [name for name in computed if name not in manifest.new_tensors]
     if unknown:
-        return Check("new tensors", False, f"not in the manifest: {_some(unknown)}")
+        return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
     if changed:
-        return Check("new tensors", False, f"changed since they were written: {_some(changed)}")
+        return Check("new tensors", False, f"changed since they were written: {some(changed)}")
     return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
 
 
@@ -188,14 +188,15 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
     trained = manifest.trained
     wrong = [name for name, digest in trained.items() if out.get(name) != digest]
     if wrong:
-        return [Check("trained tensors", False, f"not as training left them: {_some(wrong)}")]
+        return [Check("trained tensors", False, f"not as training left them: {some(wrong)}")]
     idle = [name for run in manifest.training for name, tensor in run.tensors.items() if tensor.max_change == 0]
-    told = f"; {len(idle)} did not change in it: {_some(idle)}" if idle else ", every one of them changed"
+    told = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
     steps = sum(run.steps for run in manifest.training)
     return [Check("trained tensors", True, f"{len(trained)} as {steps:,} steps of training left them{told}")]
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first three names, and how many more."""
     names = list(names)
     shown = ", ".join(printable(name) for name in islice(names, 3))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

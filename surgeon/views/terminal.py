@@ -15,7 +15,7 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Reverted, Trained, Verification
+from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Pushed, Reverted, Trained, Verification
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -76,6 +76,40 @@ def reverted_view(reverted: Reverted) -> RenderableType:
     ]
     if reverted.left_behind:
         lines.append(Text(f"not carried along: {_listed(reverted.left_behind)}", style="dim"))
+    return Group(*lines)
+
+
+def pushed_view(pushed: Pushed) -> RenderableType:
+    """What went up (or would), how much of it is new, and the commit to pin."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    styles = {"new": "green", "changed": "yellow", "there": "dim"}
+    for file in pushed.files:
+        table.add_row(Text(file.state, style=styles[file.state]), size(file.nbytes), printable(file.name))
+    for name in pushed.stale:
+        table.add_row(Text("taken out", style="red"), "", printable(name))
+    lines: list[RenderableType] = [table, Text()]
+    if pushed.left_behind:
+        lines.append(Text(f"stays here: {_listed(pushed.left_behind)}", style="dim"))
+    if pushed.verification is not None:
+        lines.append(verdict(pushed.verification))
+    else:
+        held = sum(check.holds for check in pushed.checks)
+        told = (
+            f"{held} of {len(pushed.checks)} checks against its own {MANIFEST_FILE} hold (--base compares logits too)"
+        )
+        lines.append(Text(told, style="green" if held == len(pushed.checks) else "bold red"))
+    sent = sum(file.nbytes for file in pushed.sent)
+    whole = sum(file.nbytes for file in pushed.files)
+    amount = f"{len(pushed.sent)} of {len(pushed.files)} files, {size(sent)} of {size(whole)}"
+    where = f"{pushed.repo_id}@{printable(pushed.revision)}" if pushed.revision else pushed.repo_id
+    if pushed.dry_run:
+        lines.append(Text(f"dry run: {amount} would go to {where}; nothing was sent"))
+    elif pushed.url is None:
+        lines.append(Text.assemble(("done ", "bold green"), f"{where} holds all of it already, commit {pushed.commit}"))
+    else:
+        lines.append(Text.assemble(("done ", "bold green"), f"{amount}, to {where}"))
+        lines.append(Text(f"look at it: {printable(pushed.pull_request or pushed.url)}"))
+        lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
     return Group(*lines)
 
 

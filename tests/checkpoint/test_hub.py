@@ -164,7 +164,15 @@ def test_download_then_offline(hub: Hub, base: Path, tmp_path: Path) -> None:
     options = {"base": "user/model", "revision": None}
     told = ask(hub, home, "locate", options)
     assert (told["repo_id"], told["revision"]) == ("user/model", COMMIT)
-    wanted = {"config.json", INDEX, FIRST, SECOND, "tokenizer.json", "additional_chat_templates/tool.jinja"}
+    wanted = {
+        "config.json",
+        INDEX,
+        FIRST,
+        SECOND,
+        "tokenizer.json",
+        "additional_chat_templates/tool.jinja",
+        "README.md",
+    }
     assert {name for method, name, _ in hub.sent if method == "GET"} == wanted
     path = Path(told["path"])
     assert set(files_of(path)) == wanted

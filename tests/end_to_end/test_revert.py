@@ -329,6 +329,7 @@ def test_a_grafted_base_without_a_manifest_keeps_its_code(llama: list[Path], tmp
     """Saved again by another tool, say: state 0 is then a grafted checkpoint, which is nothing without its code."""
     saved = Path(shutil.copytree(llama[2], tmp_path / "saved"))
     (saved / "surgery.json").unlink()
+    (saved / "README.md").unlink()
     api.apply(write_plan(tmp_path / "plan.yaml", [INSERT]), str(saved), tmp_path / "grown")
     api.revert(tmp_path / "grown", tmp_path / "back")
     assert_same_state(tmp_path / "back", saved)

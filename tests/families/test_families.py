@@ -168,7 +168,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*CONTRIBUTING"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*docs/adding.md"),
         ({"model_type": None}, "no `model_type`"),
         ({"hidden_size": 64}, r"shape \[.*\], the config calls for \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),

@@ -243,6 +243,29 @@ def test_chats_tasks_and_other_formats_train_together(tmp_path: Path) -> None:
     assert api.verify(base, tmp_path / "run", logits=False).holds
 
 
+def test_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
+    out = grown(tmp_path, "control-llm", num_hidden_layers=8)
+    runs = [
+        api.train(out, config(tmp_path, steps=3, checkpointing=each), tmp_path / f"run{each}", device="cpu")
+        for each in (False, True)
+    ]
+    losses = [[entry["loss"] for entry in run.log if "loss" in entry] for run in runs if run is not None]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_what_is_not_for_this_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.checkpoint(tmp_path / "base", "roberta")
+    api.apply("mixture-of-control", str(tmp_path / "base"), tmp_path / "out")
+    with pytest.raises(BadInput, match=r"an encoder \(roberta\); `surgeon train` trains causal language models"):
+        api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match="training takes auto, cpu or cuda"):
+        api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cuda:1")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(BadInput, match="does not run under FSDP yet"):
+        api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
+
+
 def test_float16_trains_only_as_something_wider(tmp_path: Path) -> None:
     out = grown(tmp_path, dtype="float16")
     with pytest.raises(BadInput, match="is float16, whose gradients under- and overflow"):

@@ -1,0 +1,301 @@
+"""The Hub as a destination: what a repository holds, what of a folder is new to it, and one commit of that.
+
+Uploads go through huggingface_hub's own commit (Xet, else LFS): blobs that arrived stay there, so a rerun after any
+failure sends only what lacks, and the files of a push appear together or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging as levels
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never, TypeVar
+
+from surgeon.checkpoint.hub import REPO_ID, TIMEOUT, bars_on_terminals_only, first_line, offline
+from surgeon.errors import BadInput, printable
+
+_T = TypeVar("_T")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_AGAIN = "run the same command again: what was uploaded is not sent again"
+# Seconds the Hub may be silent while a commit is made; it checks every file of it.
+_SILENCE = 120.0
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a repository: its size in bytes, the sha256 of large ones, the git object's id of small ones."""
+
+    size: int
+    sha256: str | None
+    blob: str | None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository, at the branch asked for, as it was before a push.
+
+    Where `exists` is false it has to be made first; where `branches_off`, the branch has, and begins as main, whose
+    commit and files these are.
+    """
+
+    repo_id: str
+    exists: bool
+    commit: str | None
+    private: bool | None
+    files: Mapping[str, RemoteFile]
+    branches_off: bool = False
+
+    def holds(self, name: str, content: Path | bytes) -> bool:
+        """Whether the file is there already, byte for byte; a file is read only where the sizes agree."""
+        there = self.files.get(name)
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if there is None or there.size != size:
+            return False
+        if there.sha256 is not None:
+            return _digest("sha256", content) == there.sha256
+        return there.blob is not None and _digest("sha1", content, b"blob %d\0" % size) == there.blob
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where to push: a repository, a branch of it (None: main), or a new pull request."""
+
+    repo_id: str
+    branch: str | None = None
+    private: bool = False
+    pull_request: bool = False
+
+    def __post_init__(self) -> None:
+        if not REPO_ID.fullmatch(self.repo_id) or ".." in self.repo_id or "--" in self.repo_id:
+            raise BadInput(f"{printable(self.repo_id)}: not a repository of the Hub; give `user/name`")
+        if self.branch is not None and _COMMIT.fullmatch(self.branch):
+            raise BadInput(f"--revision {self.branch}: a commit stays as it is; give a branch")
+        if self.pull_request and self.branch not in (None, "main"):
+            raise BadInput("--pr opens a pull request against main; leave `--revision` out")
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return f"{self.repo_id}@{printable(self.branch)}" if self.branch else self.repo_id
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a push left there: the commit to pin, where to look at it, and the pull request if one was opened."""
+
+    commit: str
+    url: str
+    pull_request: str | None
+
+
+def check_token(to: Destination) -> None:
+    """Raise BadInput where there is no token, the Hub does not know it, or it only reads."""
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    _refuse_offline(to)
+    how = f"make one that writes at {constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set HF_TOKEN"
+    if get_token() is None:
+        raise BadInput(f"{to.shown}: pushing needs a token of the Hub; {how}")
+    with _patiently():
+        try:
+            told = HfApi().whoami()
+        except HfHubHTTPError as error:
+            if error.response.status_code == 401:
+                raise BadInput(f"{to.shown}: the Hub does not know the token (401), or it expired; {how}") from error
+            # Who asks is asked seldom and limited strictly; what the token may do the push itself will tell.
+            return
+        except Exception as error:
+            _refuse(error, to, "look who the token is of")
+    token = (told.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "read":
+        raise BadInput(f"{to.shown}: the token only reads; {how}")
+
+
+def look(to: Destination) -> Repository:
+    """What the repository holds now; BadInput where it cannot be seen."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    def ask(revision: str | None) -> Any:
+        return HfApi().model_info(to.repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
+
+    _refuse_offline(to)
+    branches_off = False
+    with _patiently():
+        try:
+            info = ask(to.branch)
+        except RevisionNotFoundError:
+            if to.branch is None or to.branch.startswith("refs/"):
+                raise BadInput(f"{to.shown}: no such revision; give `--revision` a branch, or leave it out") from None
+            branches_off = True
+            info = _call(lambda: ask(None), to, "read the repository")
+        except RepositoryNotFoundError as error:
+            if isinstance(error, GatedRepoError):
+                _refuse(error, to, "read the repository")
+            return Repository(to.repo_id, exists=False, commit=None, private=None, files={})
+        except Exception as error:
+            _refuse(error, to, "read the repository")
+    files = {
+        entry.rfilename: RemoteFile(
+            size=entry.size or 0, sha256=entry.lfs.sha256 if entry.lfs else None, blob=entry.blob_id
+        )
+        for entry in info.siblings or []
+    }
+    return Repository(to.repo_id, True, info.sha, info.private, files, branches_off)
+
+
+def send(
+    to: Destination,
+    before: Repository,
+    files: Mapping[str, Path | bytes],
+    stale: Sequence[str],
+    *,
+    message: str,
+    say: Callable[[str], None],
+) -> Commit:
+    """Make the repository and branch at need, upload `files`, and commit them, `stale` taken out.
+
+    Raises BadInput; the repository then holds what it held, and blobs that arrived are not sent again.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    with _patiently(), bars_on_terminals_only(), _warnings_told(say):
+        if not before.exists:
+            _call(
+                lambda: api.create_repo(to.repo_id, private=True if to.private else None, exist_ok=True),
+                to,
+                "create the repository",
+            )
+        if to.branch is not None and (before.branches_off or not before.exists):
+            branch = to.branch
+            _call(lambda: api.create_branch(to.repo_id, branch=branch, exist_ok=True), to, "create the branch")
+        operations: list[Any] = [CommitOperationAdd(name, content) for name, content in files.items()]
+        operations += [CommitOperationDelete(name) for name in stale]
+        made = _call(
+            lambda: api.create_commit(
+                to.repo_id,
+                operations,
+                commit_message=message,
+                revision=to.branch,
+                create_pr=to.pull_request,
+                parent_commit=before.commit,
+            ),
+            to,
+            "write to the repository",
+        )
+    return Commit(commit=made.oid, url=made.commit_url, pull_request=made.pr_url)
+
+
+def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
+    digest = hashlib.new(algorithm, prefix, usedforsecurity=False)
+    if isinstance(content, bytes):
+        digest.update(content)
+        return digest.hexdigest()
+    with content.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _patiently() -> Iterator[None]:
+    """The client with a limit to its patience, of which it has none of its own, and without words on its retries."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import logging
+    from huggingface_hub.utils._http import default_client_factory
+
+    def factory() -> Any:
+        client = default_client_factory()
+        client.timeout = type(client.timeout)(_SILENCE, connect=TIMEOUT)
+        return client
+
+    spoken = logging.get_verbosity()
+    logging.set_verbosity(levels.ERROR)
+    set_client_factory(factory)
+    try:
+        yield
+    finally:
+        set_client_factory(default_client_factory)
+        logging.set_verbosity(spoken)
+
+
+@contextmanager
+def _warnings_told(say: Callable[[str], None]) -> Iterator[None]:
+    """What the client warns of (metadata that the Hub does not know, say) as words to the user."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        say(printable(" ".join(str(warning.message).split()), 400))
+
+
+def _refuse_offline(to: Destination) -> None:
+    if offline():
+        raise BadInput(f"{to.shown}: offline (HF_HUB_OFFLINE); pushing needs the network")
+
+
+def _call(ask: Callable[[], _T], to: Destination, what: str) -> _T:
+    try:
+        return ask()
+    except Exception as error:
+        _refuse(error, to, what)
+
+
+def _refuse(error: Exception, to: Destination, what: str) -> Never:
+    """One line: what the Hub answered, what the token lacks, what to do."""
+    from huggingface_hub import errors
+
+    if isinstance(error, BadInput | MemoryError):
+        raise error
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, errors.HfHubHTTPError):
+        found = found.__cause__ or found.__context__
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        problem = "offline (HF_HUB_OFFLINE); pushing needs the network"
+    elif isinstance(found, errors.HfHubHTTPError):
+        problem = _answer(found, to, what)
+    elif "Invalid metadata in README.md" in str(error):
+        lines = [line.strip("- ") for line in str(error).splitlines()[1:] if line.strip()]
+        problem = f"the Hub refuses the card's metadata ({printable('; '.join(lines))}); mend README.md"
+    elif isinstance(error, ValueError):
+        # What the client could not read: an error page where JSON was expected, an upload that was turned down.
+        problem = f"the Hub's answer makes no sense ({first_line(error)}) to {what}; {_AGAIN}"
+    else:
+        problem = f"the connection broke, or the Hub cannot be reached ({first_line(error)}); {_AGAIN}"
+    raise BadInput(f"{to.shown}: {problem}") from error
+
+
+def _answer(error: Any, to: Destination, what: str) -> str:
+    from huggingface_hub import constants, errors
+
+    code = error.response.status_code
+    said = printable(" ".join((error.server_message or "").split()))
+    told = f" ({said})" if said else ""
+    namespace = to.repo_id.partition("/")[0]
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"no such revision{told}; give `--revision` a branch, or refs/pr/N to go on with a pull request"
+    if isinstance(error, errors.GatedRepoError):
+        return f"gated{told}; ask its owner for access, or push elsewhere"
+    if code == 401 and not isinstance(error, errors.RepositoryNotFoundError):
+        return f"the Hub does not accept the token (401){told}; log in again (`hf auth login`, or HF_TOKEN)"
+    if isinstance(error, errors.RepositoryNotFoundError) or code == 404:
+        return f"no such repository, or the token may not see it ({code}){told}; check the name and the token"
+    if code == 403:
+        return (
+            f"the token may not {what} (403){told}; it needs write access to the repositories of {namespace}"
+            f" ({constants.ENDPOINT}/settings/tokens), or take --pr"
+        )
+    if code in (409, 412):
+        return f"changed while this was pushed ({code}){told}; look at what came, then run the same command again"
+    if code == 429:
+        return f"too many requests, says the Hub (429){told}; wait some minutes, then {_AGAIN}"
+    if code >= 500:
+        return f"the Hub has trouble of its own ({code}){told}; later, {_AGAIN}"
+    return f"the Hub refuses to {what} ({code}){told}"

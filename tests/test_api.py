@@ -1,0 +1,74 @@
+"""`import surgeon` in a notebook: what it offers, and what results look like there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import surgeon
+from surgeon import api
+from surgeon.cli import app
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_what_is_exported_is_there_and_documented() -> None:
+    told = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert dir(surgeon) == surgeon.__all__
+    for name in surgeon.__all__:
+        found = getattr(surgeon, name)
+        assert name.startswith("__") or (found.__doc__ and re.search(rf"\b{name}\b", told)), name
+    with pytest.raises(AttributeError, match="no attribute 'aply'"):
+        surgeon.aply  # noqa: B018
+
+
+def test_every_command_is_a_function_with_its_options() -> None:
+    """Options that only the terminal has are left out; sizes are in bytes, `--text NAME=FILE` is a mapping."""
+    renamed = {"as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.callback.__name__
+        if name in ("schema", "plans", "demo"):
+            continue
+        offered = set(inspect.signature(getattr(api, name)).parameters)
+        asked = set(inspect.signature(command.callback).parameters)
+        assert asked - renamed <= offered | {"folder"}, name
+
+
+def test_results_print_as_one_line(tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    plan = surgeon.parse_plan("surgeon: 1\noperations: [{op: pmoe_experts, slots: 2}]")
+    shown = surgeon.preview(plan, base)
+    assert repr(shown).startswith("Preview(llama, 6 → 6 layers, ")
+    assert "promise 'exact'" in repr(shown)
+    results = [
+        shown,
+        surgeon.apply(plan, base, tmp_path / "out"),
+        surgeon.apply("opt-deus", base, tmp_path / "fused"),
+        surgeon.verify(base, tmp_path / "out", window=16, windows=1),
+        surgeon.inspect(base),
+        surgeon.inspect(tmp_path / "out"),
+        surgeon.diff(base, tmp_path / "out"),
+        surgeon.revert(tmp_path / "out", tmp_path / "again"),
+        surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
+        surgeon.transport_report(tmp_path / "fused"),
+        api.report(tmp_path / "out"),
+        surgeon.routing_report(tmp_path / "out", {"probe": None}, window=16, windows=1),
+    ]
+    for result in results:
+        told = repr(result)
+        assert told.startswith(f"{type(result).__name__}("), told
+        assert "\n" not in told and len(told) < 600, told
+        assert result.to_json()
+    assert "holds=True" in repr(results[3]) and "identical=True" in repr(results[3])
+    assert " 0 removed, " in repr(results[6])
+
+
+def test_a_plan_as_text_is_checked_like_a_file(tmp_path: Path) -> None:
+    with pytest.raises(surgeon.BadInput, match=r"plan:2"):
+        surgeon.parse_plan("surgeon: 1\noperation: []")
+    assert issubclass(surgeon.BadInput, surgeon.SurgeonError)

@@ -1,0 +1,136 @@
+"""What the terminal is shown: options that are alike everywhere, colours where they belong, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from surgeon.cli import app
+from surgeon.plan import shipped
+from surgeon.progress import ProgressListener
+from tests import tiny
+
+COMMANDS: dict[str, typer.core.TyperCommand] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+# The schema is JSON already; the demo is for eyes.
+WITHOUT_JSON = {"schema", "demo"}
+# These read no more than a config, headers of files beside it or nothing at all.
+WITHOUT_QUIET = {"schema", "plans", "inspect"}
+SURGEON = [sys.executable, "-c", "from surgeon.cli import app; app(prog_name='surgeon')"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("terminal") / "base", "llama")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_options_are_alike(name: str) -> None:
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert ("--json" in options) == (name not in WITHOUT_JSON)
+    assert ("--quiet" in options) == (name not in WITHOUT_QUIET)
+    assert all(getattr(p, "help", None) for p in COMMANDS[name].params if "--json" not in p.opts), "an option untold"
+
+
+def test_help_tells_exit_codes() -> None:
+    told = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    for words in ("0 done", "1 a bug", "2 bad input or refused", "3 a promise does not hold", "130 interrupted"):
+        assert words in told
+
+
+def test_data_on_stdout_is_json_alone(base: Path) -> None:
+    shown = CliRunner().invoke(app, ["preview", "pmoe", str(base), "--json"])
+    assert json.loads(shown.stdout)["promise"] == "exact"
+    named = CliRunner().invoke(app, ["plans", "--json"])
+    assert json.loads(named.stdout) == shipped.names()
+    plan = CliRunner().invoke(app, ["plans", "solar", "--json"])
+    assert json.loads(plan.stdout)["solar"].startswith("# SOLAR")
+
+
+def on_terminal(*arguments: str, **env: str) -> str:
+    """What a run writes whose stdout is a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    with subprocess.Popen(
+        [*SURGEON, *arguments],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        env=kept | {"TERM": "xterm-256color", "COLUMNS": "100"} | env,
+    ) as running:
+        os.close(theirs)
+        written = b""
+        try:
+            while piece := os.read(ours, 65536):
+                written += piece
+        except OSError:
+            pass  # Linux tells of the other end's closing so.
+        finally:
+            os.close(ours)
+        assert running.wait() == 0
+    return written.decode()
+
+
+def test_colours_are_for_terminals_that_want_them(base: Path) -> None:
+    coloured, plain = "\x1b[36m", "\x1b[3"
+    assert coloured in on_terminal("preview", "llama-pro", str(base))
+    assert plain not in on_terminal("preview", "llama-pro", str(base), NO_COLOR="1")
+    piped = subprocess.run([*SURGEON, "preview", "llama-pro", str(base)], capture_output=True, check=True)
+    assert b"\x1b" not in piped.stdout + piped.stderr
+
+
+def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ProgressListener() as listener:
+        listener.begin("copying", 100)
+        listener.advance(100)
+        listener.say("a word")
+    assert capsys.readouterr().err == "a word\n"
+    with ProgressListener(quiet=True) as listener:
+        listener.say("a word")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressListener() as listener:
+        listener.begin("copying", 100)
+        listener.advance(40)
+        listener.progress.refresh()
+        listener.advance(60)
+        listener.say("a word")
+        listener.progress.refresh()
+    shown = capsys.readouterr().err
+    assert "40/100 bytes" in shown
+    assert "working" in shown and "0:00:0" in shown, "work that nobody can measure shows the time gone by"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("surgeon verif", ["verify"]),
+        ("surgeon apply sol", ["solar"]),
+        ("surgeon preview neutral-residues/extra-1", ["neutral-residues/extra-10"]),
+        ("surgeon apply mine", ["mine.yaml", "mine/"]),
+        ("surgeon plans sol", ["solar"]),
+        ("surgeon apply --max", ["--max-shard-size"]),
+    ],
+)
+def test_the_shell_completes(typed: str, expected: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "mine").mkdir()
+    told = subprocess.run(
+        SURGEON,
+        env=os.environ
+        | {"_SURGEON_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert sorted(told.stdout.split()) == sorted(expected), told.stderr
+    script = subprocess.run([*SURGEON, "--show-completion", "bash"], capture_output=True, text=True, check=False)
+    assert "_SURGEON_COMPLETE=complete_bash" in script.stdout
