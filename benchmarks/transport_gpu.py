@@ -175,7 +175,11 @@ def main() -> int:
     lines = [
         f"# {arguments.layers} fused layers of the {arguments.shape} shape on {name}, torch {torch.__version__}",
         "",
-        *([] if "fused" in ways else ["The fused kernels do not work here (no GPU, no triton, or what a warning said).", ""]),
+        *(
+            []
+            if "fused" in ways
+            else ["The fused kernels do not work here (no GPU, no triton, or what a warning said).", ""]
+        ),
     ]
     for way, passes in ways.items():
         lines.extend(whole(way, passes, arguments, device, rate))
