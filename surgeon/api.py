@@ -21,7 +21,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.execute import Growth, Job, Listener, assist, execute
 from surgeon.exporting import export
 from surgeon.families.anatomy import dissect
-from surgeon.layout import MAX_NEW_SHARD_BYTES, is_hole, lay_out, nbytes
+from surgeon.layout import MAX_NEW_SHARD_BYTES, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, adapters_of, parse
 from surgeon.metadata import metadata_of, read_metadata
 from surgeon.operations.pmoe_experts import PMoEExperts
@@ -813,7 +813,10 @@ def _peak_memory(blueprint: Blueprint) -> int:
     # Maps of whole heads are a number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
-    return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0)
+    # One layer's sources, read ahead, and finished tensors that wait to be written.
+    new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
+    waiting = 2 * max(sum(map(nbytes, layer)) for layer in new) + 3 * max(nbytes(o) for layer in new for o in layer)
+    return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0) + waiting
 
 
 def _disk_trouble(error: OSError, out: Path) -> str:

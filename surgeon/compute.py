@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from surgeon.activations import activations
 from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.overlap import ReadAhead
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.recipes import (
@@ -38,6 +39,8 @@ from surgeon.recipes import (
     Shuffled,
     TextSupport,
     WholeHeads,
+    is_computed,
+    leaves,
     maps_used,
 )
 from surgeon.stopwatch import Stopwatch
@@ -71,12 +74,21 @@ class Workshop:
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
         self.reports: dict[str, dict[str, Any]] = {}
+        self._ahead = ReadAhead(base)
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
         self._aligned: dict[str, Tensor] = {}
         self._fired: dict[TextSupport, dict[str, Tensor]] = {}
         self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
         self._users = Counter(name for names in self._needs.values() for name in names)
+
+    def expect(self, now: Sequence[Output], then: Sequence[Output]) -> None:
+        """Have the base's tensors read while others are computed: for the outputs made now, and those made next."""
+        self._ahead.expect(self._tensors_of(now), self._tensors_of(then))
+
+    def close(self) -> None:
+        """Read ahead no more."""
+        self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
         """Reports of the maps solved since the last call, by the name of their coupling."""
@@ -108,6 +120,18 @@ class Workshop:
     def map_of(self, name: str) -> TransportMap:
         """The map of the coupling `name`, solved now if it is not yet; its report is in `reports`."""
         return self._map(MapRef(name))
+
+    def _tensors_of(self, outputs: Sequence[Output]) -> list[str]:
+        """The base's tensors that computing `outputs` takes, each once, about in the order of their use."""
+        found: dict[str, None] = {}
+        for output in outputs:
+            if is_computed(output.recipe):
+                made_from = [output.recipe]
+                for name in sorted(self._needs.get(output.name, ())):
+                    coupling = self.blueprint.couplings[name]
+                    made_from.extend((coupling.first, coupling.second))
+                found.update((leaf.source, None) for top in made_from for leaf in leaves(top) if isinstance(leaf, Copy))
+        return list(found)
 
     def _all_maps(self, recipe: Recipe) -> frozenset[str]:
         """Couplings a recipe needs, those included that other couplings are made with."""
@@ -274,7 +298,7 @@ class Workshop:
     def _read(self, name: str) -> Tensor:
         info = self.base.tensors[name]
         with self.stopwatch.stage("read"):
-            raw = self.base.read(name)
+            raw = self._ahead.read(name)
         if math.prod(info.shape) == 0:
             return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
         tensor = torch.frombuffer(raw, dtype=TORCH_DTYPES[info.dtype]).view(info.shape)

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from surgeon.blueprint import Blueprint, Output
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.header import ALIGNMENT, build_header
+from surgeon.checkpoint.overlap import WriteBehind
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import Staging
 from surgeon.errors import SurgeonError, printable
@@ -255,20 +257,24 @@ class _Share:
         """Write this rank's layers of `shards`; an error is told, not raised, as the other ranks wait for it."""
         maps: dict[str, dict[str, Any]] = {}
         dealt = 0
+        mine: list[list[Output]] = []
+        for shard in shards:
+            layers = group_by_layer(shard.outputs)
+            mine.append(
+                [o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer]
+            )
+            dealt += len(layers)
         try:
-            for shard in shards:
-                layers = group_by_layer(shard.outputs)
-                mine = [
-                    o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer
-                ]
-                dealt += len(layers)
-                self.skip([output for output in shard.outputs if output not in mine])
-                maps[shard.file] = self.write(shard, mine) if mine else {}
+            for number, (shard, outputs) in enumerate(zip(shards, mine, strict=True)):
+                self.skip([output for output in shard.outputs if output not in outputs])
+                maps[shard.file] = self.write(shard, outputs, _first_layer(mine[number + 1 :])) if outputs else {}
         except SurgeonError as error:
             return Report({}, str(error), error.exit_code)
         except OSError as error:
             told = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
             return Report({}, told, momentary=True)
+        finally:
+            self.close()
         return Report(maps)
 
     def begin(self, shard: Shard) -> None:
@@ -281,18 +287,31 @@ class _Share:
         finally:
             os.close(target)
 
-    def write(self, shard: Shard, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them."""
+    def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
+        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them.
+
+        Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
+        is the layer that comes after these outputs.
+        """
         _, places = self._header(shard)
         place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        computes = any(is_computed(output.recipe) for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR)
-        with Sources(self.job.base) as sources:
-            try:
-                for output in outputs:
-                    _write_tensor(self, output, target, *place_of[output.name], sources)
-            finally:
-                os.close(target)
-        return self.workshop.take_reports() if any(is_computed(output.recipe) for output in outputs) else {}
+        try:
+            with Sources(self.job.base) as sources, WriteBehind(target, self.listener.advance) as behind:
+                for layer, following in pairwise([*group_by_layer(outputs), then]):
+                    if computes:
+                        self.workshop.expect(layer, following)
+                    for output in layer:
+                        _write_tensor(self, output, target, *place_of[output.name], sources, behind)
+        finally:
+            os.close(target)
+        return self.workshop.take_reports() if computes else {}
+
+    def close(self) -> None:
+        """Nothing more is computed: what was to be read for it is not."""
+        if self._workshop is not None:
+            self._workshop.close()
 
     def skip(self, outputs: Sequence[Output]) -> None:
         """Count tensors as done that an earlier run or another rank makes."""
@@ -332,8 +351,17 @@ class _Run(_Share):
             try:
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
                 if self.ranks.size == 1:
-                    for shard in computed:
-                        self.shard(shard)
+                    for number, shard in enumerate(computed):
+                        self.shard(
+                            shard,
+                            _first_layer(
+                                [
+                                    later.outputs
+                                    for later in computed[number + 1 :]
+                                    if not self.staging.is_done(later.file)
+                                ]
+                            ),
+                        )
                 else:
                     self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
                 for copy in as_completed(copies):
@@ -341,6 +369,8 @@ class _Run(_Share):
             except BaseException:
                 writers.shutdown(wait=False, cancel_futures=True)
                 raise
+            finally:
+                self.close()
 
     def _among_ranks(self, shards: list[Shard]) -> None:
         for shard in shards:
@@ -350,11 +380,11 @@ class _Run(_Share):
         for shard in shards:
             self.proof.add(shard, {name: told for r in reports for name, told in r.maps.get(shard.file, {}).items()})
 
-    def shard(self, shard: Shard) -> None:
-        """Write one shard, or take it as an earlier run left it."""
+    def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
+        """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""
         if not self._done_earlier(shard):
             self.begin(shard)
-            self.proof.add(shard, self.write(shard, shard.outputs))
+            self.proof.add(shard, self.write(shard, shard.outputs, then))
 
     def _done_earlier(self, shard: Shard) -> bool:
         record = self.staging.is_done(shard.file)
@@ -388,7 +418,14 @@ class _Run(_Share):
         self.staging.done(name, {})
 
 
-def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, sources: Sources) -> None:
+def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
+    """The layer that is computed next, when `shards` are the outputs still to come."""
+    return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
+
+
+def _write_tensor(
+    run: _Share, output: Output, target: int, begin: int, end: int, sources: Sources, behind: WriteBehind
+) -> None:
     match output.recipe:
         case Copy(source):
             info = run.job.base.tensors[source]
@@ -406,8 +443,9 @@ def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int
                 write_all(target, constant_bytes(output.recipe), begin)
                 run.listener.advance(end - begin)
         case _:
-            write_all(target, run.workshop.make(output), begin)
-            run.listener.advance(end - begin)
+            made = run.workshop.make(output)
+            with run.stopwatch.stage("wait for writing"):
+                behind.write(made, begin)
 
 
 def constant_bytes(recipe: Constant | Listed) -> bytes:

@@ -264,7 +264,8 @@ class Staging:
         self._lock = self._take_lock()
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = (json.dumps(entry, separators=(",", ":"), sort_keys=True) + "\n").encode()
+        # Unsorted: what an earlier run journalled goes into the manifest in the order it would have had.
+        line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
         with self._writing:
             while line:
                 line = line[os.write(self._journal, line) :]

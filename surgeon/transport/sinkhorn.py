@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surgeon.transport.anderson import Anderson
 from surgeon.transport.maps import DenseMap
+from surgeon.transport.passes import Passes, passes_for
 from surgeon.transport.problem import Solution
 
 # |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
@@ -31,10 +32,6 @@ _FIRST_EPSILON = 0.01
 _EPSILON_STEP = 8.0
 _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
-# Elements of K taken at a time: by a sweep, which uses a block twice while it is in cache; by what makes K and T,
-# whose many small steps should each be long. Large matrices are cut into no more pieces than so many.
-_SWEEP_BLOCK, _SWEEP_PIECES = 1 << 20, 64
-_BLOCK, _PIECES = 1 << 22, 16
 # An accelerated step that makes the error this much worse than the best is taken back.
 _WORSE = 2.0
 # This near to what rounding leaves, passes without a smaller error after which more would not help.
@@ -55,6 +52,7 @@ class _State:
     f_N: Tensor
     g_M: Tensor
     x_M: Tensor
+    passes: Passes
 
 
 def sinkhorn(
@@ -78,7 +76,7 @@ def sinkhorn(
     if max_iterations < len(stages):
         stages = [reg]
     g_M = torch.zeros_like(cost_NM[0])
-    state = _State(cost_NM, cost_NM[:, 0], g_M, g_M.double())
+    state = _State(cost_NM, cost_NM[:, 0], g_M, g_M.double(), passes_for(cost_NM))
     _make_kernel(state, cost_NM, stages[0])
     state.x_M.zero_()
     iterations = 0
@@ -130,17 +128,8 @@ def _make_kernel(state: _State, cost_NM: Tensor, epsilon: float) -> None:
 
     What g moves by, x takes back, so that the scaling of the columns stays what it was.
     """
-    f_N = torch.empty_like(cost_NM[:, 0])
-    shift_M = torch.full_like(state.g_M, math.inf)
-    for rows in _blocks(cost_NM):
-        block = cost_NM[rows]
-        block -= state.g_M
-        f_N[rows] = block.amin(1)
-        block -= f_N[rows, None]
-        torch.minimum(shift_M, block.amin(0), out=shift_M)
-    for rows in _blocks(cost_NM):
-        cost_NM[rows].sub_(shift_M).mul_(-1 / epsilon).exp_()
-    state.kernel_NM, state.f_N = cost_NM, f_N
+    state.f_N, shift_M = state.passes.make_kernel(cost_NM, state.g_M, epsilon)
+    state.kernel_NM = cost_NM
     state.g_M = state.g_M + shift_M
     state.x_M = (shift_M.double() / -epsilon).clamp_(min=-_ABSORB_AT / 2)
 
@@ -153,7 +142,7 @@ def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, 
     best, since_best = math.inf, 0
     best_x = state.x_M
     for iteration in range(1, most + 1):
-        plain_M = _sweep(state).log_().add_(math.log(m)).neg_()
+        plain_M = state.passes.sweep(state.kernel_NM, _scaling(state)).log_().add_(math.log(m)).neg_()
         if iteration % every and iteration < most:
             state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
             continue
@@ -189,51 +178,21 @@ def _absorb(state: _State, epsilon: float) -> None:
     state.x_M = torch.zeros_like(state.x_M)
 
 
-def _sweep(state: _State) -> Tensor:
-    """One pass over K: u = (1/n) / (K v), and Kᵀu while each block is at hand; float64, as it sums many blocks."""
-    n = len(state.f_N)
-    v_M = state.x_M.exp().to(state.g_M.dtype)
-    column_sum_M = torch.zeros_like(state.x_M)
-    for rows in _blocks(state.kernel_NM, _SWEEP_BLOCK, _SWEEP_PIECES):
-        block = state.kernel_NM[rows]
-        column_sum_M += block.T @ (block @ v_M).mul_(n).reciprocal_()
-    return column_sum_M
+def _scaling(state: _State) -> Tensor:
+    """The scaling v = e^x of the columns, in K's dtype."""
+    return state.x_M.exp().to(state.g_M.dtype)
 
 
 def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float, float, float]:
     """`factor` · T in place of K; returns T's entropy, cost and marginal errors.
 
     With log T = log u + log K + log v and C = f + g − ε log K wherever there is mass, both follow from the row
-    sums, the column sums and Σ T log K. Rows are summed in the working dtype, sums of rows in float64.
+    sums, the column sums and Σ T log K.
     """
     n, m = state.kernel_NM.shape
-    v_M = state.x_M.exp().to(state.g_M.dtype)
-    column_mass_M = torch.zeros_like(v_M, dtype=torch.float64)
-    row_mass_N = torch.zeros_like(state.f_N, dtype=torch.float64)
-    log_u_N = torch.zeros_like(row_mass_N)
-    log_kernel = torch.zeros((), dtype=torch.float64, device=v_M.device)
-    for rows in _blocks(state.kernel_NM):
-        block = state.kernel_NM[rows]
-        u = (block @ v_M).mul_(n).reciprocal_()
-        # log 0, where there is no mass, must not become 0 · ∞.
-        logs = block.log().clamp_(min=-1e4)
-        block *= u[:, None]
-        block *= v_M
-        log_u_N[rows] = u.double().log()
-        row_mass_N[rows] = block.sum(1).double()
-        column_mass_M += block.sum(0)
-        log_kernel += logs.mul_(block).sum(1).double().sum()
-        if factor != 1.0:
-            block *= factor
-    shared = float(log_kernel)
-    entropy = -float(row_mass_N @ log_u_N + column_mass_M @ state.x_M) - shared
-    cost = float(row_mass_N @ state.f_N.double() + column_mass_M @ state.g_M.double()) - epsilon * shared
-    row_error = float((row_mass_N - 1 / n).abs().sum())
-    return entropy, cost, row_error, float((column_mass_M - 1 / m).abs().sum())
-
-
-def _blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
-    """Row blocks of at least so many elements, and no more than about so many blocks."""
-    n, m = matrix.shape
-    step = max(1, elements // m, -(-n // pieces))
-    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    sums = state.passes.finish(state.kernel_NM, _scaling(state), factor)
+    shared = float(sums.log_kernel)
+    entropy = -float(sums.row_mass_N @ sums.u_N.log() + sums.column_mass_M @ state.x_M) - shared
+    cost = float(sums.row_mass_N @ state.f_N.double() + sums.column_mass_M @ state.g_M.double()) - epsilon * shared
+    row_error = float((sums.row_mass_N - 1 / n).abs().sum())
+    return entropy, cost, row_error, float((sums.column_mass_M - 1 / m).abs().sum())

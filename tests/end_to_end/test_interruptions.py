@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -49,6 +51,38 @@ def test_a_disk_that_fails_in_the_middle(
     assert said.exit_code == 0
     assert "continuing an earlier run" in said.stderr
     assert api.verify(base, out, logits=False).holds
+
+
+def test_a_disk_that_is_full_while_layers_are_computed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed tensors are written by a thread: its error ends the run, and what it left out is written later."""
+    import surgeon.checkpoint.overlap as overlap
+
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    arguments = ["apply", "opt-deus", str(base), str(out), "--max-shard-size", "20KB"]
+    api.apply("opt-deus", str(base), expected, max_shard_bytes=20_000)
+    real, left = overlap.write_all, [9]
+
+    def full(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(overlap, "write_all", full)
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "the disk is full" in result.stderr
+    assert left[0] < 0
+    assert not out.exists()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("read-ahead", "write-behind"))]
+    said = CliRunner().invoke(app, arguments)
+    assert said.exit_code == 0, said.stderr
+    assert "continuing an earlier run" in said.stderr
+    for path in expected.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_too_little_room_is_told_beforehand(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,190 @@
+"""Sinkhorn's passes as Triton kernels, for float32 matrices on a GPU; plain torch (passes.py) is their oracle.
+
+A sweep, and what makes T, read each element of K once: a program holds whole rows, takes their sums, and adds the
+scaled rows to column sums that it keeps in registers. Each program's column sums go to a row of their own in a small
+buffer that is summed in float64 afterwards: no atomics, and a program's rows depend on the shape alone, so that
+results are the same in every run. The cost is read twice and written once where K is made from it.
+"""
+
+# A kernel's arguments have no annotations: Triton would read them. Pointers to float32 come first, then numbers.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surgeon.transport.passes import Passes, Sums
+
+# Columns that a program can hold: a row, its scaling and its sums, 32 registers each for each of 512 threads.
+WIDEST = 1 << 14
+# Elements that a program takes at a time at least, and how many programs share the rows of a matrix: two or four for
+# each multiprocessor of the larger cards. Fixed, as the order of additions depends on it.
+_TILE = 1 << 12
+_PROGRAMS, _PROGRAMS_WIDE = 528, 264
+
+
+def block_of(m: int) -> int:
+    """The width that kernels for `m` columns are compiled for."""
+    return max(16, int(triton.next_power_of_2(m)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sweep_kernel(kernel, v, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < m
+    scaling = tl.load(v + columns, mask=inside, other=0.0)
+    summed = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(program * tiles, (program + 1) * tiles, num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        at = kernel + rows.to(tl.int64)[:, None] * m + columns[None, :]
+        block = tl.load(at, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
+        row_sum = tl.sum(block * scaling[None, :], axis=1)
+        u = 1.0 / (tl.where(rows < n, row_sum, 1.0) * n)
+        summed += block * u[:, None]
+    tl.store(partial + program.to(tl.int64) * m + columns, tl.sum(summed, axis=0), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _minima_kernel(cost, g, f, partial, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < m
+    reference = tl.load(g + columns, mask=inside, other=0.0)
+    least = tl.full((ROWS, BLOCK), float("inf"), tl.float32)
+    for tile in tl.range(program * tiles, (program + 1) * tiles, num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        at = cost + rows.to(tl.int64)[:, None] * m + columns[None, :]
+        block = tl.load(at, mask=(rows < n)[:, None] & inside[None, :], other=float("inf")) - reference[None, :]
+        row_least = tl.where(rows < n, tl.min(block, axis=1), 0.0)
+        tl.store(f + rows, row_least, mask=rows < n)
+        least = tl.minimum(least, block - row_least[:, None])
+    tl.store(partial + program.to(tl.int64) * m + columns, tl.min(least, axis=0), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp_kernel(cost, g, f, shift, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < m
+    mask = (rows < n)[:, None] & inside[None, :]
+    at = cost + rows.to(tl.int64)[:, None] * m + columns[None, :]
+    # In torch's order, so that the largest entries are exactly one.
+    block = tl.load(at, mask=mask, other=float("inf")) - tl.load(g + columns, mask=inside, other=0.0)[None, :]
+    block -= tl.load(f + rows, mask=rows < n, other=0.0)[:, None]
+    block -= tl.load(shift + columns, mask=inside, other=0.0)[None, :]
+    tl.store(at, tl.exp(block * scale), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish_kernel(
+    kernel, v, u_out, row_mass, row_logs, partial, factor, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < m
+    scaling = tl.load(v + columns, mask=inside, other=0.0)
+    summed = tl.zeros((ROWS, BLOCK), tl.float32)
+    # Not pipelined: what is read is overwritten.
+    for tile in range(program * tiles, (program + 1) * tiles):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        mask = (rows < n)[:, None] & inside[None, :]
+        at = kernel + rows.to(tl.int64)[:, None] * m + columns[None, :]
+        block = tl.load(at, mask=mask, other=0.0)
+        row_sum = tl.sum(block * scaling[None, :], axis=1)
+        u = 1.0 / (tl.where(rows < n, row_sum, 1.0) * n)
+        # log 0, where there is no mass, must not become 0 · ∞.
+        logs = tl.where(block > 0, tl.maximum(tl.log(tl.where(block > 0, block, 1.0)), -1e4), -1e4)
+        block = block * u[:, None] * scaling[None, :]
+        tl.store(u_out + rows, u, mask=rows < n)
+        tl.store(row_mass + rows, tl.sum(block, axis=1), mask=rows < n)
+        tl.store(row_logs + rows, tl.sum(logs * block, axis=1), mask=rows < n)
+        summed += block
+        tl.store(at, block * factor, mask=mask)
+    tl.store(partial + program.to(tl.int64) * m + columns, tl.sum(summed, axis=0), mask=inside)
+
+
+class _Launch:
+    """How an (n, m) matrix is dealt out: `programs` of `tiles` tiles of `rows` whole rows."""
+
+    def __init__(self, matrix_NM: Tensor) -> None:
+        n, m = matrix_NM.shape
+        assert matrix_NM.dtype == torch.float32, matrix_NM.dtype
+        assert matrix_NM.is_contiguous(), matrix_NM.stride()
+        self.block = block_of(m)
+        assert self.block <= WIDEST, m
+        self.rows = max(1, _TILE // self.block)
+        self.all_tiles = -(-n // self.rows)
+        self.tiles = -(-self.all_tiles // (_PROGRAMS_WIDE if self.block > _TILE else _PROGRAMS))
+        self.programs = -(-self.all_tiles // self.tiles)
+        warps = 4 if self.block <= 1 << 10 else 8 if self.block <= 1 << 12 else 16
+        self.options = {"num_warps": warps, "enable_fp_fusion": True}
+        # Tiles under way at a time, in shared memory: neither changes what is added to what.
+        self.stages = 3 if self.block < WIDEST else 2
+        self.partial_PM = matrix_NM.new_empty(self.programs, m)
+
+
+def _on(matrix: Tensor) -> torch.cuda.device_of:
+    """The matrix's device is the one that kernels are launched on."""
+    return torch.cuda.device_of(matrix)  # type: ignore[no-untyped-call]
+
+
+def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    n, m = cost_NM.shape
+    way = _Launch(cost_NM)
+    f_N = cost_NM.new_empty(n)
+    shape = {"ROWS": way.rows, "BLOCK": way.block, **way.options}
+    with _on(cost_NM):
+        _minima_kernel[(way.programs,)](cost_NM, g_M, f_N, way.partial_PM, n, m, way.tiles, STAGES=way.stages, **shape)
+        shift_M = way.partial_PM.amin(0)
+        _exp_kernel[(way.all_tiles,)](cost_NM, g_M, f_N, shift_M, -1 / epsilon, n, m, **shape)
+    return f_N, shift_M
+
+
+def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
+    n, m = kernel_NM.shape
+    way = _Launch(kernel_NM)
+    with _on(kernel_NM):
+        _sweep_kernel[(way.programs,)](
+            kernel_NM,
+            v_M,
+            way.partial_PM,
+            n,
+            m,
+            way.tiles,
+            ROWS=way.rows,
+            BLOCK=way.block,
+            STAGES=way.stages,
+            **way.options,
+        )
+    return way.partial_PM.sum(0, dtype=torch.float64)
+
+
+def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
+    n, m = kernel_NM.shape
+    way = _Launch(kernel_NM)
+    u_N, row_mass_N, row_logs_N = kernel_NM.new_empty(3, n).unbind()
+    with _on(kernel_NM):
+        _finish_kernel[(way.programs,)](
+            kernel_NM,
+            v_M,
+            u_N,
+            row_mass_N,
+            row_logs_N,
+            way.partial_PM,
+            factor,
+            n,
+            m,
+            way.tiles,
+            ROWS=way.rows,
+            BLOCK=way.block,
+            **way.options,
+        )
+    column_mass_M = way.partial_PM.sum(0, dtype=torch.float64)
+    return Sums(u_N.double(), row_mass_N.double(), column_mass_M, row_logs_N.sum(dtype=torch.float64))
+
+
+PASSES = Passes(_make_kernel, _sweep, _finish)
