@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgeon import devices
 from surgeon.blueprint import Blueprint
-from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
-from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.hub import locate, locate_adapter, locate_delta, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.comparing import compare
+from surgeon.deltas import Delta, making_job, putting_job
 from surgeon.entropies import TransportReport, transport_report
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Growth, Job, Listener, assist, execute
@@ -23,7 +27,7 @@ from surgeon.exporting import export
 from surgeon.families.anatomy import dissect
 from surgeon.layout import MAX_NEW_SHARD_BYTES, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.manifest import MANIFEST_FILE, BaseId, Manifest, adapters_of, parse
-from surgeon.metadata import metadata_of, read_metadata
+from surgeon.metadata import Metadata, metadata_of, read_metadata
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
@@ -33,9 +37,11 @@ from surgeon.ranks import Ranks
 from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.results import (
     Applied,
+    AppliedDelta,
     Difference,
     Exported,
     Inspection,
+    MadeDelta,
     Merged,
     Preview,
     Pushed,
@@ -48,6 +54,7 @@ from surgeon.results import (
 )
 from surgeon.stopwatch import Stopwatch
 from surgeon.undoing import Return, find_state
+from surgeon.views.card import delta_card
 
 if TYPE_CHECKING:
     from surgeon.verification.encoders import OutputComparison
@@ -57,9 +64,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied",
+    "AppliedDelta",
     "Difference",
     "Exported",
     "Inspection",
+    "MadeDelta",
     "Merged",
     "Preview",
     "Pushed",
@@ -70,10 +79,12 @@ __all__ = [
     "TransportReport",
     "Verification",
     "apply",
+    "apply_delta",
     "diff",
     "export_slot",
     "inspect",
     "json_schema",
+    "make_delta",
     "merge",
     "parse_plan",
     "preview",
@@ -255,6 +266,63 @@ def revert(
     )
 
 
+def make_delta(
+    out: str | Path,
+    dest: str | Path,
+    *,
+    base: str | Path | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> MadeDelta:
+    """Write what `out` has and the base of its last surgery lacks into the new folder `dest`.
+
+    That is every tensor that is not the base's byte for byte in its place, config.json, manifest, code and cards; the
+    tokenizer and other side files stay out, as the base brings them. With `base` (a folder) those that it lacks or has
+    otherwise go in. `dest` is absent or complete at any moment. Raises BadInput.
+    """
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
+    return _make_delta(folder, Path(dest), other, metadata_of(folder), listener or Quiet())
+
+
+def apply_delta(
+    delta: str | Path,
+    base: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> AppliedDelta:
+    """Put `delta` (a folder, or `user/name[@revision]`) back onto `base`: `out` is what the delta was made of.
+
+    Every tensor of `base`, which is what the last surgery was carried out on, is compared with its digest in the
+    manifest and every tensor of the delta with its own. Raises BadInput where one differs; `out` then stays absent.
+    """
+    listener = listener or Quiet()
+    target = Path(out)
+    opened = Delta.open(locate_delta(str(delta)).path, trust_remote_code=trust_remote_code)
+    if not Path(base).exists():
+        # A base that headers tell to be another is refused before its weights are downloaded.
+        putting_job(opened, remote_folder(base, revision, trust_remote_code=trust_remote_code), small_files=False)
+    located = locate(base, revision=revision)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    job = putting_job(opened, folder)
+    check_destination(target, opened.path)
+    _check_way(job, located.path, target)
+    stopwatch = Stopwatch()
+    _written(job, target, listener, stopwatch, Ranks())
+    return AppliedDelta(
+        path=target,
+        base=located.repo_id or str(located.path),
+        manifest=opened.manifest,
+        tensors=len(opened.tensors),
+        whole=len(job.blueprint.outputs),
+        nbytes=job.bytes_to_write,
+        seconds=stopwatch.seconds,
+    )
+
+
 def push(
     out: str | Path,
     repo_id: str,
@@ -267,6 +335,7 @@ def push(
     force: bool = False,
     license: str | None = None,
     base_model: str | None = None,
+    delta: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Pushed:
@@ -275,11 +344,12 @@ def push(
     Before that it is checked against its own manifest, or, with `base` (a folder), as `verify` does, logits included;
     what does not hold is pushed by `force` only. `revision` is a branch, made at need (or `refs/pr/N`). Only files
     that the repository lacks are sent; with `dry_run` none, and nothing is made. `license` and `base_model` go into
-    the card. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network answers;
-    the repository then holds what it held, and the same call goes on where it stopped.
+    the card. With `delta` what `make_delta` writes goes up. The token is huggingface_hub's own. Raises BadInput, also
+    for whatever the Hub or the network answers; the repository then holds what it held, and the same call goes on
+    where it stopped.
     """
     from surgeon.checkpoint.uploading import Destination, check_token, look, send
-    from surgeon.sharing import card_for, check_names, check_way, pack
+    from surgeon.sharing import card_for, check_names, check_way, pack, pack_delta, with_options
 
     listener = listener or Quiet()
     to = Destination(repo_id, revision, private, pull_request)
@@ -299,31 +369,33 @@ def push(
         checks = _own_checks(folder, manifest, listener)
         holds = all(check.holds for check in checks)
     if not holds and not force:
-        told = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), "its logits differ")
+        broken = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), "its logits differ")
         raise BadInput(
-            f"{printable(str(out))}: not pushed, as a promise does not hold ({told}); --force pushes it all the same"
+            f"{printable(str(out))}: not pushed, as a promise does not hold ({broken}); --force pushes it all the same"
         )
-    card = card_for(
-        folder,
-        manifest,
-        repo_id,
-        license=license,
-        base_model=base_model,
-        verified=_verified(checks, verification),
-    )
-    parcel = pack(folder, manifest, card)
-    known = read_metadata(card).license
-    if known is None:
-        listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
-    listener.say(f"comparing with what {repo_id} holds")
-    missing, stale = parcel.missing_in(before), parcel.stale_in(before)
-    commit = None
-    if (missing or stale) and not dry_run:
-        listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
-        folder.check_unchanged()
-        content = {name: parcel.files[name] for name in missing}
-        message = f"surgeon: {', '.join(entry.op for entry in manifest.operations)}"
-        commit = send(to, before, content, stale, message=printable(message), say=listener.say)
+    told = _verified(checks, verification)
+    with contextlib.ExitStack() as stack:
+        if delta:
+            holder = stack.enter_context(_room_beside(Path(out)))
+            metadata = with_options(metadata_of(folder), license=license, base_model=base_model)
+            other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
+            made = _make_delta(folder, holder / "delta", other, metadata, listener, repo_id=repo_id, verified=told)
+            parcel, known = pack_delta(made.path), metadata.license
+        else:
+            card = card_for(folder, manifest, repo_id, license=license, base_model=base_model, verified=told)
+            parcel, known = pack(folder, manifest, card), read_metadata(card).license
+        if known is None:
+            listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
+        listener.say(f"comparing with what {repo_id} holds")
+        missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+        commit = None
+        if (missing or stale) and not dry_run:
+            listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
+            folder.check_unchanged()
+            content = {name: parcel.files[name] for name in missing}
+            message = f"surgeon: {', '.join(entry.op for entry in manifest.operations)}"
+            message += " (delta)" if delta else ""
+            commit = send(to, before, content, stale, message=printable(message), say=listener.say)
     return Pushed(
         path=Path(out),
         repo_id=repo_id,
@@ -341,6 +413,7 @@ def push(
         commit=commit.commit if commit else None if dry_run else before.commit,
         url=commit.url if commit else None,
         pull_request=commit.pull_request if commit else None,
+        delta=delta,
     )
 
 
@@ -667,6 +740,52 @@ def report(
 
 def _loaded(plan: str | Path | LoadedPlan) -> LoadedPlan:
     return plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+
+
+def _make_delta(
+    folder: CheckpointFolder,
+    target: Path,
+    base: CheckpointFolder | None,
+    metadata: Metadata,
+    listener: Listener,
+    *,
+    repo_id: str | None = None,
+    verified: Sequence[str] = (),
+) -> MadeDelta:
+    manifest = _manifest_of(folder)
+    check_destination(target, folder.path)
+    listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
+    job = making_job(folder, manifest, digests_of(folder, folder.tensors, listener.advance), base)
+    sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
+    text = delta_card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
+    job = dataclasses.replace(job, files={**(job.files or {}), CARD_FILE: text})
+    _check_way(job, folder.path, target)
+    stopwatch = Stopwatch()
+    _written(job, target, listener, stopwatch, Ranks())
+    return MadeDelta(
+        out=folder.path,
+        path=target,
+        base=manifest.base.id,
+        revision=manifest.base.revision,
+        tensors=len(sizes),
+        whole=len(folder.tensors),
+        nbytes=job.bytes_to_write,
+        whole_nbytes=sum(info.nbytes for info in folder.tensors.values()),
+        from_base=tuple(name for name in folder.side_files if name not in (job.files or {})),
+        seconds=stopwatch.seconds,
+    )
+
+
+@contextlib.contextmanager
+def _room_beside(out: Path) -> Iterator[Path]:
+    """A folder on the output's disk that is gone afterwards."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.delta-", dir=out.resolve().parent) as folder:
+            yield Path(folder)
+    except PermissionError as error:
+        raise BadInput(
+            f"{printable(str(out.resolve().parent))}: is not writable, and the delta is made there"
+        ) from error
 
 
 def _merging(alpha: float | None) -> LoadedPlan:

@@ -147,6 +147,9 @@ def apply(
     read_back: Annotated[
         bool, typer.Option("--read-back/--no-read-back", help="compare what was written with the base")
     ] = True,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): put it back onto its base")
+    ] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -154,9 +157,24 @@ def apply(
     """Grow BASE by PLAN into the new folder OUT; the same command continues a run that was cut off.
 
     Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) computed layers are dealt out over N processes.
+    `surgeon apply --delta DELTA BASE OUT` puts a delta back onto its base instead.
     """
     from surgeon import api
 
+    if delta:
+        if not speaks():
+            return
+        with _listening(quiet) as listener:
+            put = api.apply_delta(
+                plan, base, out, revision=revision, trust_remote_code=trust_remote_code, listener=listener
+            )
+        if as_json:
+            _print_json(put.to_json())
+        elif not quiet:
+            from surgeon.views.terminal import applied_delta_view
+
+            _console().print(applied_delta_view(put))
+        return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = api.apply(
             plan,
@@ -313,6 +331,30 @@ def revert(
         _console().print(reverted_view(reverted))
 
 
+@app.command("delta")
+def make_delta(
+    out: OutArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the delta")],
+    base: Annotated[
+        Path | None, typer.Option(help="the base: side files that it lacks or has otherwise go into the delta")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Write what OUT has and the base of its last surgery lacks; `apply --delta` puts it back onto that base."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        made = api.make_delta(out, dest, base=base, trust_remote_code=trust_remote_code, listener=listener)
+    if as_json:
+        _print_json(made.to_json())
+    elif not quiet:
+        from surgeon.views.terminal import delta_view
+
+        _console().print(delta_view(made))
+
+
 @app.command("export-slot")
 def export_slot(
     out: OutArgument,
@@ -357,6 +399,9 @@ def push(
     base_model: Annotated[
         str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
     ] = None,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="push what the base of the last surgery lacks, and nothing else")
+    ] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -376,6 +421,7 @@ def push(
             force=force,
             license=license,
             base_model=base_model,
+            delta=delta,
             trust_remote_code=trust_remote_code,
             listener=listener,
         )

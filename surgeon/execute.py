@@ -157,6 +157,8 @@ class Job:
     shards: tuple[Shard, ...]
     device: str = "cpu"
     read_back: bool = True
+    # Every file beside the shards, where that is known beforehand; None: config, index, code, side files and so on.
+    files: Mapping[str, bytes] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -168,6 +170,7 @@ class Job:
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
             "code": {name: hashlib.sha256(self.purpose.code(name)).hexdigest() for name in self.blueprint.code_files},
             "device": self.device,
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in (self.files or {}).items()},
             **self.purpose.identity(),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -398,9 +401,14 @@ class _Run(_Share):
     def small_files(self) -> Manifest | None:
         """Config, index, side files, manifest and card, each journalled; an output without a manifest has no card."""
         job, folder = self.job, self.staging.folder
+        if job.files is not None:
+            for name, content in job.files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                self._small(name, content)
+            return job.purpose.manifest(job, self.proof)
         self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
         if len(job.shards) > 1:
-            self._small(INDEX_FILE, _index(job.shards))
+            self._small(INDEX_FILE, index_of(job.shards))
         for name in job.blueprint.code_files:
             self._small(name, job.purpose.code(name))
         for name in job.base.side_files:
@@ -463,7 +471,8 @@ def _element(value: float, dtype: str) -> bytes:
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
 
 
-def _index(shards: tuple[Shard, ...]) -> bytes:
+def index_of(shards: tuple[Shard, ...]) -> bytes:
+    """The content of the index that names every tensor's shard."""
     weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
     metadata = {
         "total_parameters": sum(numel(output.recipe) for shard in shards for output in shard.outputs),

@@ -220,6 +220,7 @@ class Pushed:
     commit: str | None
     url: str | None
     pull_request: str | None
+    delta: bool = False
 
     def __repr__(self) -> str:
         told = "would send" if self.dry_run else "sent"
@@ -247,6 +248,63 @@ class Pushed:
             "commit": self.commit,
             "url": self.url,
             "pull_request": self.pull_request,
+            "delta": self.delta,
+        }
+
+
+@dataclass(frozen=True)
+class MadeDelta:
+    """A delta of `out` that was written: `tensors` of the output's `whole` are in it, the rest `base` (of the output's
+    last surgery) brings, as it does the small files `from_base`."""
+
+    out: Path
+    path: Path
+    base: str
+    revision: str | None
+    tensors: int
+    whole: int
+    nbytes: int
+    whole_nbytes: int
+    from_base: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "out": str(self.out),
+            "path": str(self.path),
+            "base": self.base,
+            "revision": self.revision,
+            "tensors": self.tensors,
+            "whole": self.whole,
+            "bytes": self.nbytes,
+            "whole_bytes": self.whole_nbytes,
+            "from_base": list(self.from_base),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class AppliedDelta:
+    """A delta that was put back: `tensors` of the output's `whole` came from it, the rest from the base."""
+
+    path: Path
+    base: str
+    manifest: Manifest
+    tensors: int
+    whole: int
+    nbytes: int
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "base": self.base,
+            "tensors": self.tensors,
+            "whole": self.whole,
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
         }
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MAX_CARD_BYTES, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, CheckpointFolder
 from surgeon.checkpoint.uploading import Destination, Repository
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, printable
 from surgeon.manifest import MANIFEST_FILE, Manifest
-from surgeon.metadata import NOTHING_KNOWN, check_license, read_metadata
+from surgeon.metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
 from surgeon.runtime import is_shipped_name
 from surgeon.views.card import HUB_ID, card
 
@@ -53,6 +53,23 @@ def pack(folder: CheckpointFolder, manifest: Manifest, text: bytes) -> Parcel:
     return Parcel(files, sizes, tuple(sorted(left | {n for n in folder.left_behind if n not in files})))
 
 
+def pack_delta(folder: Path) -> Parcel:
+    """A delta's files, all of which surgeon has just written."""
+    files: dict[str, Path | bytes] = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    return Parcel(files, {name: (folder / name).stat().st_size for name in files}, ())
+
+
+def with_options(metadata: Metadata, *, license: str | None, base_model: str | None) -> Metadata:
+    """What is known of the base's card, with what was given for it."""
+    if license is not None:
+        metadata = dataclasses.replace(metadata, license=license, license_name=None, license_link=None)
+    if base_model is not None:
+        metadata = dataclasses.replace(metadata, base_model=base_model)
+    return metadata
+
+
 def card_for(
     folder: CheckpointFolder,
     manifest: Manifest,
@@ -78,10 +95,7 @@ def card_for(
                 f"{printable(str(folder.path / CARD_FILE))}: was edited, so {option} belongs into it by hand"
             )
         return found
-    if license is not None:
-        metadata = dataclasses.replace(metadata, license=license, license_name=None, license_link=None)
-    if base_model is not None:
-        metadata = dataclasses.replace(metadata, base_model=base_model)
+    metadata = with_options(metadata, license=license, base_model=base_model)
     return card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
 
 
@@ -111,4 +125,5 @@ def check_way(to: Destination, there: Repository, *, force: bool) -> None:
 
 def _is_loaded(name: str) -> bool:
     """Whether transformers may load a file of this name at the top of a repository as weights or code of a model."""
-    return name == INDEX_FILE or name.endswith(".safetensors") or is_shipped_name(name)
+    # Nor would a delta's mark let surgeon take what lies beside it for a checkpoint.
+    return name in (INDEX_FILE, DELTA_FILE) or name.endswith(".safetensors") or is_shipped_name(name)

@@ -42,6 +42,7 @@ FORBIDDEN = {
     "blueprint.py": ("torch", "numpy", "surgeon.execute", "surgeon.compute", "surgeon.plan"),
     "recipes.py": ("torch", "numpy", "surgeon"),
     "undoing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.operations"),
+    "deltas.py": ("torch", "numpy", "transformers", "huggingface_hub", "surgeon.api", "surgeon.plan"),
     "sharing.py": ("torch", "numpy", "transformers", "huggingface_hub", "surgeon.api", "surgeon.plan"),
     "exporting.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.operations", "surgeon.execute"),
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),

@@ -22,6 +22,8 @@ from surgeon.runtime import AUTO_MAP, is_shipped_code
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
+# Marks a folder that lacks its base's tensors (surgeon/deltas.py).
+DELTA_FILE = "delta.json"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000
 MAX_CODE_BYTES = 1_000_000
@@ -61,11 +63,16 @@ class CheckpointFolder:
     def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:
         """Read and check everything but the weights. Raises BadInput."""
         listing = source.listing()
+        if DELTA_FILE in listing:
+            raise BadInput(
+                f"{source.shown}: a delta, which lacks what its base holds; put it back first:"
+                f" `surgeon apply --delta {source.shown} BASE OUT`"
+            )
         weights = choose_weights(
             listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
         )
         config = _config(source, listing)
-        code, told = _code(config, listing, source)
+        code, told = code_of(config, listing, source)
         if code == "foreign" and not trust_remote_code:
             raise BadInput(
                 f"{source.shown}: the base brings its own code ({told}); it is neither run nor copied unless you have"
@@ -157,7 +164,7 @@ def _object(source: Source, name: str, max_bytes: int) -> dict[str, Any]:
     return found
 
 
-def _code(config: dict[str, Any], listing: dict[str, int], source: Source) -> tuple[Code, str]:
+def code_of(config: dict[str, Any], listing: dict[str, int], source: Source) -> tuple[Code, str]:
     """Whose code the folder brings, and what was found that is not surgeon's."""
     scripts = [name for name in listing if name.endswith(".py")]
     mapped = config.get("auto_map")

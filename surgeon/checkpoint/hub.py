@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, MAX_CARD_BYTES, CheckpointFolder
+from surgeon.checkpoint.folder import (
+    CARD_FILE,
+    CONFIG_FILE,
+    DELTA_FILE,
+    MANIFEST_FILE,
+    MAX_CARD_BYTES,
+    CheckpointFolder,
+)
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.opening import read_capped
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
@@ -83,6 +90,29 @@ def locate_adapter(adapter: str) -> Located:
         repository = _Repository.ask(repo_id, revision or None)
         check_adapter_files(repository.files, repository.shown)
     path = Path(_snapshot(repo_id, revision or None, wanted, offline=off))
+    return Located(path, repo_id, path.name)
+
+
+def locate_delta(delta: str) -> Located:
+    """Find a delta: a local path as it is, else `user/name` or `user/name@revision` on the Hub, through the cache.
+
+    Raises BadInput as `locate` does; only tensors and the files that a delta may hold are fetched.
+    """
+    if Path(delta).exists():
+        return Located(Path(delta))
+    repo_id, _, revision = delta.partition("@")
+    _check_id(repo_id)
+    if offline():
+        return Located(Path(_snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)), repo_id)
+    repository = _Repository.ask(repo_id, revision or None)
+    if DELTA_FILE not in repository.files:
+        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is no delta")
+    wanted = [
+        name
+        for name, size in repository.files.items()
+        if _is_wanted(name, size, code=True) or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
+    ]
+    path = Path(_snapshot(repo_id, revision or None, wanted))
     return Located(path, repo_id, path.name)
 
 

@@ -58,6 +58,44 @@ def card(
     return "\n".join(part for part in parts if part).encode()
 
 
+def delta_card(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    metadata: Metadata,
+    *,
+    repo_id: str | None = None,
+    verified: Iterable[str] = (),
+) -> bytes:
+    """The card of a delta: what it lacks, and how to put it back. `sizes` are those of the tensors that it holds."""
+    base_model = base_model_of(manifest, metadata)
+    base = base_model if manifest.base.revision and base_model == manifest.base.id else "BASE"
+    commit = manifest.base.revision or ""
+    pinned = f" --revision {commit}" if base != "BASE" and _COMMIT.fullmatch(commit) else ""
+    at = f" at {_code(commit)}" if commit else ""
+    trust = "" if manifest.native else ", trust_remote_code=True"
+    auto = _auto_class(config)
+    load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("OUT"{trust})'
+    earlier = " It is itself an output of surgeon, of earlier surgeries." if manifest.lineage else ""
+    parts = [
+        _block(manifest, metadata, base_model, auto, delta=True),
+        _title(manifest, base_model, repo_id),
+        f"**This is a delta**: {len(sizes)} tensors ({sum(sizes.values()):,} parameters) that the base lacks. It does"
+        " not load by itself.\n",
+        "## How to put it back\n",
+        _fenced(f"surgeon apply --delta {repo_id or 'THIS'} {base} OUT{pinned}", "sh") + "\n",
+        f"The base is what the last surgery found: {_code(manifest.base.id)}{at}.{earlier} Each of its"
+        f" {len(manifest.base.tensors)} tensors is compared with its sha256 in `{MANIFEST_FILE}`; OUT is the output"
+        " byte for byte, or is not written. Then:\n",
+        _fenced(load, "python") + "\n",
+        _done(manifest),
+        _proof(manifest, list(verified)),
+        _license(metadata),
+        _papers(manifest),
+    ]
+    return "\n".join(part for part in parts if part).encode()
+
+
 def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
     """The Hub id of the nearest base that came from the Hub; of bases that were folders, what the card says."""
     if metadata.base_model is not None and manifest.base.revision is None:
@@ -67,21 +105,21 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
     return next((name for name, commit in nearest if commit and HUB_ID.fullmatch(name)), None)
 
 
-def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str) -> str:
+def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str, *, delta: bool = False) -> str:
     operations = dict.fromkeys(name for entry in _history(manifest) for name in entry)
     return block_of(
         {
-            "library_name": "transformers",
+            "library_name": "surgeon" if delta else "transformers",
             "pipeline_tag": _TASKS.get(auto),
             "base_model": base_model,
             # Of the Hub's four (adapter, finetune, merge, quantized) the one for a model that goes on from its base.
-            "base_model_relation": "finetune" if base_model else None,
+            "base_model_relation": ("adapter" if delta else "finetune") if base_model else None,
             "license": metadata.license,
             "license_name": metadata.license_name,
             "license_link": metadata.license_link,
             "language": list(metadata.languages),
             "datasets": list(metadata.datasets),
-            "tags": ["surgeon", "model-expansion", *(_tag(name) for name in operations)],
+            "tags": ["surgeon", "model-expansion", *(["delta"] if delta else []), *(_tag(name) for name in operations)],
         }
     )
 

@@ -15,7 +15,19 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest import MANIFEST_FILE
 from surgeon.plan.selectors import show
-from surgeon.results import Applied, Difference, Exported, Inspection, Preview, Pushed, Reverted, Trained, Verification
+from surgeon.results import (
+    Applied,
+    AppliedDelta,
+    Difference,
+    Exported,
+    Inspection,
+    MadeDelta,
+    Preview,
+    Pushed,
+    Reverted,
+    Trained,
+    Verification,
+)
 
 _PROMISES = {
     "exact": Text("exact", style="bold green"),
@@ -79,6 +91,31 @@ def reverted_view(reverted: Reverted) -> RenderableType:
     return Group(*lines)
 
 
+def delta_view(made: MadeDelta) -> RenderableType:
+    """How much of the output the delta is, and the base it goes onto."""
+    base = printable(made.base + (f"@{made.revision}" if made.revision else ""))
+    return Group(
+        Text.assemble(
+            ("done ", "bold green"),
+            f"{printable(str(made.path))}: {made.tensors} of {made.whole} tensors, {size(made.nbytes)} of"
+            f" {size(made.whole_nbytes)}",
+            overflow="fold",
+        ),
+        Text(f"goes onto the base of the last surgery, {base}", style="dim", overflow="fold"),
+        Text(f"put it back: surgeon apply --delta {printable(str(made.path))} BASE OUT"),
+    )
+
+
+def applied_delta_view(applied: AppliedDelta) -> RenderableType:
+    """What was put together."""
+    return Text.assemble(
+        ("done ", "bold green"),
+        f"{printable(str(applied.path))}: {applied.whole} tensors ({size(applied.nbytes)}), {applied.tensors} from the"
+        f" delta and the rest from {printable(applied.base)}, each what its digest says",
+        overflow="fold",
+    )
+
+
 def pushed_view(pushed: Pushed) -> RenderableType:
     """What went up (or would), how much of it is new, and the commit to pin."""
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -109,7 +146,10 @@ def pushed_view(pushed: Pushed) -> RenderableType:
     else:
         lines.append(Text.assemble(("done ", "bold green"), f"{amount}, to {where}"))
         lines.append(Text(f"look at it: {printable(pushed.pull_request or pushed.url)}"))
-        lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
+        if pushed.delta:
+            lines.append(Text(f"put it back: surgeon apply --delta {pushed.repo_id}@{pushed.commit} BASE OUT"))
+        else:
+            lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
     return Group(*lines)
 
 

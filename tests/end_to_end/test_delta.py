@@ -1,0 +1,275 @@
+"""Deltas: what an output has beside its base, put back byte for byte or not at all; pushed, and the docs' commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from surgeon import api
+from surgeon.cli import app
+from surgeon.errors import BadInput
+from tests import tiny
+from tests.checkpoint.stand_in_hub import Hub
+from tests.end_to_end.conftest import ROOT
+from tests.end_to_end.test_push import hub as hub  # the fixture
+from tests.end_to_end.test_refusals import refused
+from tests.end_to_end.test_revert import ADAPTERS, CONTROL, INSERT, train, write_plan
+from tests.training.texts import add_tokenizer
+
+GRAFTS: list[dict[str, Any]] = [
+    INSERT,
+    CONTROL,
+    {"op": "gated_adapters", "layers": "all", "size": 12},
+    {"op": "pmoe_experts", "slots": 2},
+    {"op": "mixture_of_control", "rank": 4},
+]
+
+
+@pytest.fixture
+def account(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """An account that may make `user/repo`, to push to and to download from in this process."""
+    from huggingface_hub import constants
+
+    empty: Hub = request.getfixturevalue("hub")
+    empty.repo_id = "user/repo"
+    template = f"{empty.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return empty
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def make(folder: Path, operations: list[dict[str, Any]], family: str = "llama", **options: Any) -> Path:
+    """A base with a tokenizer and a licence, and an output of it."""
+    base = add_tokenizer(tiny.checkpoint(folder / "base", family))
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (base / "LICENSE").write_text("terms")
+    api.apply(write_plan(folder / "plan.yaml", operations), str(base), folder / "out", **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, an output, and its delta."""
+    folder = make(tmp_path_factory.mktemp("delta"), [INSERT])
+    api.make_delta(folder / "out", folder / "delta")
+    return folder
+
+
+@pytest.fixture
+def spoilt(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """Copies, to be spoilt; nothing may be written beside them by what is refused."""
+    folder = Path(shutil.copytree(made, tmp_path / "all"))
+    before = sorted(path.name for path in folder.iterdir())
+    yield folder
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def put_back(folder: Path) -> str:
+    return refused("apply", "--delta", folder / "delta", folder / "base", folder / "again")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("operations", [[INSERT], GRAFTS], ids=["native", "grafted"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_round_trip(tmp_path: Path, family: str, operations: list[dict[str, Any]], trained: bool) -> None:
+    make(tmp_path, operations, family, max_shard_bytes=20_000)
+    if trained:
+        train(tmp_path / "out", seed=1)
+    out, delta, again = tmp_path / "out", tmp_path / "delta", tmp_path / "again"
+    made = api.make_delta(out, delta)
+    manifest = api.inspect(out).manifest
+    held = {name for shard in delta.glob("*.safetensors") for name in load_file(shard)}
+    assert held == manifest.new_tensors.keys()
+    assert (made.tensors, made.whole) == (len(held), len(held) + len(manifest.base.tensors))
+    assert len(list(delta.glob("*.safetensors"))) > 1
+    assert "tokenizer.json" in made.from_base
+    assert not {"tokenizer.json", "model.safetensors.index.json"} & files(delta).keys()
+    assert (delta / "LICENSE").read_text() == "terms"
+    put = api.apply_delta(delta, str(tmp_path / "base"), again)
+    assert (put.tensors, put.whole) == (made.tensors, made.whole)
+    # The very files, headers of shards included; of shards that another tool saved, every tensor.
+    found, expected = files(again), files(out)
+    if trained:
+        assert api.diff(out, again, exact=True).identical
+        found, expected = (
+            {name: content for name, content in each.items() if "safetensors" not in name} for each in (found, expected)
+        )
+    assert found == expected
+    verified = api.verify(tmp_path / "base", again, logits=not trained, window=24, windows=2)
+    assert verified.checks == api.verify(tmp_path / "base", out, logits=False).checks
+    assert trained or verified.holds
+
+
+def test_trained_base_tensors_go_along_and_one_shard_may_hold_both(tmp_path: Path) -> None:
+    make(tmp_path, [INSERT])
+    out = tmp_path / "out"
+    train(out, "model.norm.weight", seed=2)
+    whole = {name: value for shard in out.glob("*.safetensors") for name, value in load_file(shard).items()}
+    for file in [*out.glob("*.safetensors"), out / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(whole, out / "model.safetensors", metadata={"format": "pt"})
+    made = api.make_delta(out, tmp_path / "delta")
+    assert made.tensors == len(api.inspect(out).manifest.new_tensors) + 1
+    api.apply_delta(tmp_path / "delta", str(tmp_path / "base"), tmp_path / "again")
+    assert api.diff(out, tmp_path / "again", exact=True).identical
+    assert files(out).keys() == files(tmp_path / "again").keys()
+
+
+def test_the_base_of_a_delta_is_that_of_the_last_surgery(tmp_path: Path) -> None:
+    make(tmp_path, [INSERT])
+    train(tmp_path / "out", seed=3)
+    api.apply(write_plan(tmp_path / "2.yaml", [ADAPTERS]), str(tmp_path / "out"), tmp_path / "second")
+    made = api.make_delta(tmp_path / "second", tmp_path / "delta")
+    assert made.base == "out"
+    assert "output of surgeon" in (tmp_path / "delta" / "README.md").read_text()
+    told = put_back(tmp_path)
+    assert "another checkpoint" in told
+    assert "out" in told
+    api.apply_delta(tmp_path / "delta", str(tmp_path / "out"), tmp_path / "again")
+    assert api.diff(tmp_path / "second", tmp_path / "again", exact=True).identical
+    assert (tmp_path / "second" / "surgery.json").read_bytes() == (tmp_path / "again" / "surgery.json").read_bytes()
+
+
+# What is refused.
+
+
+def test_another_base(spoilt: Path) -> None:
+    train(spoilt / "base", "model.layers.3.mlp.up_proj.weight", seed=1)
+    told = put_back(spoilt)
+    assert "model.layers.3.mlp.up_proj.weight: not what the delta's base holds" in told
+    assert "Nothing was written" in told
+
+
+def test_a_base_of_other_tensors(spoilt: Path) -> None:
+    shutil.rmtree(spoilt / "base")
+    tiny.checkpoint(spoilt / "base", "qwen2")
+    assert "another checkpoint" in put_back(spoilt)
+
+
+def test_a_tokenizer_that_differs(spoilt: Path, tmp_path: Path) -> None:
+    (spoilt / "out" / "tokenizer_config.json").write_text("{}")
+    shutil.rmtree(spoilt / "delta")
+    api.make_delta(spoilt / "out", spoilt / "delta")
+    assert "tokenizer_config.json is not what the output had" in put_back(spoilt)
+    shutil.rmtree(spoilt / "delta")
+    made = api.make_delta(spoilt / "out", spoilt / "delta", base=spoilt / "base")
+    assert "tokenizer_config.json" not in made.from_base
+    api.apply_delta(spoilt / "delta", str(spoilt / "base"), tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer_config.json").read_text() == "{}"
+
+
+def edit_index(folder: Path, change: Any) -> None:
+    file = folder / "delta" / "delta.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+def test_an_edited_delta(spoilt: Path) -> None:
+    (shard,) = (spoilt / "delta").glob("*.safetensors")
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    save_file(tensors | {name: torch.ones_like(tensors[name])}, shard, metadata={"format": "pt"})
+    assert f"{name}: not what delta.json" in put_back(spoilt)
+    save_file({key: value for key, value in tensors.items() if key != name}, shard, metadata={"format": "pt"})
+    assert f"{name} is not where it says" in put_back(spoilt)
+
+
+@pytest.mark.parametrize("name", ["config.json", "surgery.json"])
+def test_an_edited_file(spoilt: Path, name: str) -> None:
+    file = spoilt / "delta" / name
+    file.write_bytes(file.read_bytes() + b" ")
+    assert f"{name}: not what delta.json says" in put_back(spoilt)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(surgeon_delta=2),
+        lambda data: data.update(more=1),
+        lambda data: data["files"].update({"../../evil": "0" * 64}),
+        lambda data: data["files"].update({"sub/evil.py": "0" * 64}),
+        lambda data: data["files"].pop("config.json"),
+        lambda data: data["from_base"].update({"evil.py": "0" * 64}),
+        lambda data: data["shards"].update({"../model.safetensors": []}),
+        lambda data: data["shards"].update({"model-9.safetensors": []}),
+        lambda data: next(iter(data["shards"].values())).append("nobody's"),
+        lambda data: next(iter(data["shards"].values())).pop(),
+        lambda data: next(iter(data["shards"].values())).extend(next(iter(data["shards"].values()))[:1]),
+        lambda data: data["tensors"].popitem(),
+    ],
+)
+def test_an_edited_list(spoilt: Path, change: Any) -> None:
+    edit_index(spoilt, change)
+    assert "delta" in put_back(spoilt)
+
+
+def test_code_that_is_not_surgeons(spoilt: Path) -> None:
+    (spoilt / "delta" / "evil.py").write_text("1/0")
+    assert "brings its own code" in put_back(spoilt)
+
+
+def test_a_delta_is_no_checkpoint_and_a_checkpoint_no_delta(spoilt: Path) -> None:
+    for command in (["preview", "llama-pro"], ["inspect"], ["verify", spoilt / "base"]):
+        assert "a delta, which lacks what its base holds" in refused(*command, spoilt / "delta")
+    assert "no delta.json" in refused("apply", "--delta", spoilt / "out", spoilt / "base", spoilt / "again")
+    assert "no surgery.json" in refused("delta", spoilt / "base", spoilt / "again")
+    assert "exists" in refused("delta", spoilt / "out", spoilt / "base")
+    assert "exists" in refused("apply", "--delta", spoilt / "delta", spoilt / "base", spoilt / "out")
+
+
+# Pushed.
+
+
+@pytest.mark.parametrize("operations", [[INSERT], [ADAPTERS]], ids=["native", "grafted"])
+def test_the_documented_way(
+    account: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: list[dict[str, Any]]
+) -> None:
+    """The commands of docs/sharing.md, as they stand there."""
+    make(tmp_path, operations)
+    (tmp_path / "out").rename(tmp_path / "OUT")
+    (tmp_path / "base").rename(tmp_path / "BASE")
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs" / "sharing.md").read_text().partition("## Deltas")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    surgeon (.*)$", section, re.MULTILINE)
+    assert len(commands) == 4
+    for line in commands:
+        ran = CliRunner().invoke(app, line.split())
+        assert ran.exit_code == 0, (line, ran.stdout, ran.stderr)
+    for name in ("OUT2", "OUT3"):
+        assert files(tmp_path / name) == files(tmp_path / "OUT")
+    there, here = account.files, files(tmp_path / "DELTA")
+    assert {name: c for name, c in there.items() if name != "README.md"} == {
+        name: c for name, c in here.items() if name != "README.md"
+    }
+    card = there["README.md"].decode()
+    assert "surgeon apply --delta user/repo BASE OUT" in card
+    assert "license: apache-2.0" in card
+    assert "base tensors (against surgery.json)" in card
+    again = api.push("OUT", "user/repo", delta=True)
+    assert (again.sent, again.commit) == ((), account.commit)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".OUT")]
+
+
+def test_a_pushed_delta_is_no_base_and_gives_way_to_the_whole(account: Hub, made: Path, tmp_path: Path) -> None:
+    api.push(made / "out", "user/repo", delta=True)
+    with pytest.raises(BadInput, match="a delta, which lacks"):
+        api.preview("llama-pro", "user/repo")
+    api.push(made / "out", "user/repo")
+    assert "delta.json" not in account.files
+    assert api.preview("llama-pro", "user/repo").parameters_new
+    with pytest.raises(BadInput, match=r"no delta\.json there"):
+        api.apply_delta("user/repo", str(made / "base"), tmp_path / "again")
