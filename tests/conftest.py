@@ -7,8 +7,16 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 # The code that checkpoints bring is cached by the name of their folder: a cache for each process, so that tests that
 # run side by side do not meet there, and none of it stays in the user's own.
 _CODE = tempfile.mkdtemp(prefix="surgeon-tests-code-")
 os.environ["HF_MODULES_CACHE"] = _CODE
 atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the terminal shows does not depend on the width that a runner of tests has been told of."""
+    monkeypatch.delenv("COLUMNS", raising=False)
