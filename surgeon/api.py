@@ -553,6 +553,7 @@ def train(
     config: str | Path,
     to: str | Path,
     *,
+    delta_only: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -560,7 +561,8 @@ def train(
     """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
 
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
-    checked. The same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
+    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` puts back onto the base. The
+    same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
     """
@@ -569,6 +571,12 @@ def train(
 
     loaded = load_config(Path(config))
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    hears = listener or Quiet()
+
+    def as_delta(whole: Path) -> None:
+        run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
+        _make_delta(run, Path(to), None, metadata_of(run), hears)
+
     finished = run_training(
         folder,
         _manifest_of(folder),
@@ -576,7 +584,8 @@ def train(
         Path(to),
         device=device,
         trust_remote_code=trust_remote_code,
-        listener=listener or Quiet(),
+        listener=hears,
+        deliver=as_delta if delta_only else None,
     )
     if finished.manifest is None:
         return None

@@ -252,6 +252,9 @@ def train(
         Path, typer.Option("--config", metavar="TRAIN.YAML", help="what to train, on what, for how long")
     ],
     to: Annotated[Path, typer.Option("--to", metavar="RUN", help="folder of the trained output")],
+    delta_only: Annotated[
+        bool, typer.Option("--delta-only", help="make RUN a delta: what the base lacks (`apply --delta` puts it back)")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
@@ -265,7 +268,15 @@ def train(
     from surgeon import api
 
     with _listening(quiet or not speaks()) as listener:
-        trained = api.train(out, config, to, device=device, trust_remote_code=trust_remote_code, listener=listener)
+        trained = api.train(
+            out,
+            config,
+            to,
+            delta_only=delta_only,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
     if trained is None:
         return
     if as_json:

@@ -11,7 +11,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,10 @@ class Finished:
     peak_memory: int = 0
 
 
+# In the work folder: the published run, where what is asked for is only made of it.
+WHOLE_FOLDER = "whole"
+
+
 def work_folder(target: Path) -> Path:
     """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
     return target.with_name(f".{target.name}.training")
@@ -105,8 +109,12 @@ def run_training(
     device: str,
     trust_remote_code: bool,
     listener: Listener,
+    deliver: Callable[[Path], object] | None = None,
 ) -> Finished:
-    """Train `out` by the config and publish it as `target`. Raises BadInput, WrongSet, Diverged, PromiseBroken."""
+    """Train `out` by the config and publish it as `target`. Raises BadInput, WrongSet, Diverged, PromiseBroken.
+
+    With `deliver` the run is published in the work folder instead, and `deliver` makes `target` of that.
+    """
     processes = Processes.of_environment()
     config = loaded.config
     for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
@@ -148,7 +156,13 @@ def run_training(
             out, loaded, settings, wanted, data, work, device, processes, trust_remote_code, listener, say
         )
         if processes.leads:
-            _publish(finished, out, manifest, loaded, work, target, held, listener)
+            whole = work / WHOLE_FOLDER if deliver else target
+            if deliver and whole.exists():
+                # Of a run that was cut off between the two.
+                shutil.rmtree(whole)
+            _publish(finished, out, manifest, loaded, work, whole, held, listener)
+            if deliver:
+                deliver(whole)
     if processes.leads:
         shutil.rmtree(work)
     return finished

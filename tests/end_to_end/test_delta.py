@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from surgeon import api
 from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.training.session import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.end_to_end.conftest import ROOT
 from tests.end_to_end.test_push import hub as hub  # the fixture
 from tests.end_to_end.test_refusals import refused
 from tests.end_to_end.test_revert import ADAPTERS, CONTROL, INSERT, train, write_plan
+from tests.training.test_train import config, grown
 from tests.training.texts import add_tokenizer
 
 GRAFTS: list[dict[str, Any]] = [
@@ -141,6 +143,24 @@ def test_the_base_of_a_delta_is_that_of_the_last_surgery(tmp_path: Path) -> None
     api.apply_delta(tmp_path / "delta", str(tmp_path / "out"), tmp_path / "again")
     assert api.diff(tmp_path / "second", tmp_path / "again", exact=True).identical
     assert (tmp_path / "second" / "surgery.json").read_bytes() == (tmp_path / "again" / "surgery.json").read_bytes()
+
+
+def test_a_run_kept_as_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run as a whole one's, also where it was cut off before the delta was made."""
+    out = grown(tmp_path)
+    settings = config(tmp_path, steps=2)
+    api.train(out, settings, tmp_path / "whole", device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "_make_delta", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            api.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
+    assert not (tmp_path / "run").exists()
+    arguments = ["train", out, "--config", settings, "--to", tmp_path / "run", "--delta-only", "--device", "cpu"]
+    ran = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert ran.exit_code == 0, ran.stderr
+    assert not work_folder(tmp_path / "run").exists()
+    api.apply_delta(tmp_path / "run", str(tmp_path / "base"), tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "whole")
 
 
 # What is refused.
