@@ -233,7 +233,9 @@ def _warnings_told(say: Callable[[str], None]) -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        say(printable(" ".join(str(warning.message).split()), 400))
+        # What one library has to say to the authors of another is no news for who pushes.
+        if not issubclass(warning.category, DeprecationWarning | PendingDeprecationWarning):
+            say(printable(" ".join(str(warning.message).split()), 400))
 
 
 def _refuse_offline(to: Destination) -> None:
