@@ -277,14 +277,13 @@ def train(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if trained is None:
-        return
-    if as_json:
+    if trained is not None and as_json:
         _print_json(trained.to_json())
-    elif not quiet:
+    elif trained is not None and not quiet:
         from surgeon.views.terminal import trained_view
 
         _console().print(trained_view(trained))
+    _leave_ranks()
 
 
 @app.command()
@@ -652,6 +651,14 @@ def demo(
     _console().print(demo_view(shown))
     if not shown.verification.holds:
         raise typer.Exit(3)
+
+
+def _leave_ranks() -> None:
+    """End a process of torchrun's that is done: gloo's threads may outlive the interpreter, whose exit then aborts."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _console() -> Console:
