@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,13 @@ def _check_launcher() -> None:
 
 @contextlib.contextmanager
 def sharded_here() -> Iterator[None]:
-    """Inside, accelerate and transformers see nothing of FSDP, lest they load, wrap or save in their own way."""
+    """Inside, accelerate and transformers see nothing of FSDP, lest they load, wrap or save in a way of their own."""
     said = os.environ.pop(USE_FSDP, None)
     try:
-        yield
+        with warnings.catch_warnings():
+            # A layer's losses are views, which nothing changes in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            yield
     finally:
         if said is not None:
             os.environ[USE_FSDP] = said

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -89,10 +88,12 @@ def test_two_shares_learn_what_one_whole_learns(tmp_path: Path) -> None:
         for source, (before, after) in one.losses.items():
             assert told["losses"][source]["before"] == pytest.approx(before, rel=1e-6)
             assert told["losses"][source]["after"] == pytest.approx(after, rel=1e-5)
-        whole, sharded = tensors(tmp_path / name / "alone"), tensors(tmp_path / name / "sharded")
-        assert whole.keys() == sharded.keys()
+        born, whole, sharded = (tensors(tmp_path / name / folder) for folder in ("out", "alone", "sharded"))
+        assert born.keys() == whole.keys() == sharded.keys()
         for tensor, value in whole.items():
-            torch.testing.assert_close(sharded[tensor], value, rtol=1e-3, atol=1e-5)
+            # Against how far it went: AdamW makes a whole step of a gradient that is all rounding.
+            distance, way = (sharded[tensor] - value).norm(), (value - born[tensor]).norm()
+            assert distance <= 1e-3 * way, (name, tensor, distance, way)
         assert api.verify(tmp_path / runs[name][1], tmp_path / name / "sharded", text=None, windows=1).holds
     stopped = [(tmp_path / "wild" / f"stopped{rank}.txt").read_text() for rank in (0, 1)]
     assert stopped[0] == stopped[1]
@@ -114,13 +115,12 @@ def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
         [*LAUNCH, *arguments, str(tmp_path / "run")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | ACCELERATE,
     )
     while begun.poll() is None and (not work.is_dir() or newest_checkpoint(work) is None):
         time.sleep(0.005)
     assert begun.poll() is None
-    os.killpg(begun.pid, signal.SIGKILL)
+    begun.terminate()  # which torchrun hands on: its processes would outlive it, were it killed
     begun.wait()
     shutil.copytree(work, work_folder(tmp_path / "other"))
     ran = launch(*arguments, str(tmp_path / "run"), environment=ACCELERATE)
