@@ -101,6 +101,10 @@ class TrainConfig(_Entry):
     checkpointing: Annotated[bool, Field(description="recompute activations in the backward pass, to save memory")] = (
         False
     )
+    sharding: Annotated[
+        Literal["none", "fsdp"],
+        Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
+    ] = "none"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64

@@ -35,6 +35,7 @@ from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
+from surgeon.training.sharding import Sharding, shard, sharded_here, sharding_asked
 from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
     DATA_FILE,
@@ -117,11 +118,7 @@ def run_training(
     """
     processes = Processes.of_environment()
     config = loaded.config
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(variable, "").lower() == "true":
-            raise BadInput(
-                f"{variable} is set: `surgeon train` does not run under {name} yet; use torchrun alone (DDP)"
-            )
+    sharding = sharding_asked(config)
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     device = devices.resolve(device)
@@ -152,9 +149,13 @@ def run_training(
             say(note)
         for step in drop_torn_checkpoints(work) if processes.leads else ():
             say(f"the checkpoint of step {step} was cut off while it was written, and is dropped")
-        finished = _train(
-            out, loaded, settings, wanted, data, work, device, processes, trust_remote_code, listener, say
-        )
+        if sharding is not None and processes.size == 1:
+            say("one process: nothing is sharded")
+            sharding = None
+        with sharded_here():
+            finished = _train(
+                out, loaded, settings, wanted, data, work, device, processes, sharding, trust_remote_code, listener, say
+            )
         if processes.leads:
             whole = work / WHOLE_FOLDER if deliver else target
             if deliver and whole.exists():
@@ -177,6 +178,7 @@ def _train(
     work: Path,
     device: str,
     processes: Processes,
+    sharding: Sharding | None,
     trust_remote_code: bool,
     listener: Listener,
     say: Any,
@@ -201,6 +203,9 @@ def _train(
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if sharding is not None:
+        shard(model, sharding, device=args.device)
+        say(f"sharded over {processes.size} processes (FSDP2)")
     say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     batches = Batches(
         data.mixture,
@@ -435,7 +440,9 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
         numbers.pop(key)
     content = {
         "version": __version__,
-        "config": loaded.config.model_dump(mode="json", exclude={"micro_batch", "log_every", "checkpointing"}),
+        "config": loaded.config.model_dump(
+            mode="json", exclude={"micro_batch", "log_every", "checkpointing", "sharding"}
+        ),
         "settings": numbers,
         "tensors": held,
         "data": [documents.identity() for documents in data.documents],

@@ -19,11 +19,13 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from surgeon.errors import SurgeonError, printable
 from surgeon.training.optimizer import make_optimizer, make_schedule
 from surgeon.training.packing import IGNORED_LABEL, Batches, PackedSequence, batch_of
 from surgeon.training.settings import Settings
+from surgeon.training.sharding import dealt_out, gathered, is_sharded, let_go
 from surgeon.training.trainable import check_set
 
 TRAINED_FILE = "trained.safetensors"
@@ -84,12 +86,16 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if not bool(torch.isfinite(loss)):
-            raise self._diverged("loss", float(loss))
+        # Of all processes: one that stopped alone would leave the others waiting for it.
+        told = loss.detach().to(torch.float32, copy=True)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(told)
+        if not bool(torch.isfinite(told)):
+            raise self._diverged("loss", float(told))
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
         if norm is not None and not bool(torch.isfinite(torch.as_tensor(norm))):
             raise self._diverged("gradient's norm", float(norm))
         return norm
@@ -120,17 +126,29 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         held = dict(self.model.named_parameters()) if state_dict is None else state_dict
+        if is_sharded(self.model) or self.args.should_save:
+            # A sharded tensor is gathered by all processes.
+            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in self.names}
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # The same files: a run may go on with another number of processes, sharded or not.
+        state = gathered(self.optimizer.state_dict())
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: held[name].detach().cpu().contiguous() for name in self.names}
-            safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         parameters = dict((model or self.model).named_parameters())
         with torch.no_grad():
             for name in self.names:
-                parameters[name].copy_(tensors[name])
+                parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -191,13 +209,18 @@ def losses_by_source(
         total = torch.zeros(2, dtype=torch.float64)
         # Of equal lengths: a source that has no full sequence has one short one.
         for begin in range(0, len(sequences), micro_batch * processes):
-            mine = sequences[begin : begin + micro_batch * processes][process::processes]
+            all_of_them = sequences[begin : begin + micro_batch * processes]
+            mine = all_of_them[process::processes]
             if mine:
                 total += _summed(model, batch_of(mine, domains=False), device)
+            elif is_sharded(model):
+                # The others' forward needs this process's shares.
+                _summed(model, batch_of(all_of_them[:1], domains=False), device)
         if processes > 1:
             total = total.to(device if device.type == "cuda" else "cpu")
             torch.distributed.all_reduce(total)
         found[name] = float(total[0] / total[1])
+    let_go(model)
     model.train(training)
     return found
 

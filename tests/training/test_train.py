@@ -261,8 +261,8 @@ def test_what_is_not_for_this_command(tmp_path: Path, monkeypatch: pytest.Monkey
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
     with pytest.raises(BadInput, match="training takes auto, cpu or cuda"):
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cuda:1")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match="does not run under FSDP yet"):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(BadInput, match="does not run under DeepSpeed"):
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
 
 
