@@ -151,7 +151,8 @@ def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
     with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
     it is, because it draws nothing, costs nothing, and for few units is far less too narrow than percentiles are.
     """
-    return Ratio(float(sums.sum() / counts.sum()), _interval(sums.sum() / counts.sum(), _influence(sums, counts)))
+    value = _mean(sums, counts)
+    return Ratio(value, _interval(value, _influence(sums, counts)))
 
 
 def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
@@ -159,13 +160,18 @@ def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], o
 
     What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
     """
-    value = float(sums.sum() / counts.sum() - others.sum() / other_counts.sum())
+    value = _mean(sums, counts) - _mean(others, other_counts)
     return Ratio(value, _interval(value, _influence(sums, counts) - _influence(others, other_counts)))
 
 
+def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
+    return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
+
+
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    total = counts.sum()
-    found: NDArray[np.float64] = (sums - sums.sum() / total * counts) / total
+    # Losses may be infinite or no numbers; then so are the intervals.
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
     return found
 
 
