@@ -114,6 +114,10 @@ def test_a_preserving_output_is_its_base_exactly_and_a_changed_one_is_told_apart
     assert changed.loss.interval is not None
     assert high - low < changed.loss.interval[1] - changed.loss.interval[0]
     assert not any("--base" in note for note in found.notes)
+    assert repr(found).startswith("Evaluation(5 models, ") and "\n" not in repr(found)
+    assert found.of(str(folder / "pmoe"), "long").documents == 6
+    with pytest.raises(KeyError):
+        found.of("pmoe", "short")
 
 
 def test_batches_do_not_change_what_is_found(folder: Path) -> None:
