@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _API = (
     "apply",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from surgeon.api import (
         apply,
         diff,
+        evaluate,
         export_slot,
         inspect,
         json_schema,
@@ -59,6 +61,7 @@ __all__ = [
     "__version__",
     "apply",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",
