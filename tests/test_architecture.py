@@ -50,6 +50,7 @@ FORBIDDEN = {
     "views/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.views"),
     "training": ("surgeon.api", "surgeon.cli", "surgeon.views", "surgeon.plan", "surgeon.operations"),
+    "evaluation": ("surgeon.api", "surgeon.cli", "surgeon.views", "surgeon.plan", "surgeon.operations"),
     "training/names.py": ("torch", "numpy", "transformers"),
     "training/config.py": ("torch", "numpy", "transformers"),
     "strict_yaml.py": ("surgeon.plan", "surgeon.training", "torch"),

@@ -17,12 +17,12 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
 
 from surgeon.errors import SurgeonError, printable
+from surgeon.evaluation.scores import score
 from surgeon.training.optimizer import make_optimizer, make_schedule
-from surgeon.training.packing import IGNORED_LABEL, Batches, PackedSequence, batch_of
+from surgeon.training.packing import Batches, PackedSequence
 from surgeon.training.settings import Settings
 from surgeon.training.trainable import check_set
 
@@ -170,7 +170,6 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
             self.on_log_entry({"step": state.global_step, **logs})
 
 
-@torch.no_grad()
 def losses_by_source(
     model: nn.Module,
     validation: Mapping[str, Sequence[PackedSequence]],
@@ -179,38 +178,11 @@ def losses_by_source(
     process: int = 0,
     processes: int = 1,
 ) -> dict[str, float]:
-    """Mean cross-entropy in nats of the labels that count, for each source; auxiliary losses have no part in it.
-
-    Sums are in float64 over float32 logits. Every process gives the same answer.
-    """
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    found: dict[str, float] = {}
-    for name, sequences in validation.items():
-        total = torch.zeros(2, dtype=torch.float64)
-        # Of equal lengths: a source that has no full sequence has one short one.
-        for begin in range(0, len(sequences), micro_batch * processes):
-            mine = sequences[begin : begin + micro_batch * processes][process::processes]
-            if mine:
-                total += _summed(model, batch_of(mine, domains=False), device)
-        if processes > 1:
-            total = total.to(device if device.type == "cuda" else "cpu")
-            torch.distributed.all_reduce(total)
-        found[name] = float(total[0] / total[1])
-    model.train(training)
-    return found
-
-
-def _summed(model: nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    labels = batch.pop("labels").to(device)
-    logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
-    total = torch.zeros(2, dtype=torch.float64)
-    # One sequence after the other: float32 logits of a large vocabulary are the most memory of all.
-    for row, wanted in zip(logits[:, :-1], labels[:, 1:], strict=True):
-        losses = F.cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="none")
-        total += torch.stack([losses.double().sum(), (wanted != IGNORED_LABEL).sum().double()]).cpu()
-    return total
+    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
+    return {
+        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        for name, sequences in validation.items()
+    }
 
 
 def newest_checkpoint(work: Path) -> Path | None:
