@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _API = (
     "apply",
+    "continual",
     "diff",
     "export_slot",
     "inspect",
@@ -34,6 +35,7 @@ _API = (
 if TYPE_CHECKING:
     from surgeon.api import (
         apply,
+        continual,
         diff,
         export_slot,
         inspect,
@@ -58,6 +60,7 @@ __all__ = [
     "SurgeonError",
     "__version__",
     "apply",
+    "continual",
     "diff",
     "export_slot",
     "inspect",

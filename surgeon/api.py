@@ -38,6 +38,7 @@ from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.results import (
     Applied,
     AppliedDelta,
+    Continued,
     Difference,
     Exported,
     Inspection,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "AppliedDelta",
+    "Continued",
     "Difference",
     "Exported",
     "Inspection",
@@ -80,6 +82,7 @@ __all__ = [
     "Verification",
     "apply",
     "apply_delta",
+    "continual",
     "diff",
     "export_slot",
     "inspect",
@@ -605,6 +608,93 @@ def train(
         tokens_per_second=finished.tokens_per_second,
         peak_memory=finished.peak_memory,
     )
+
+
+def continual(
+    tasks: str | Path,
+    base: str | Path,
+    run: str | Path,
+    *,
+    revision: str | None = None,
+    keep: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Continued:
+    """Learn the tasks of the file `tasks` one by one, and publish the model after the last as the folder `run`.
+
+    For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
+    ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
+    `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
+    within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
+    BadInput too where the tasks file, its texts or the base changed since.
+    """
+    from surgeon.tasks.config import load_tasks
+    from surgeon.tasks.course import Course, Means, run_course
+    from surgeon.tasks.surgeries import at_line, check_tasks, plans_of
+    from surgeon.training.config import LoadedConfig
+    from surgeon.training.session import Processes, run_training
+
+    listener = listener or Quiet()
+    if Processes.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
+    loaded = load_tasks(Path(tasks))
+    device = devices.resolve(device)
+    config = loaded.config
+    plans = plans_of(loaded)
+    assert plans[0] is not None
+    with at_line(loaded, 0):
+        preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
+    located = locate(str(base), revision=revision)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    check_tasks(loaded, plans, folder)
+
+    def grow(number: int, before: Path, out: Path) -> None:
+        plan = plans[number]
+        assert plan is not None
+        # The base by the name it was given: what the manifest calls it.
+        source, at = (str(base), revision) if number == 0 else (str(before), None)
+        with at_line(loaded, number):
+            apply(plan, source, out, revision=at, device=device, trust_remote_code=trust_remote_code, listener=listener)
+
+    def train_on(before: Path, config: LoadedConfig, to: Path) -> None:
+        out = CheckpointFolder.open(before, trust_remote_code=trust_remote_code)
+        run_training(
+            out,
+            _manifest_of(out),
+            config,
+            to,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+
+    def result(course: Course) -> Continued:
+        return Continued(
+            path=Path(run),
+            base=located.repo_id or located.path.resolve().name,
+            tasks=tuple(task.name for task in config.tasks),
+            general=tuple(source.name for source in config.general),
+            rows=tuple(course.rows),
+            trainings=tuple(course.trainings),
+            config=config.model_dump(mode="json", exclude_unset=True),
+            fingerprint=course.fingerprint,
+            resumed_after=course.resumed_after,
+            kept=course.kept,
+        )
+
+    course = run_course(
+        loaded,
+        folder,
+        Path(run),
+        Means(lambda number: plans[number] is not None, grow, train_on),
+        device=device,
+        keep=keep,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+        told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
+    )
+    return result(course)
 
 
 def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ _NAME = r"^[A-Za-z0-9_-]{1,40}$"
 _SHARE_TOLERANCE = 0.005
 
 NOTHING = "none"
+# As many as a training config takes: the last task may replay all of them.
+_MOST_SOURCES = 100
 
 
 class _Entry(BaseModel):
@@ -186,6 +189,10 @@ class TasksConfig(_Entry):
         sources = [name for task in self.tasks for name, _, _ in task.named_sources()]
         if doubled := _doubled(sources):
             raise ValueError(f"two sources are called {doubled!r}; give one of them another `name:`")
+        if len(sources) > _MOST_SOURCES:
+            raise ValueError(f"{len(sources)} sources; a continual run takes {_MOST_SOURCES} at most")
+        if self.surgery(0) == NOTHING:
+            raise ValueError("the first task needs a plan: there is nothing yet that could train on")
         for task in self.tasks:
             if task.train.steps is None and self.train.steps is None:
                 raise ValueError(f"task {task.name} has no `steps`: say so many under `train:`")
@@ -206,12 +213,13 @@ class TasksConfig(_Entry):
         ]
         asked = {**_given(self.train), **_given(task.train)}
         optimizer = {**_given(self.train.optimizer), **_given(task.train.optimizer)}
+        asked["optimizer"] = OptimizerSpec(**optimizer)
         return TrainConfig(
             surgeon_train=1,
             sources=sources,
             seed=(self.seed + number) % 2**32,
             validation_sequences=self.evaluation_sequences,
-            **(asked | {"optimizer": OptimizerSpec(**optimizer)}),
+            **asked,
         )
 
     def surgery(self, number: int) -> str | dict[str, Any]:
@@ -251,10 +259,8 @@ def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpe
 
 
 def _given(settings: BaseModel | None) -> dict[str, Any]:
-    """What was said, without what was left out."""
-    if settings is None:
-        return {}
-    return {name: getattr(settings, name) for name in settings.model_fields_set if getattr(settings, name) is not None}
+    """What was said, without what was left out, as plain data."""
+    return {} if settings is None else settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
 def _doubled(names: list[str]) -> str | None:
@@ -267,6 +273,13 @@ class LoadedTasks:
 
     config: TasksConfig
     source: Path
+    lines: Mapping[Place, int]
+
+    def line_of_surgery(self, number: int) -> int:
+        """The line (from 1) that says what task `number` (from 0) adds; of a default, the task's own."""
+        general: Place = ("next_plan",) if number and ("next_plan",) in self.lines else ("plan",)
+        places: list[Place] = [("tasks", number, "plan"), general, ("tasks", number)]
+        return next(self.lines[place] for place in places if place in self.lines)
 
     def resolve(self, path: str) -> Path:
         """A path that the file names."""
@@ -285,7 +298,7 @@ def load_tasks(path: Path) -> LoadedTasks:
         raise BadInput(
             explain(error, data, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
         ) from None
-    return LoadedTasks(config, path)
+    return LoadedTasks(config, path, lines)
 
 
 def json_schema() -> dict[str, Any]:

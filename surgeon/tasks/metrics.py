@@ -7,9 +7,38 @@ task t, both from 0 here (the paper counts from 1), higher is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 Row = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sums over held-out tokens of one task: how many, how many of them were guessed, their cross-entropy in nats."""
+
+    tokens: int
+    right: int
+    nats: float
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens that greedy decoding gets right when it is shown what comes before: the performance."""
+        return self.right / self.tokens
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"tokens": self.tokens, "right": self.right, "nats": self.nats}
+
+
+# Task or general source → what was measured on it.
+Measurement = Mapping[str, Measured]
 
 
 def overall_performance(matrix: Sequence[Row], t: int) -> float:
