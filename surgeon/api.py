@@ -474,10 +474,13 @@ def verify(
 ) -> Verification:
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
+    `base` is what the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
+
     `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
     is no output of surgeon; a broken promise is told in the result.
     """
+    from surgeon.verification.ancestors import ancestry_of, check_ancestry
     from surgeon.verification.static import bytes_to_read, check_static
 
     listener = listener or Quiet()
@@ -493,12 +496,18 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
-    adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
-    blueprint = draw(loaded, anatomy, base_folder.config, adapters)
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
-    checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
+    checks: list[Check]
+    if ancestry := ancestry_of(base_folder, out_folder, manifest):
+        promise, trained, layer_of_base = ancestry.promise, ancestry.trained, ancestry.layer_of_base
+        checks = check_ancestry(ancestry, manifest, base_folder, out_folder, advance=listener.advance)
+    else:
+        adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
+        blueprint = draw(loaded, anatomy, base_folder.config, adapters)
+        promise, trained, layer_of_base = blueprint.promise, bool(manifest.training), blueprint.layer_of_base
+        checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
-        return Verification(blueprint.promise, checks, trained=bool(manifest.training))
+        return Verification(promise, checks, trained=trained)
 
     from surgeon.verification.encoders import auto_class, compare_encoders
     from surgeon.verification.logits import compare_logits
@@ -532,7 +541,7 @@ def verify(
                 tokens.ids,
                 dtype=dtype,
                 device=device,
-                layer_of_base=blueprint.layer_of_base,
+                layer_of_base=layer_of_base,
                 trust_remote_code=trust_remote_code,
             )
             layered.append(layer_by_layer)
@@ -548,7 +557,7 @@ def verify(
                     trust_remote_code=trust_remote_code,
                 )
             )
-    return Verification(blueprint.promise, checks, comparisons, layered, tokens.source, trained=bool(manifest.training))
+    return Verification(promise, checks, comparisons, layered, tokens.source, trained=trained)
 
 
 def train(
