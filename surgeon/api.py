@@ -692,17 +692,23 @@ def continual(
             kept=course.kept,
         )
 
-    course = run_course(
-        loaded,
-        folder,
-        Path(run),
-        Means(lambda number: plans[number] is not None, grow, train_on),
-        device=device,
-        keep=keep,
-        trust_remote_code=trust_remote_code,
-        listener=listener,
-        told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
-    )
+    try:
+        course = run_course(
+            loaded,
+            folder,
+            Path(run),
+            Means(lambda number: plans[number] is not None, grow, train_on),
+            device=device,
+            keep=keep,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+            told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
+        )
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
+        raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
     return result(course)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon import __version__
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Listener
@@ -30,7 +30,6 @@ from surgeon.tasks.metrics import Measured, Measurement
 from surgeon.training.config import LoadedConfig
 
 STATE_FILE = "course.json"
-RESULT_FILE = "continual.json"
 
 # What has no part in any number.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
@@ -111,7 +110,7 @@ def run_course(
     listener: Listener,
     told: Callable[[Course], str],
 ) -> Course:
-    """Carry out what is left of a course and publish the last run as `target`, with what `told` says in RESULT_FILE.
+    """Carry out what is left of a course and publish the last run as `target`, with what `told` says in RECORD_FILE.
 
     `base` is a folder. Raises BadInput for what cannot be done, and what `means` raise; everything that is complete
     stays for the same call. With `keep` the earlier runs end up in `kept_folder`.
@@ -227,7 +226,7 @@ class _Course:
     def publish(self, result: str) -> None:
         """The last run becomes RUN."""
         last = self.run_of(len(self.loaded.config.tasks) - 1)
-        _write_durably(last / RESULT_FILE, result)
+        _write_durably(last / RECORD_FILE, result)
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)

@@ -24,6 +24,7 @@ from surgeon import api
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.errors import BadInput
 from surgeon.results import Continued
+from surgeon.sharing import pack
 from surgeon.tasks import course
 from surgeon.training.documents import Documents
 from surgeon.training.encoding import Encoder
@@ -405,6 +406,28 @@ def test_chats_are_measured_on_responses_alone(tmp_path: Path) -> None:
     told = carried_out(tmp_path)
     # Three words and the end of the turn, of each of twelve responses; what the last sequence lacks is not counted.
     assert 12 * 4 - 4 <= told.rows[0]["a"].tokens <= 12 * 4
+
+
+def test_what_was_measured_goes_along_to_the_hub(whole: Whole) -> None:
+    run = CheckpointFolder.open(whole.folder / "run")
+    manifest = api.inspect(run.path).manifest
+    assert manifest is not None
+    parcel = pack(run, manifest, b"card")
+    assert "continual.json" in parcel.files
+    assert not parcel.left_behind
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(tmp_path, train=SHORT)
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(course, "_write_durably", full)
+        with pytest.raises(BadInput, match=r"course\.json: No space left on device; what is complete is kept"):
+            carried_out(tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_shows_the_matrix(whole: Whole) -> None:
