@@ -57,7 +57,6 @@ class Course:
     fingerprint: str
     resumed_after: int = 0
     kept: Path | None = None
-    already_there: bool = False
 
 
 @dataclass
@@ -127,7 +126,6 @@ def run_course(
         course = _Course(loaded, base, target, means, device, keep, trust_remote_code, listener, measure, state)
         done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
         if course.is_published():
-            done.already_there = True
             listener.say(f"{printable(str(target))} was already complete; nothing to do")
         else:
             for note in measure.notes:
