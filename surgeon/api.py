@@ -40,6 +40,7 @@ from surgeon.results import (
     AppliedDelta,
     Continued,
     Difference,
+    Evaluation,
     Exported,
     Inspection,
     MadeDelta,
@@ -68,6 +69,7 @@ __all__ = [
     "AppliedDelta",
     "Continued",
     "Difference",
+    "Evaluation",
     "Exported",
     "Inspection",
     "MadeDelta",
@@ -84,6 +86,7 @@ __all__ = [
     "apply_delta",
     "continual",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",
@@ -710,6 +713,56 @@ def continual(
         told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
         raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
     return result(course)
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    base: str | Path | None = None,
+    sources: Sequence[str] | None = None,
+    length: int | None = None,
+    batch: int = 8,
+    most: int = 500,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Evaluation:
+    """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
+
+    A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
+    gives a name), a data file, a training config (what it holds out), or files by name. The first row, `base` where it
+    is given, is what the others are compared with, document by document. At most `most` documents a source are taken
+    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
+    BadInput.
+    """
+    from surgeon.evaluation.models import Candidate, evaluate_models
+    from surgeon.evaluation.sources import open_sources
+
+    listener = listener or Quiet()
+    for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
+        if given is not None and given < least:
+            raise BadInput(f"{option} is {given}; it is at least {least}")
+    given_models = [models] if isinstance(models, str | Path) else list(models)
+    if not given_models:
+        raise BadInput("no model to evaluate: give a folder or a Hub id")
+    device = devices.resolve(device)
+    candidates = [
+        Candidate.open(model, trust_remote_code=trust_remote_code)
+        for model in [*([base] if base is not None else []), *given_models]
+    ]
+    held = open_sources(data, only=sources or (), most=most, say=listener.say)
+    return evaluate_models(
+        candidates,
+        held,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    )
 
 
 def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:

@@ -16,6 +16,7 @@ from surgeon.plan.loading import LoadedPlan
 from surgeon.tasks.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 
 if TYPE_CHECKING:
+    from surgeon.evaluation.scores import Ratio
     from surgeon.findings.gathering import Findings
     from surgeon.verification.encoders import OutputComparison
     from surgeon.verification.logits import LogitComparison
@@ -570,6 +571,102 @@ class Continued:
             "resumed_after": self.resumed_after,
             **self.record(),
         }
+
+
+@dataclass(frozen=True)
+class SourceScores:
+    """One model on one source. Losses are in nats a token, bits per byte of UTF-8, accuracy is greedy decoding's.
+
+    Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
+    (None: this is the first; of losses also where the tokens are other ones).
+    """
+
+    source: str
+    documents: int
+    tokens: int
+    nbytes: int
+    loss: Ratio
+    perplexity: Ratio
+    bits_per_byte: Ratio
+    accuracy: Ratio
+    loss_difference: Ratio | None
+    bits_difference: Ratio | None
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model on all sources; `same_tokens` says whether its tokens are the first model's."""
+
+    model: str
+    same_tokens: bool
+    sources: tuple[SourceScores, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Models beside each other on the same held-out text, the first one the one to compare with.
+
+    `length` is the most tokens a window has; `notes` tell what the numbers do not.
+    """
+
+    models: tuple[ModelScores, ...]
+    length: int
+    dtype: str
+    device: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        shown = "; ".join(
+            f"{row.model}: " + ", ".join(f"{found.source} {found.loss.value:.4f}" for found in row.sources[:4])
+            for row in self.models[:4]
+        )
+        return f"Evaluation({len(self.models)} models, {shown})"
+
+    def of(self, model: str, source: str) -> SourceScores:
+        """One cell; KeyError where there is none."""
+        for row in self.models:
+            for found in row.sources:
+                if (row.model, found.source) == (model, source):
+                    return found
+        raise KeyError(f"{model}, {source}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`; a number that is none or infinite is its name."""
+        ratios = ("loss", "perplexity", "bits_per_byte", "accuracy", "loss_difference", "bits_difference")
+        return {
+            "length": self.length,
+            "dtype": self.dtype,
+            "device": self.device,
+            "confidence": 0.95,
+            "models": [
+                {
+                    "model": row.model,
+                    "same_tokens": row.same_tokens,
+                    "sources": {
+                        found.source: {
+                            "documents": found.documents,
+                            "tokens": found.tokens,
+                            "bytes": found.nbytes,
+                            **{name: _ratio(getattr(found, name)) for name in ratios},
+                        }
+                        for found in row.sources
+                    },
+                }
+                for row in self.models
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _ratio(found: Ratio | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    low, high = found.interval or (None, None)
+    return {"value": _number(found.value), "low": _number(low), "high": _number(high)}
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 @dataclass(frozen=True)

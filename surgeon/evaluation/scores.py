@@ -6,8 +6,9 @@ unit are not independent, so the interval comes from the spread between units.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,24 +76,23 @@ def score(
     *,
     micro_batch: int,
     units: Sequence[NDArray[np.int64]] | None = None,
+    unit_count: int = 0,
     process: int = 0,
     processes: int = 1,
     advance: Callable[[int], None] = lambda _sequences: None,
 ) -> Scores:
-    """Run `model`, in eval mode, over `sequences`, `micro_batch` at a time (those of one batch are of equal length).
+    """Run `model`, in eval mode, over `sequences`: `micro_batch` of the longest at a time, of shorter ones more.
 
-    `units` says to which unit each token of a sequence belongs, (length,) each, numbered from 0; None: every sequence
-    is a unit of its own. Cross-entropy is of the labels that count, in float32 over the model's logits, summed in
-    float64; auxiliary losses have no part in it. With `processes`, each runs its share and all give the same answer.
-    `advance` hears how many sequences are done.
+    Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
+    each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
+    labels that count, in float32 over the model's logits, summed in float64; auxiliary losses have no part in it. With
+    `processes`, each runs its share and all give the same answer. `advance` hears how many sequences are done.
     """
-    count = len(sequences) if units is None else 1 + max((int(unit.max()) for unit in units), default=-1)
-    sums = np.zeros((3, count))
+    sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
     model.eval()
     device = next(model.parameters()).device
-    for begin in range(0, len(sequences), micro_batch * processes):
-        whole = range(begin, min(begin + micro_batch * processes, len(sequences)))
+    for whole in _batches([len(sequence.ids) for sequence in sequences], micro_batch, processes):
         mine = whole[process::processes]
         if mine:
             losses, right, counted = _by_token(model, [sequences[number] for number in mine], device)
@@ -109,6 +109,18 @@ def score(
         sums = together.cpu().numpy()
     model.train(training)
     return Scores(sums[0], sums[1].astype(np.int64), sums[2].astype(np.int64))
+
+
+def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterator[range]:
+    """Which sequences all processes run together."""
+    room = micro_batch * max(lengths, default=0)
+    begin = 0
+    for length, group in itertools.groupby(lengths):
+        end = begin + len(list(group))
+        step = room // length * processes
+        for first in range(begin, end, step):
+            yield range(first, min(first + step, end))
+        begin = end
 
 
 def _by_token(
@@ -139,7 +151,8 @@ def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
     with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
     it is, because it draws nothing, costs nothing, and for few units is far less too narrow than percentiles are.
     """
-    return Ratio(float(sums.sum() / counts.sum()), _interval(sums.sum() / counts.sum(), _influence(sums, counts)))
+    value = _mean(sums, counts)
+    return Ratio(value, _interval(value, _influence(sums, counts)))
 
 
 def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
@@ -147,13 +160,18 @@ def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], o
 
     What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
     """
-    value = float(sums.sum() / counts.sum() - others.sum() / other_counts.sum())
+    value = _mean(sums, counts) - _mean(others, other_counts)
     return Ratio(value, _interval(value, _influence(sums, counts) - _influence(others, other_counts)))
 
 
+def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
+    return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
+
+
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    total = counts.sum()
-    found: NDArray[np.float64] = (sums - sums.sum() / total * counts) / total
+    # Losses may be infinite or no numbers; then so are the intervals.
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
     return found
 
 

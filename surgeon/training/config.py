@@ -20,27 +20,39 @@ _SHARE_TOLERANCE = 0.005
 ORIGINAL, NEW = "original", "new"
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
+    """Of a config: nothing unknown gets through."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class SourceSpec(_Entry):
-    """One source of text."""
+class TextSpec(Entry):
+    """Where a text lies and how to read it."""
 
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
     ]
     path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
-    share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
-    role: Annotated[
-        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
-    ] = NEW
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss on the assistant's words alone")
     ] = "text"
     field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
         None
     )
+
+    @property
+    def key(self) -> str:
+        """The key of a document's text or messages."""
+        return self.field or ("messages" if self.kind == "chat" else "text")
+
+
+class SourceSpec(TextSpec):
+    """One source of text."""
+
+    share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
+    role: Annotated[
+        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
+    ] = NEW
     validation: Annotated[
         float | str,
         Field(description="share of the documents held out (0: none), or a file of its own"),
@@ -54,13 +66,8 @@ class SourceSpec(_Entry):
             raise ValueError("validation must be a share of at least 0 and below 1, or a file")
         return self
 
-    @property
-    def key(self) -> str:
-        """The key of a document's text or messages."""
-        return self.field or ("messages" if self.kind == "chat" else "text")
 
-
-class OptimizerSpec(_Entry):
+class OptimizerSpec(Entry):
     """AdamW and its schedule; what is left out has the paper's value (defaults.py)."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
@@ -72,7 +79,7 @@ class OptimizerSpec(_Entry):
     clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
 
 
-class TrainConfig(_Entry):
+class TrainConfig(Entry):
     """What a training run is to do."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]

@@ -35,7 +35,7 @@ def test_scores_are_those_of_documents_run_one_by_one(tmp_path: Path) -> None:
     units = [np.cumsum([position == 0 for position in each.positions]) - 1 for each in sequences]
     for number in range(1, len(units)):
         units[number] += units[number - 1][-1] + 1
-    found = score(model, sequences, micro_batch=4, units=units)
+    found = score(model, sequences, micro_batch=4, units=units, unit_count=int(units[-1][-1]) + 1)
     nats, tokens, right = [], [], []
     for sequence in sequences:
         begins = [n for n, position in enumerate(sequence.positions) if position == 0] + [len(sequence.ids)]
