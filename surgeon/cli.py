@@ -372,7 +372,7 @@ def continual(
     if as_json:
         _print_json(continued.to_json())
     elif not quiet:
-        from surgeon.views.terminal import continued_view
+        from surgeon.views.course import continued_view
 
         _console().print(continued_view(continued))
 

@@ -142,13 +142,15 @@ def test_performance_is_what_a_plain_loop_finds(whole: Whole) -> None:
             assert (measured.right, measured.tokens) == (right, count), (folder, name)
 
 
-def test_what_earlier_tasks_learnt_stays_to_the_byte(whole: Whole) -> None:
+def test_what_earlier_tasks_learnt_stays_to_the_byte(whole: Whole, tmp_path: Path) -> None:
     held = [tensors(whole.folder / "base"), *(tensors(folder) for folder in whole.models)]
     for earlier, later in itertools.pairwise(held):
         assert earlier.keys() < later.keys()
         assert {name: later[name] for name in earlier} == earlier
     slots = [{name.split(".slots.")[1].split(".")[0] for name in each if ".slots." in name} for each in held]
     assert slots == [set(), {"0"}, {"0", "1"}, {"0", "1", "2"}]
+    api.revert(whole.folder / "run", tmp_path / "back")
+    assert tensors(tmp_path / "back") == held[2]
 
 
 def test_the_run_verifies_against_the_base_and_is_a_complete_checkpoint(whole: Whole) -> None:
@@ -433,7 +435,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_command_shows_the_matrix(whole: Whole) -> None:
     from rich.console import Console
 
-    from surgeon.views.terminal import continued_view
+    from surgeon.views.course import continued_view
 
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(continued_view(whole.told))
