@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _API = (
     "apply",
+    "continual",
     "diff",
     "evaluate",
     "export_slot",
@@ -35,6 +36,7 @@ _API = (
 if TYPE_CHECKING:
     from surgeon.api import (
         apply,
+        continual,
         diff,
         evaluate,
         export_slot,
@@ -60,6 +62,7 @@ __all__ = [
     "SurgeonError",
     "__version__",
     "apply",
+    "continual",
     "diff",
     "evaluate",
     "export_slot",

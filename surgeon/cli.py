@@ -341,6 +341,43 @@ def evaluate(
 
 
 @app.command()
+def continual(
+    tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and how to learn them")],
+    base: BaseArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
+    revision: Revision = None,
+    keep: Annotated[bool, typer.Option("--keep", help="keep the earlier tasks' models, in RUN-tasks")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Learn tasks one after the other, with a surgery for each, and measure all of them after each one.
+
+    The same command continues a run that was cut off, between tasks and within one.
+    """
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        continued = api.continual(
+            tasks,
+            base,
+            run,
+            revision=revision,
+            keep=keep,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(continued.to_json())
+    elif not quiet:
+        from surgeon.views.course import continued_view
+
+        _console().print(continued_view(continued))
+
+
+@app.command()
 def merge(
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
@@ -659,8 +696,14 @@ def inspect(
 @app.command()
 def schema(
     training: Annotated[bool, typer.Option("--training", help="of the configs that `train` reads")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="of the files that `continual` reads")] = False,
 ) -> None:
     """Print the JSON schema of plans, for editors that complete YAML by it."""
+    if tasks:
+        from surgeon.tasks.config import json_schema as of_tasks
+
+        _print_json(of_tasks())
+        return
     if training:
         from surgeon.training.config import json_schema as of_training
 

@@ -13,6 +13,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.layout import Shard
 from surgeon.manifest import Manifest
 from surgeon.plan.loading import LoadedPlan
+from surgeon.tasks.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 
 if TYPE_CHECKING:
     from surgeon.evaluation.scores import Ratio
@@ -487,6 +488,88 @@ class Trained:
             "resumed_at": self.resumed_at,
             "peak_memory": self.peak_memory,
             "log": self.log,
+        }
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a continual run made of a base, task by task.
+
+    `rows[0]` is what was measured of the base, on every task and general source, `rows[t]` after the t-th task, on the
+    tasks so far and the general sources. Performance is token accuracy on held-out labels, where the paper has
+    benchmark scores. `trainings` are the tasks' (settings, steps, tokens, losses), `kept` is the folder of the earlier
+    tasks' runs where they were kept, `config` the tasks file.
+    """
+
+    path: Path
+    base: str
+    tasks: tuple[str, ...]
+    general: tuple[str, ...]
+    rows: tuple[Measurement, ...]
+    trainings: tuple[dict[str, Any], ...]
+    config: dict[str, Any]
+    fingerprint: str
+    resumed_after: int = 0
+    kept: Path | None = None
+
+    def __repr__(self) -> str:
+        delta = "" if self.delta[-1] is None else f", ΔR {self.delta[-1]:+.4f}"
+        told = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
+        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {told})"
+
+    @property
+    def matrix(self) -> list[list[float]]:
+        """R[t][i]: performance on task i after training on task t, i ≤ t, from 0."""
+        return [[row[name].accuracy for name in self.tasks[: number + 1]] for number, row in enumerate(self.rows[1:])]
+
+    @property
+    def overall(self) -> list[float]:
+        """OP after each task."""
+        return [overall_performance(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def backward(self) -> list[float]:
+        """BWT after each task."""
+        return [backward_transfer(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def delta(self) -> list[float | None]:
+        """ΔR after each task; None where there are no general sources."""
+        before, *after = ([row[name].accuracy for name in self.general] for row in self.rows)
+        return [general_ability_delta(before, row) for row in after]
+
+    def record(self) -> dict[str, Any]:
+        """As plain data: what `continual.json` of the run holds."""
+        return {
+            "surgeon_continual": 1,
+            "base": self.base,
+            "tasks": list(self.tasks),
+            "general": list(self.general),
+            "performance": "token accuracy on held-out labels",
+            "base_accuracy": {name: found.accuracy for name, found in self.rows[0].items()},
+            "matrix": self.matrix,
+            "overall_performance": self.overall,
+            "backward_transfer": self.backward,
+            "general_ability_delta": self.delta,
+            "measured": [
+                {
+                    name: found.to_json() | {"accuracy": found.accuracy, "loss": found.loss}
+                    for name, found in row.items()
+                }
+                for row in self.rows
+            ],
+            "trainings": list(self.trainings),
+            "config": self.config,
+            "fingerprint": self.fingerprint,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "kept": None if self.kept is None else str(self.kept),
+            "resumed_after": self.resumed_after,
+            **self.record(),
         }
 
 
