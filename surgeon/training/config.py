@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from surgeon.checkpoint.hub import REPO_ID
 from surgeon.errors import BadInput, printable
 from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 
@@ -18,6 +19,7 @@ from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 _SHARE_TOLERANCE = 0.005
 
 ORIGINAL, NEW = "original", "new"
+_DATASET, _SPLIT = "dataset:", "split:"
 
 
 class _Entry(BaseModel):
@@ -30,7 +32,14 @@ class SourceSpec(_Entry):
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
     ]
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
+    path: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="file (.jsonl, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            " dataset:USER/NAME of the Hub",
+        ),
+    ]
     share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
     role: Annotated[
         str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
@@ -43,8 +52,11 @@ class SourceSpec(_Entry):
     )
     validation: Annotated[
         float | str,
-        Field(description="share of the documents held out (0: none), or a file of its own"),
+        Field(description="share of the documents held out (0: none), a file of its own, or split:NAME of the dataset"),
     ] = 0.01
+    config: Annotated[str | None, Field(min_length=1, description="of a dataset on the Hub that has several")] = None
+    split: Annotated[str | None, Field(min_length=1, description="of a dataset; default `train`")] = None
+    revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
 
     @model_validator(mode="after")
     def _known(self) -> SourceSpec:
@@ -52,7 +64,23 @@ class SourceSpec(_Entry):
             raise ValueError(f"role {self.role!r} is not known: use original, new or task:NAME")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation must be a share of at least 0 and below 1, or a file")
+        if self.repo_id is not None and not REPO_ID.fullmatch(self.repo_id):
+            raise ValueError(f"path {self.path!r} names no dataset of the Hub: write dataset:USER/NAME")
+        given = [key for key in ("config", "revision") if getattr(self, key) is not None]
+        if given and self.repo_id is None:
+            raise ValueError(f"`{given[0]}` is for a path of the form dataset:USER/NAME")
         return self
+
+    @property
+    def repo_id(self) -> str | None:
+        """The dataset's id on the Hub; None where the source lies here."""
+        return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
+
+    @property
+    def validation_split(self) -> str | None:
+        """The dataset's split that `validation` names."""
+        named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
+        return str(self.validation).removeprefix(_SPLIT) if named else None
 
     @property
     def key(self) -> str:

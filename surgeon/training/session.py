@@ -28,13 +28,14 @@ from surgeon.execute import Listener, execute
 from surgeon.families.anatomy import dissect
 from surgeon.manifest import MANIFEST_FILE, Manifest, held_by
 from surgeon.stopwatch import Stopwatch
-from surgeon.training.config import LoadedConfig, SourceSpec
-from surgeon.training.documents import Documents
+from surgeon.training.config import LoadedConfig
+from surgeon.training.documents import Corpus
 from surgeon.training.encoding import Encoder
 from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
+from surgeon.training.sources import open_source
 from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
     DATA_FILE,
@@ -144,7 +145,7 @@ def run_training(
     work = work_folder(target)
     say = listener.say if processes.leads else _silent
     encoder = Encoder(out.path, vocabulary=anatomy.sizes.vocabulary)
-    data = _Data.open(loaded, settings, encoder)
+    data = _Data.open(loaded, settings, encoder, say)
     held = _check_as_left(out, manifest, listener)
     fingerprint = _fingerprint(loaded, settings, held, data)
     with _held(work, target, fingerprint, leads=processes.leads):
@@ -160,7 +161,7 @@ def run_training(
             if deliver and whole.exists():
                 # Of a run that was cut off between the two.
                 shutil.rmtree(whole)
-            _publish(finished, out, manifest, loaded, work, whole, held, listener)
+            _publish(finished, out, manifest, loaded, data.commits, work, whole, held, listener)
             if deliver:
                 deliver(whole)
     if processes.leads:
@@ -258,6 +259,7 @@ def _publish(
     out: CheckpointFolder,
     manifest: Manifest,
     loaded: LoadedConfig,
+    commits: dict[str, str],
     work: Path,
     target: Path,
     held: dict[str, str],
@@ -266,8 +268,11 @@ def _publish(
     last = newest_checkpoint(work)
     assert last is not None
     finished.changes = write_final(out, last / TRAINED_FILE, work)
+    config = loaded.config.model_dump(mode="json")
+    for source in config["sources"]:
+        source["revision"] = commits.get(source["name"])
     entry = {
-        "config": loaded.config.model_dump(mode="json"),
+        "config": config,
         "settings": finished.settings.to_json(),
         "steps": finished.settings.steps,
         "tokens": finished.tokens,
@@ -286,19 +291,27 @@ class _Data:
 
     mixture: Mixture
     validation: dict[str, list[PackedSequence]]
-    documents: list[Documents]
+    documents: list[Corpus]
     notes: list[str]
+    # Of sources on the Hub, by name.
+    commits: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder) -> _Data:
+    def open(cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, say: Any) -> _Data:
         config = loaded.config
         if any(source.kind == "chat" for source in config.sources):
             encoder.check_chat()
         streams: list[SourceStream] = []
         found = cls(Mixture([], [], seed=0), {}, [], [])
         for source in config.sources:
-            documents = _documents(loaded, source, source.path)
-            found.documents.append(documents)
+            if source.repo_id is not None:
+                say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
+            opened = open_source(source, loaded)
+            documents = opened.training
+            found.documents += [documents] if opened.held_out is None else [documents, opened.held_out]
+            if opened.commit is not None:
+                found.commits[source.name] = opened.commit
+                found.notes.append(f"source {source.name}: {printable(source.path)} at commit {opened.commit}")
             share = source.validation if isinstance(source.validation, float) else 0.0
             kept, held = split(documents, share, name=source.name)
             packer = Packer(settings.length, config.packing, config.domain_of(source))
@@ -306,9 +319,8 @@ class _Data:
             if documents.blank:
                 found.notes.append(f"source {source.name}: {documents.blank} blank documents are left out")
             aside = Packer(settings.length, config.packing, config.domain_of(source))
-            if isinstance(source.validation, str):
-                others = _documents(loaded, source, source.validation)
-                found.documents.append(others)
+            if opened.held_out is not None:
+                others = opened.held_out
                 sequences = held_out(others, range(len(others)), encoder, aside, most=config.validation_sequences)
             else:
                 sequences = held_out(documents, list(held), encoder, aside, most=config.validation_sequences)
@@ -320,10 +332,6 @@ class _Data:
                 )
         found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
         return found
-
-
-def _documents(loaded: LoadedConfig, source: SourceSpec, path: str) -> Documents:
-    return Documents(loaded.resolve(path), key=source.key, chat=source.kind == "chat")
 
 
 class _Log:
@@ -433,9 +441,13 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)
+    config = loaded.config.model_dump(mode="json", exclude={"micro_batch", "log_every", "checkpointing"})
+    for source in config["sources"]:
+        # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
+        source.pop("revision")
     content = {
         "version": __version__,
-        "config": loaded.config.model_dump(mode="json", exclude={"micro_batch", "log_every", "checkpointing"}),
+        "config": config,
         "settings": numbers,
         "tensors": held,
         "data": [documents.identity() for documents in data.documents],
