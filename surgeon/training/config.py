@@ -129,6 +129,10 @@ class TrainConfig(_Entry):
     checkpointing: Annotated[bool, Field(description="recompute activations in the backward pass, to save memory")] = (
         False
     )
+    cross_entropy: Annotated[
+        Literal["auto", "torch", "chunked", "liger"],
+        Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
+    ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64

@@ -29,6 +29,7 @@ from surgeon.families.anatomy import dissect
 from surgeon.manifest import MANIFEST_FILE, Manifest, held_by
 from surgeon.stopwatch import Stopwatch
 from surgeon.training.config import LoadedConfig
+from surgeon.training.cross_entropy import FusedHead, choose
 from surgeon.training.documents import Corpus
 from surgeon.training.encoding import Encoder
 from surgeon.training.names import TrainableSet, trainable_set
@@ -217,6 +218,7 @@ def _train(
         listener.advance(done)
     log = _Log(say, listener if processes.leads else None, done)
     cadence = Cadence(evaluate_every=config.evaluate_every, on_step=log.step, on_log=log.entry)
+    fused = _fused(config.cross_entropy, model, settings, device, say)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -225,7 +227,11 @@ def _train(
         batches=batches,
         validation=data.validation,
         callbacks=[cadence],
+        fused=fused,
     )
+    if fused is not None:
+        drawn = torch.Generator().manual_seed(0)
+        fused.check(torch.randint(model.config.vocab_size, (1, settings.length), generator=drawn))
     first = _first_losses(trainer, work, processes, say)
     begun = time.perf_counter()
     if checkpoint is not None:
@@ -441,7 +447,8 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)
-    config = loaded.config.model_dump(mode="json", exclude={"micro_batch", "log_every", "checkpointing"})
+    about_memory = {"micro_batch", "checkpointing", "cross_entropy"}
+    config = loaded.config.model_dump(mode="json", exclude={"log_every", *about_memory})
     for source in config["sources"]:
         # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
         source.pop("revision")
@@ -487,6 +494,17 @@ def _write_json(path: Path, data: Any) -> None:
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(data), encoding="utf-8")
     beside.replace(path)
+
+
+def _fused(asked: str, model: Any, settings: Settings, device: str, say: Any) -> FusedHead | None:
+    vocabulary = int(model.config.vocab_size)
+    kind = choose(asked, tokens=settings.micro_batch * settings.length, vocabulary=vocabulary, device=device)
+    if kind == "torch":
+        return None
+    say(
+        f"cross-entropy: {kind}, without all {settings.micro_batch * settings.length:,} × {vocabulary:,} logits at once"
+    )
+    return FusedHead(model, kind)
 
 
 def _packed(packing: str, model: Any) -> str:

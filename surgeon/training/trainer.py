@@ -6,6 +6,7 @@ one is never resumed from.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
 
 from surgeon.errors import SurgeonError, printable
+from surgeon.training.cross_entropy import FusedHead
 from surgeon.training.optimizer import make_optimizer, make_schedule
 from surgeon.training.packing import IGNORED_LABEL, Batches, PackedSequence, batch_of
 from surgeon.training.settings import Settings
@@ -29,6 +31,8 @@ from surgeon.training.trainable import check_set
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
 COMPLETE_FILE = "complete.json"
+
+_LOGITS_BYTES = 2**30
 
 
 class Diverged(SurgeonError):
@@ -50,6 +54,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         batches: Batches,
         validation: Mapping[str, Sequence[PackedSequence]],
         callbacks: Sequence[TrainerCallback],
+        fused: FusedHead | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -61,6 +66,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.names = tuple(names)
         self.batches = batches
         self.validation = validation
+        self.fused = fused
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -87,6 +93,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if not bool(torch.isfinite(loss)):
             raise self._diverged("loss", float(loss))
         return loss
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the fused head where there is one."""
+        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -181,11 +192,16 @@ def losses_by_source(
 ) -> dict[str, float]:
     """Mean cross-entropy in nats of the labels that count, for each source; auxiliary losses have no part in it.
 
-    Sums are in float64 over float32 logits. Every process gives the same answer.
+    Sums are in float64 over float32 logits. Every process gives the same answer. At most `micro_batch` sequences go at
+    a time, and fewer where their logits would take more than 1 GiB.
     """
     training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    weight = next(model.parameters())
+    device = weight.device
+    longest = max((len(sequence.ids) for sequences in validation.values() for sequence in sequences), default=1)
+    one = longest * int(getattr(model.config, "vocab_size", 1)) * weight.element_size()
+    micro_batch = max(1, min(micro_batch, _LOGITS_BYTES // one))
     found: dict[str, float] = {}
     for name, sequences in validation.items():
         total = torch.zeros(2, dtype=torch.float64)
