@@ -379,7 +379,8 @@ def _refuse(error: Exception, repo_id: str, revision: str | None) -> Never:
             " HF_TOKEN)"
         )
     elif isinstance(error, errors.RevisionNotFoundError):
-        problem = f"has no revision {printable(revision or 'main')!r}; check the name of the revision"
+        named_by = "`revision:`" if repo_id.startswith("datasets/") else "`--revision`"
+        problem = f"has no revision {printable(revision or 'main')!r}; check {named_by}"
     elif isinstance(error, errors.RepositoryNotFoundError):
         problem = (
             "no such folder here and no such repository on the Hub, or a private one; check the name, or log in"

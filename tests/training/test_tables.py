@@ -200,7 +200,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
         assert "Config name is missing" in unnamed
         assert "BuilderConfig 'drama' not found. Available: ['prose', 'verse']; `config:`" in unknown
         assert split == "datasets/user/data: no split 'dev'; it has train, test; `split:` of the source names one"
-        assert "datasets/user/data: has no revision 'v9'" in revision
+        assert revision == "datasets/user/data: has no revision 'v9'; check `revision:`"
         assert f"gated: accept its conditions at {hub.endpoint}/datasets/user/gated" in gated
         assert "no such repository on the Hub" in another
     (closed,) = ask(hub, tmp_path, (it, "prose", None, None))
