@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from surgeon import api
 from surgeon.errors import BadInput, SurgeonError
+from surgeon.training import trainer
 from surgeon.training.cross_entropy import FusedHead, choose, chunked_cross_entropy
+from surgeon.training.packing import PackedSequence
+from surgeon.training.trainer import losses_by_source
 from surgeon.verification.loading import load_model
 from tests import tiny
 from tests.training.test_train import config, digests, grown
@@ -203,3 +206,18 @@ def test_training_with_the_loss_in_chunks_starts_at_the_bases_loss(tmp_path: Pat
         with FusedHead(each, "chunked").armed(), torch.no_grad():
             losses.append(each(input_ids=ids, labels=ids).loss)
     assert torch.equal(*losses)
+
+
+def test_held_out_logits_stay_small_whatever_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    drawn = torch.Generator().manual_seed(1)
+    sequences = []
+    for _ in range(5):
+        ids = torch.randint(3, 100, (16,), generator=drawn).tolist()
+        sequences.append(PackedSequence(ids, ids, list(range(16)), 0))
+    whole = losses_by_source(model, {"it": sequences}, micro_batch=5)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda _module, _given, logits: seen.append(len(logits)))
+    monkeypatch.setattr(trainer, "_LOGITS_BYTES", 2 * 16 * model.config.vocab_size * model.dtype.itemsize)
+    assert losses_by_source(model, {"it": sequences}, micro_batch=5)["it"] == pytest.approx(whole["it"], rel=1e-4)
+    assert seen == [2, 2, 1]

@@ -61,6 +61,10 @@ def test_a_saved_folder_is_read_row_by_row(tmp_path: Path) -> None:
     assert read(opened(tmp_path, path="one", field="body").training) == ["x"] * 31
     chat = opened(tmp_path, path="one", kind="chat").training
     assert chat.read(3) == (Message("user", "w1"), Message("assistant", "w3"))
+    # As older versions of the library keep a sequence of structs.
+    by_part = [{part: [turn[part] for turn in turns] for part in ("role", "content")} for turns in chats]
+    saved(tmp_path / "lists", messages=by_part)
+    assert read(opened(tmp_path, path="lists", kind="chat").training) == read(chat)
     again = opened(tmp_path, path="one").training
     assert json.loads(json.dumps(again.identity())) == found.identity()
     saved(tmp_path / "other", text=TEXTS[:-1])
