@@ -23,6 +23,8 @@ from surgeon.training.sharding import is_sharded
 
 # Of all intervals.
 CONFIDENCE = 0.95
+# Of one batch.
+_LOGITS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def score(
 ) -> Scores:
     """Run `model`, in eval mode, over `sequences`: `micro_batch` of the longest at a time, of shorter ones more.
 
+    Fewer go at a time where their logits would take more than 1 GiB.
+
     Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
     each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
     labels that count, in float32 over the model's logits, summed in float64; auxiliary losses have no part in it. With
@@ -92,8 +96,11 @@ def score(
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
     model.eval()
-    device = next(model.parameters()).device
-    for whole in _batches([len(sequence.ids) for sequence in sequences], micro_batch, processes):
+    weight = next(model.parameters())
+    device, lengths = weight.device, [len(sequence.ids) for sequence in sequences]
+    vocabulary = int(getattr(model.config, "vocab_size", 1))
+    most = _LOGITS_BYTES // max(1, max(lengths, default=1) * vocabulary * weight.element_size())
+    for whole in _batches(lengths, max(1, min(micro_batch, most)), processes):
         mine = whole[process::processes]
         if mine:
             losses, right, counted = _by_token(model, [sequences[number] for number in mine], device)

@@ -20,8 +20,9 @@ from pydantic_core import ErrorDetails
 from surgeon.errors import BadInput, printable
 from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 from surgeon.training.config import Entry, SourceSpec, TextSpec, load_config
-from surgeon.training.documents import Documents
+from surgeon.training.documents import Corpus
 from surgeon.training.packing import generator, split
+from surgeon.training.sources import Naming, open_source
 
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 _CONFIGS = (".yaml", ".yml")
@@ -44,11 +45,22 @@ class DataConfig(Entry):
 
 
 @dataclass(frozen=True)
+class _Named:
+    """What names a source: a data file, or the option on the command line."""
+
+    source: Path
+
+    def resolve(self, path: str) -> Path:
+        """A path that it names."""
+        return self.source.parent / path
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """The documents of one source that are scored, by their numbers."""
 
     name: str
-    documents: Documents
+    documents: Corpus
     numbers: NDArray[np.int64]
 
 
@@ -104,7 +116,7 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
     """What one entry of the data stands for: names, and how to open each."""
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", path.resolve().stem)[:60]
-        return [(called, lambda: _whole(called, path, TextSpec(name="it", path=str(path)), say))]
+        return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
     content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
     if not isinstance(content, dict):
         raise BadInput(f"{printable(str(path))}: a {_WHAT} is a mapping with {_NEEDS}, not {kind_of(content)}")
@@ -112,40 +124,43 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
         raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
     if "surgeon_train" in content:
         config = load_config(path)
-        return [(spec.name, _opener(_held_by_training, spec, path.parent, say)) for spec in config.config.sources]
+        return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
     try:
         texts = DataConfig.model_validate_json(json.dumps(content))
     except ValidationError as error:
         told = explain(error, content, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
         raise BadInput(told) from None
-    return [(spec.name, _opener(_of_spec, spec, path.parent, say)) for spec in texts.sources]
+    return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
 
 
 def _opener(function: Callable[..., HeldOut | None], *arguments: Any) -> _Opener:
     return lambda: function(*arguments)
 
 
-def _of_spec(spec: TextSpec, folder: Path, say: Callable[[str], None]) -> HeldOut:
-    return _whole(spec.name, folder / spec.path, spec, say)
+def _whole(spec: TextSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut:
+    documents = open_source(spec, named_by).text
+    _tell_of_blanks(spec.name, documents, say)
+    return HeldOut(spec.name, documents, np.arange(len(documents)))
 
 
-def _whole(name: str, path: Path, spec: TextSpec, say: Callable[[str], None]) -> HeldOut:
-    documents = Documents(path, key=spec.key, chat=spec.kind == "chat")
-    if documents.blank:
-        say(f"source {name}: {documents.blank} blank documents are left out")
-    return HeldOut(name, documents, np.arange(len(documents)))
-
-
-def _held_by_training(spec: SourceSpec, folder: Path, say: Callable[[str], None]) -> HeldOut | None:
+def _held_by_training(spec: SourceSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut | None:
     """What `train` holds out of a source: never trained on, whatever the run's seed."""
-    if isinstance(spec.validation, str):
-        return _whole(spec.name, folder / spec.validation, spec, say)
     if not spec.validation:
         say(f"source {spec.name}: the training config holds nothing of it out, so it is left out")
         return None
-    whole = _whole(spec.name, folder / spec.path, spec, say)
-    _, held = split(whole.documents, spec.validation, name=spec.name)
-    return HeldOut(spec.name, whole.documents, held)
+    opened = open_source(spec, named_by)
+    if opened.held_out is not None:
+        _tell_of_blanks(spec.name, opened.held_out, say)
+        return HeldOut(spec.name, opened.held_out, np.arange(len(opened.held_out)))
+    assert isinstance(spec.validation, float)
+    _tell_of_blanks(spec.name, opened.text, say)
+    _, held = split(opened.text, spec.validation, name=spec.name)
+    return HeldOut(spec.name, opened.text, held)
+
+
+def _tell_of_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
+    if documents.blank:
+        say(f"source {name}: {documents.blank} blank documents are left out")
 
 
 def _sample(held: HeldOut, most: int, say: Callable[[str], None]) -> HeldOut:

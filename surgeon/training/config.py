@@ -6,11 +6,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from surgeon.checkpoint.hub import REPO_ID
 from surgeon.errors import BadInput, printable
 from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 
@@ -18,6 +19,7 @@ from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 _SHARE_TOLERANCE = 0.005
 
 ORIGINAL, NEW = "original", "new"
+_DATASET, _SPLIT = "dataset:", "split:"
 
 
 class Entry(BaseModel):
@@ -32,13 +34,37 @@ class TextSpec(Entry):
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
     ]
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
+    path: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="file (.jsonl, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            " dataset:USER/NAME of the Hub",
+        ),
+    ]
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss on the assistant's words alone")
     ] = "text"
     field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
         None
     )
+    config: Annotated[str | None, Field(min_length=1, description="of a dataset on the Hub that has several")] = None
+    split: Annotated[str | None, Field(min_length=1, description="of a dataset; default `train`")] = None
+    revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
+
+    @model_validator(mode="after")
+    def _of_the_hub(self) -> Self:
+        if self.repo_id is not None and not REPO_ID.fullmatch(self.repo_id):
+            raise ValueError(f"path {self.path!r} names no dataset of the Hub: write dataset:USER/NAME")
+        given = [key for key in ("config", "revision") if getattr(self, key) is not None]
+        if given and self.repo_id is None:
+            raise ValueError(f"`{given[0]}` is for a path of the form dataset:USER/NAME")
+        return self
+
+    @property
+    def repo_id(self) -> str | None:
+        """The dataset's id on the Hub; None where the text lies here."""
+        return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
 
     @property
     def key(self) -> str:
@@ -55,7 +81,7 @@ class SourceSpec(TextSpec):
     ] = NEW
     validation: Annotated[
         float | str,
-        Field(description="share of the documents held out (0: none), or a file of its own"),
+        Field(description="share of the documents held out (0: none), a file of its own, or split:NAME of the dataset"),
     ] = 0.01
 
     @model_validator(mode="after")
@@ -65,6 +91,12 @@ class SourceSpec(TextSpec):
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation must be a share of at least 0 and below 1, or a file")
         return self
+
+    @property
+    def validation_split(self) -> str | None:
+        """The dataset's split that `validation` names."""
+        named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
+        return str(self.validation).removeprefix(_SPLIT) if named else None
 
 
 class OptimizerSpec(Entry):
@@ -112,6 +144,10 @@ class TrainConfig(Entry):
         Literal["none", "fsdp"],
         Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
     ] = "none"
+    cross_entropy: Annotated[
+        Literal["auto", "torch", "chunked", "liger"],
+        Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
+    ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64

@@ -6,6 +6,7 @@ one is never resumed from.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from surgeon.errors import SurgeonError, printable
 from surgeon.evaluation.scores import score
+from surgeon.training.cross_entropy import FusedHead
 from surgeon.training.optimizer import make_optimizer, make_schedule
 from surgeon.training.packing import Batches, PackedSequence
 from surgeon.training.settings import Settings
@@ -52,6 +54,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         batches: Batches,
         validation: Mapping[str, Sequence[PackedSequence]],
         callbacks: Sequence[TrainerCallback],
+        fused: FusedHead | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -63,6 +66,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.names = tuple(names)
         self.batches = batches
         self.validation = validation
+        self.fused = fused
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -93,6 +97,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if not bool(torch.isfinite(told)):
             raise self._diverged("loss", float(told))
         return loss
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the fused head where there is one."""
+        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
