@@ -54,21 +54,21 @@ def saved(path: Path, **columns: Any) -> Path:
 def test_a_saved_folder_is_read_row_by_row(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": f"w{n}"}] for n in range(31)]
     saved(tmp_path / "one", text=[*TEXTS[:7], " \n", *TEXTS[7:]], body=["x"] * 31, messages=chats)
-    found = opened(tmp_path, path="one").training
+    found = opened(tmp_path, path="one").text
     assert read(found) == TEXTS
     assert found.blank == 1
     assert found.read(20) == TEXTS[20]
-    assert read(opened(tmp_path, path="one", field="body").training) == ["x"] * 31
-    chat = opened(tmp_path, path="one", kind="chat").training
+    assert read(opened(tmp_path, path="one", field="body").text) == ["x"] * 31
+    chat = opened(tmp_path, path="one", kind="chat").text
     assert chat.read(3) == (Message("user", "w1"), Message("assistant", "w3"))
     # As older versions of the library keep a sequence of structs.
     by_part = [{part: [turn[part] for turn in turns] for part in ("role", "content")} for turns in chats]
     saved(tmp_path / "lists", messages=by_part)
-    assert read(opened(tmp_path, path="lists", kind="chat").training) == read(chat)
-    again = opened(tmp_path, path="one").training
+    assert read(opened(tmp_path, path="lists", kind="chat").text) == read(chat)
+    again = opened(tmp_path, path="one").text
     assert json.loads(json.dumps(again.identity())) == found.identity()
     saved(tmp_path / "other", text=TEXTS[:-1])
-    assert opened(tmp_path, path="other").training.identity() != found.identity()
+    assert opened(tmp_path, path="other").text.identity() != found.identity()
 
 
 def test_splits_of_a_saved_folder(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_splits_of_a_saved_folder(tmp_path: Path) -> None:
     tables = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "several")
     found = opened(tmp_path, path="several", validation="split:test")
-    assert read(found.training) == TEXTS[:20]
+    assert read(found.text) == TEXTS[:20]
     assert read(found.held_out) == TEXTS[20:25]
     assert found.commit is None
-    assert read(opened(tmp_path, path="several", split="dev").training) == TEXTS[25:]
+    assert read(opened(tmp_path, path="several", split="dev").text) == TEXTS[25:]
 
 
 def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
