@@ -50,12 +50,12 @@ def ids_of(domain: int) -> Tensor:
 
 
 def passed(model: Any, ends: str, domain: int, *, inputs: bool = False) -> list[Any]:
-    """What modules whose names end so take or give for a domain's text."""
+    """What modules whose names end so, or whose class is called so, take or give for a domain's text."""
     seen: list[Any] = []
     hooks = [
         module.register_forward_hook(lambda _, args, out: seen.append(args if inputs else out))
         for name, module in model.named_modules()
-        if name.endswith(ends)
+        if name.endswith(ends) or type(module).__name__ == ends
     ]
     with torch.inference_mode():
         model(ids_of(domain))
@@ -104,7 +104,7 @@ def misrouted(model: Any) -> float:
 def imbalance(model: Any) -> float:
     """Greatest share of tokens that choose one control state, over the gates: 1 where all choose the same."""
     greatest = []
-    for scores in passed(model, ".gates.0", 1):
+    for scores in passed(model, "MixtureGate", 1):
         chosen = scores.argmax(dim=-1).flatten()
         greatest.append(torch.bincount(chosen, minlength=scores.shape[-1]).max() / chosen.numel())
     return mean(greatest)
