@@ -42,6 +42,8 @@ NAMED = re.compile(r"# ([\w-]+\.yaml)\b")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    # Trainer's default, on a machine without an accelerator.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]
 
 

@@ -199,8 +199,9 @@ class UpcycledCausalLM(UpcycledPreTrained):
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         flow: Flow | None = None
         scale: float | Tensor = 1.0
-        asked = self.training and labels is not None
-        if asked:
+        asked = False
+        if self.training and labels is not None:
+            asked = True
             flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
             scale = accumulation_scale(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         output = super().forward(
@@ -250,8 +251,9 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
     ) -> UpcycledSequenceClassifierOutput:
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         flow = None
-        asked = self.training and labels is not None
-        if asked:
+        asked = False
+        if self.training and labels is not None:
+            asked = True
             flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
         output = super().forward(
             input_ids=input_ids,
