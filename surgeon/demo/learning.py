@@ -14,11 +14,11 @@ from surgeon import api
 from surgeon.demo.base import one_thread, split
 from surgeon.execute import Listener
 from surgeon.training.config import LoadedConfig, load_config
-from surgeon.training.documents import Documents
 from surgeon.training.encoding import Encoder
 from surgeon.training.optimizer import make_optimizer, make_schedule
 from surgeon.training.packing import Batches, Mixture, Packer, SourceStream, held_out
 from surgeon.training.settings import Settings, settle
+from surgeon.training.sources import open_source
 from surgeon.training.trainer import losses_by_source
 from surgeon.verification.loading import load_model
 
@@ -121,7 +121,8 @@ def _train_whole(
     _descend(model, settings, _batches(loaded, settings, encoder), listener)
     validation = {}
     for source in loaded.config.sources:
-        documents = Documents(loaded.resolve(str(source.validation)), key=source.key, chat=False)
+        documents = open_source(source, loaded).held_out
+        assert documents is not None, source.name
         packer = Packer(settings.length, loaded.config.packing, loaded.config.domain_of(source))
         validation[source.name] = held_out(
             documents, range(len(documents)), encoder, packer, most=loaded.config.validation_sequences
@@ -135,7 +136,7 @@ def _batches(loaded: LoadedConfig, settings: Settings, encoder: Encoder) -> Batc
     config = loaded.config
     streams = []
     for source in config.sources:
-        documents = Documents(loaded.resolve(source.path), key=source.key, chat=False)
+        documents = open_source(source, loaded).text
         packer = Packer(settings.length, config.packing, config.domain_of(source))
         every = torch.arange(len(documents)).numpy()
         streams.append(SourceStream(source.name, documents, every, encoder, packer, seed=config.seed))

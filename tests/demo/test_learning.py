@@ -52,7 +52,7 @@ def test_the_comparison_reads_what_training_reads(tmp_path: Path) -> None:
     loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
     encoder = Encoder(base, vocabulary=128)
-    theirs = _Data.open(loaded, settings, encoder)
+    theirs = _Data.open(loaded, settings, encoder, lambda _words: None)
     assert theirs.validation.keys() == {NEW, KNOWN}
     for _, batch in zip(range(9), _batches(loaded, settings, encoder), strict=False):
         rows = [theirs.mixture.next() for _ in range(settings.batch)]
