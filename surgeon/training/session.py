@@ -36,7 +36,7 @@ from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
-from surgeon.training.sharding import Sharding, shard, sharded_here, sharding_asked
+from surgeon.training.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
 from surgeon.training.sources import open_source
 from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
