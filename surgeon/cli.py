@@ -738,7 +738,7 @@ def demo(
     seconds: Annotated[float, typer.Option(min=0, help="training budget of the small base")] = 25,
     quiet: QuietOption = False,
 ) -> None:
-    """Without network: train a small base on Python's own documentation, grow it, prove that nothing was lost."""
+    """Without network: make a small base, grow it, prove that nothing was lost, see what training learns, forgets."""
     from surgeon.demo.run import run_demo
 
     with _listening(quiet) as listener:
@@ -746,7 +746,7 @@ def demo(
     from surgeon.views.demo import demo_view
 
     _console().print(demo_view(shown))
-    if not shown.verification.holds:
+    if not shown.holds:
         raise typer.Exit(3)
 
 

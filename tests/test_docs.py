@@ -38,8 +38,13 @@ BLOCK = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)^```$", re.M | re.
 FOREIGN = re.compile(r"# (mergekit|LLaMA-Factory|PEFT|axolotl)\b")
 NAMED = re.compile(r"# ([\w-]+\.yaml)\b")
 
-# peft asks transformers for what transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# peft and trl ask transformers for what transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    # Trainer's default, on a machine without an accelerator.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
 
 
 @dataclass(frozen=True)
