@@ -26,6 +26,11 @@ class MasterAdamW(AdamW):
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, **options)
+        # One pass over memory for what is a dozen otherwise.
+        where = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
+        if where <= {"cpu", "cuda"}:
+            for group in self.param_groups:
+                group["fused"] = True
         self.masters: dict[Tensor, Tensor] = {
             parameter: parameter.detach().to(torch.float32, copy=True)
             for group in self.param_groups
