@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 
 _API = (
     "apply",
+    "continual",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",
@@ -34,7 +36,9 @@ _API = (
 if TYPE_CHECKING:
     from surgeon.api import (
         apply,
+        continual,
         diff,
+        evaluate,
         export_slot,
         inspect,
         json_schema,
@@ -58,7 +62,9 @@ __all__ = [
     "SurgeonError",
     "__version__",
     "apply",
+    "continual",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",

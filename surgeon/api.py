@@ -38,7 +38,9 @@ from surgeon.recipes import Copy, is_computed, leaves, numel
 from surgeon.results import (
     Applied,
     AppliedDelta,
+    Continued,
     Difference,
+    Evaluation,
     Exported,
     Inspection,
     MadeDelta,
@@ -65,7 +67,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "AppliedDelta",
+    "Continued",
     "Difference",
+    "Evaluation",
     "Exported",
     "Inspection",
     "MadeDelta",
@@ -80,7 +84,9 @@ __all__ = [
     "Verification",
     "apply",
     "apply_delta",
+    "continual",
     "diff",
+    "evaluate",
     "export_slot",
     "inspect",
     "json_schema",
@@ -471,10 +477,13 @@ def verify(
 ) -> Verification:
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
+    `base` is what the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
+
     `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
     is no output of surgeon; a broken promise is told in the result.
     """
+    from surgeon.verification.ancestors import ancestry_of, check_ancestry
     from surgeon.verification.static import bytes_to_read, check_static
 
     listener = listener or Quiet()
@@ -490,12 +499,18 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
-    adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
-    blueprint = draw(loaded, anatomy, base_folder.config, adapters)
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
-    checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
+    checks: list[Check]
+    if ancestry := ancestry_of(base_folder, out_folder, manifest):
+        promise, trained, layer_of_base = ancestry.promise, ancestry.trained, ancestry.layer_of_base
+        checks = check_ancestry(ancestry, manifest, base_folder, out_folder, advance=listener.advance)
+    else:
+        adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
+        blueprint = draw(loaded, anatomy, base_folder.config, adapters)
+        promise, trained, layer_of_base = blueprint.promise, bool(manifest.training), blueprint.layer_of_base
+        checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
     if not logits or not all(check.holds for check in checks):
-        return Verification(blueprint.promise, checks, trained=bool(manifest.training))
+        return Verification(promise, checks, trained=trained)
 
     from surgeon.verification.encoders import auto_class, compare_encoders
     from surgeon.verification.logits import compare_logits
@@ -529,7 +544,7 @@ def verify(
                 tokens.ids,
                 dtype=dtype,
                 device=device,
-                layer_of_base=blueprint.layer_of_base,
+                layer_of_base=layer_of_base,
                 trust_remote_code=trust_remote_code,
             )
             layered.append(layer_by_layer)
@@ -545,7 +560,7 @@ def verify(
                     trust_remote_code=trust_remote_code,
                 )
             )
-    return Verification(blueprint.promise, checks, comparisons, layered, tokens.source, trained=bool(manifest.training))
+    return Verification(promise, checks, comparisons, layered, tokens.source, trained=trained)
 
 
 def train(
@@ -604,6 +619,149 @@ def train(
         seconds=finished.seconds,
         tokens_per_second=finished.tokens_per_second,
         peak_memory=finished.peak_memory,
+    )
+
+
+def continual(
+    tasks: str | Path,
+    base: str | Path,
+    run: str | Path,
+    *,
+    revision: str | None = None,
+    keep: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Continued:
+    """Learn the tasks of the file `tasks` one by one, and publish the model after the last as the folder `run`.
+
+    For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
+    ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
+    `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
+    within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
+    BadInput too where the tasks file, its texts or the base changed since.
+    """
+    from surgeon.tasks.config import load_tasks
+    from surgeon.tasks.course import Course, Means, run_course
+    from surgeon.tasks.surgeries import at_line, check_tasks, plans_of
+    from surgeon.training.config import LoadedConfig
+    from surgeon.training.session import Processes, run_training
+
+    listener = listener or Quiet()
+    if Processes.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
+    loaded = load_tasks(Path(tasks))
+    device = devices.resolve(device)
+    config = loaded.config
+    plans = plans_of(loaded)
+    assert plans[0] is not None
+    with at_line(loaded, 0):
+        preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
+    located = locate(str(base), revision=revision)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    check_tasks(loaded, plans, folder)
+
+    def grow(number: int, before: Path, out: Path) -> None:
+        plan = plans[number]
+        assert plan is not None
+        # The base by the name it was given: what the manifest calls it.
+        source, at = (str(base), revision) if number == 0 else (str(before), None)
+        with at_line(loaded, number):
+            apply(plan, source, out, revision=at, device=device, trust_remote_code=trust_remote_code, listener=listener)
+
+    def train_on(before: Path, config: LoadedConfig, to: Path) -> None:
+        out = CheckpointFolder.open(before, trust_remote_code=trust_remote_code)
+        run_training(
+            out,
+            _manifest_of(out),
+            config,
+            to,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+
+    def result(course: Course) -> Continued:
+        return Continued(
+            path=Path(run),
+            base=located.repo_id or located.path.resolve().name,
+            tasks=tuple(task.name for task in config.tasks),
+            general=tuple(source.name for source in config.general),
+            rows=tuple(course.rows),
+            trainings=tuple(course.trainings),
+            config=config.model_dump(mode="json", exclude_unset=True),
+            fingerprint=course.fingerprint,
+            resumed_after=course.resumed_after,
+            kept=course.kept,
+        )
+
+    try:
+        course = run_course(
+            loaded,
+            folder,
+            Path(run),
+            Means(lambda number: plans[number] is not None, grow, train_on),
+            device=device,
+            keep=keep,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+            told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
+        )
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
+        raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
+    return result(course)
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    base: str | Path | None = None,
+    sources: Sequence[str] | None = None,
+    length: int | None = None,
+    batch: int = 8,
+    most: int = 500,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Evaluation:
+    """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
+
+    A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
+    gives a name), a data file, a training config (what it holds out), or files by name. The first row, `base` where it
+    is given, is what the others are compared with, document by document. At most `most` documents a source are taken
+    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
+    BadInput.
+    """
+    from surgeon.evaluation.models import Candidate, evaluate_models
+    from surgeon.evaluation.sources import open_sources
+
+    listener = listener or Quiet()
+    for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
+        if given is not None and given < least:
+            raise BadInput(f"{option} is {given}; it is at least {least}")
+    given_models = [models] if isinstance(models, str | Path) else list(models)
+    if not given_models:
+        raise BadInput("no model to evaluate: give a folder or a Hub id")
+    device = devices.resolve(device)
+    candidates = [
+        Candidate.open(model, trust_remote_code=trust_remote_code)
+        for model in [*([base] if base is not None else []), *given_models]
+    ]
+    held = open_sources(data, only=sources or (), most=most, say=listener.say)
+    return evaluate_models(
+        candidates,
+        held,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
     )
 
 

@@ -287,6 +287,97 @@ def train(
 
 
 @app.command()
+def evaluate(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL…", help="folders or Hub ids (user/name[@revision]) of causal models")
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            metavar="DATA",
+            help="text file or folder, NAME=FILE, a data file (.yaml), or a training config; may be given again",
+        ),
+    ],
+    base: Annotated[
+        str | None, typer.Option(help="the base, a folder or a Hub id: the first row, which others are compared with")
+    ] = None,
+    sources: Annotated[list[str] | None, typer.Option("--source", help="this source alone; may be given again")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="tokens in a window; default: the smallest context, at most 2048")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="windows at a time")] = 8,
+    most: Annotated[int, typer.Option(min=0, help="documents of each source; 0 takes all")] = 500,
+    dtype: Annotated[
+        str, typer.Option(help="run the models in auto (the checkpoint's), float32, bfloat16 or float16")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Loss, perplexity and bits per byte of models on the same held-out text, beside the first, with intervals."""
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        found = api.evaluate(
+            models,
+            data,
+            base=base,
+            sources=sources,
+            length=length,
+            batch=batch,
+            most=most,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        from surgeon.views.evaluation import evaluation_view
+
+        _console().print(evaluation_view(found))
+
+
+@app.command()
+def continual(
+    tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and how to learn them")],
+    base: BaseArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
+    revision: Revision = None,
+    keep: Annotated[bool, typer.Option("--keep", help="keep the earlier tasks' models, in RUN-tasks")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Learn tasks one after the other, with a surgery for each, and measure all of them after each one.
+
+    The same command continues a run that was cut off, between tasks and within one.
+    """
+    from surgeon import api
+
+    with _listening(quiet) as listener:
+        continued = api.continual(
+            tasks,
+            base,
+            run,
+            revision=revision,
+            keep=keep,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    if as_json:
+        _print_json(continued.to_json())
+    elif not quiet:
+        from surgeon.views.course import continued_view
+
+        _console().print(continued_view(continued))
+
+
+@app.command()
 def merge(
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
@@ -605,8 +696,14 @@ def inspect(
 @app.command()
 def schema(
     training: Annotated[bool, typer.Option("--training", help="of the configs that `train` reads")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="of the files that `continual` reads")] = False,
 ) -> None:
     """Print the JSON schema of plans, for editors that complete YAML by it."""
+    if tasks:
+        from surgeon.tasks.config import json_schema as of_tasks
+
+        _print_json(of_tasks())
+        return
     if training:
         from surgeon.training.config import json_schema as of_training
 
@@ -641,7 +738,7 @@ def demo(
     seconds: Annotated[float, typer.Option(min=0, help="training budget of the small base")] = 25,
     quiet: QuietOption = False,
 ) -> None:
-    """Without network: train a small base on Python's own documentation, grow it, prove that nothing was lost."""
+    """Without network: make a small base, grow it, prove that nothing was lost, see what training learns, forgets."""
     from surgeon.demo.run import run_demo
 
     with _listening(quiet) as listener:
@@ -649,7 +746,7 @@ def demo(
     from surgeon.views.demo import demo_view
 
     _console().print(demo_view(shown))
-    if not shown.verification.holds:
+    if not shown.holds:
         raise typer.Exit(3)
 
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, CheckpointFolder
+from surgeon.checkpoint.folder import (
+    CARD_FILE,
+    CONFIG_FILE,
+    DELTA_FILE,
+    MAX_CARD_BYTES,
+    RECORD_FILE,
+    CheckpointFolder,
+)
 from surgeon.checkpoint.uploading import Destination, Repository
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, printable
@@ -46,6 +53,8 @@ def pack(folder: CheckpointFolder, manifest: Manifest, text: bytes) -> Parcel:
     names = [CONFIG_FILE, *folder.shards, *folder.side_files, *code, MANIFEST_FILE]
     if SINGLE_FILE not in folder.shards:
         names.append(INDEX_FILE)
+    if RECORD_FILE in listing:
+        names.append(RECORD_FILE)
     files: dict[str, Path | bytes] = {name: folder.path / name for name in sorted(names)}
     files[CARD_FILE] = text
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in files.items()}

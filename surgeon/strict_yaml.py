@@ -40,9 +40,10 @@ def read_text(path: Path, *, what: str) -> str:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise BadInput(f"{shown}: cannot read the {what} ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadInput(f"{shown}: a {what} is a regular file")
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise BadInput(f"{shown}: a {what} is a regular file")
         raw = file.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise BadInput(f"{shown}: larger than {LARGEST_FILE} bytes; is this a {what}?")

@@ -38,8 +38,13 @@ BLOCK = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)^```$", re.M | re.
 FOREIGN = re.compile(r"# (mergekit|LLaMA-Factory|PEFT|axolotl)\b")
 NAMED = re.compile(r"# ([\w-]+\.yaml)\b")
 
-# peft asks transformers for what transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# peft and trl ask transformers for what transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    # Trainer's default, on a machine without an accelerator.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,12 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     path = folder / (named[1] if named else "plan.yaml")
     path.write_text(block.text, encoding="utf-8")
     asked = yaml.safe_load(block.text)
+    if "surgeon_continual" in asked:
+        short = {"steps": 2, "batch": 2, "length": 16}
+        path.write_text(json.dumps(asked | {"train": asked["train"] | short, "evaluation_sequences": 2}))
+        return
+    if "surgeon_data" in asked:
+        return
     if "surgeon_train" in asked:
         # As it stands, but for a moment: two steps of two short sequences.
         path.write_text(json.dumps(asked | {"steps": 2, "batch": 2, "length": 16, "validation_sequences": 2}))

@@ -22,6 +22,8 @@ from surgeon.runtime import AUTO_MAP, is_shipped_code
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
+# What a continual run measured (surgeon/tasks).
+RECORD_FILE = "continual.json"
 # Marks a folder that lacks its base's tensors (surgeon/deltas.py).
 DELTA_FILE = "delta.json"
 MAX_CONFIG_BYTES = 4_000_000

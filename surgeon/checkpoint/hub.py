@@ -255,6 +255,22 @@ class _Repository:
         """A commit does not change."""
 
 
+def dataset_commit(repo_id: str, revision: str | None) -> str:
+    """The commit that a branch, a tag or a commit of a dataset on the Hub stands for. Raises BadInput as `locate`."""
+    from huggingface_hub import HfApi
+
+    shown = f"datasets/{repo_id}"
+    info = _call(lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT), shown, revision)
+    if info.sha is None or not _COMMIT.fullmatch(info.sha):
+        raise BadInput(f"{printable(shown)}: the Hub names no commit; try again")
+    return info.sha
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a whole commit hash, which never moves."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
 def _check_id(base: str) -> None:
     if not REPO_ID.fullmatch(base) or ".." in base or "--" in base:
         raise BadInput(
@@ -363,7 +379,8 @@ def _refuse(error: Exception, repo_id: str, revision: str | None) -> Never:
             " HF_TOKEN)"
         )
     elif isinstance(error, errors.RevisionNotFoundError):
-        problem = f"has no revision {printable(revision or 'main')!r}; check `--revision`"
+        named_by = "`revision:`" if repo_id.startswith("datasets/") else "`--revision`"
+        problem = f"has no revision {printable(revision or 'main')!r}; check {named_by}"
     elif isinstance(error, errors.RepositoryNotFoundError):
         problem = (
             "no such folder here and no such repository on the Hub, or a private one; check the name, or log in"

@@ -22,11 +22,12 @@ VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
 # Measured on one core of a current server; what counts is that the number of steps is fixed by it.
-_STEPS_A_SECOND = 12.0
+STEPS_A_SECOND = 12.0
 _BATCH, _WINDOW = 8, 64
 _PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 3e-3, 6e-5, 20
 _WIDTH = 192
 _VALIDATION_WINDOWS = 64
+_HELD_OUT = 20
 _SHARD_SIZE = "2MB"
 
 
@@ -49,9 +50,17 @@ class DemoBase:
     seconds: float
 
 
-def make_base(folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: Progress | None = None) -> DemoBase:
+def make_base(
+    folder: Path,
+    *,
+    documents: list[str] | None = None,
+    seconds: float = 25.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> DemoBase:
     """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
 
+    `documents` are those of `documentation()`, read here where they are not given; `split` says which are held out.
     `seconds` is roughly what training takes on one ordinary core: it sets the number of steps, not a
     deadline, so that the same seed gives the same base. The folder gets several
     shards, config, generation config and tokenizer. `progress(fraction, words)` is told how far it is.
@@ -60,18 +69,18 @@ def make_base(folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: P
     began = time.monotonic()
     tell = progress or (lambda _fraction, _words: None)
     tell(0.0, "reading the documentation of the standard library")
-    documents = documentation()
+    documents = documentation() if documents is None else documents
     tell(0.05, "training a tokenizer")
     tokenizer = _tokenizer(documents)
-    held_out, trained_on = documents[::20], [text for i, text in enumerate(documents) if i % 20]
+    trained_on, held_out = split(documents)
     validation, stream = _tokens(tokenizer, held_out), _tokens(tokenizer, trained_on)
     windows = validation[: _VALIDATION_WINDOWS * _WINDOW].view(-1, _WINDOW)
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _untrained(tokenizer)
         before = _loss(model, windows)
         _start_from_neighbours(model, stream)
-        steps = max(1, round(seconds * _STEPS_A_SECOND))
+        steps = max(1, round(seconds * STEPS_A_SECOND))
         losses = _train(
             model, stream, steps=steps, seed=seed, tell=lambda share, words: tell(0.1 + 0.85 * share, words)
         )
@@ -98,6 +107,11 @@ def make_base(folder: Path, *, seconds: float = 25.0, seed: int = 0, progress: P
         validation_loss=after,
         seconds=time.monotonic() - began,
     )
+
+
+def split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """What is trained on, and every twentieth document, which is held out."""
+    return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]
 
 
 def sample(folder: Path, prompt: str, tokens: int) -> str:
@@ -162,7 +176,7 @@ def _untrained(tokenizer: Any) -> Any:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One torch thread inside.
 
     At this size two threads win little on idle cores and lose a factor of ten on busy ones, where each step

@@ -27,13 +27,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run as a manifest tells of it; `losses` maps sources to held-out losses before and after."""
+    """One training run as a manifest tells of it.
+
+    `losses` maps sources to held-out losses before and after; `changes` every tensor that trained, by its name in that
+    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
+    """
 
     surgery: int
     steps: int
     tokens: int
-    tensors: int
     losses: dict[str, tuple[float, float]]
+    changes: dict[str, tuple[float, float | None]]
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and are as they were."""
+        return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
 
 
 def tell_runs(history: History) -> tuple[TrainingRun, ...]:
@@ -43,8 +52,8 @@ def tell_runs(history: History) -> tuple[TrainingRun, ...]:
             surgery=number,
             steps=entry.steps,
             tokens=entry.tokens,
-            tensors=len(entry.tensors),
             losses={name: (found[0], found[-1]) for name, found in entry.losses.items() if found and _finite(found)},
+            changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
         )
         for number, manifest in enumerate(history.surgeries, history.first)
         for entry in manifest.training

@@ -23,7 +23,8 @@ def names() -> list[str]:
 def find_plan(plan: str | Path) -> Path:
     """The file a plan argument means: a path, or the name of a shipped plan. BadInput where it is neither."""
     path = Path(plan)
-    if path.exists() or path.suffix in (".yaml", ".yml"):
+    # A folder is never a plan; an output may well be called as the plan it was made by.
+    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
         return path
     known = names()
     if str(plan) in known:

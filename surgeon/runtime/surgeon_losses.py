@@ -104,6 +104,21 @@ def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids:
     return Flow(valid=valid_tokens(attention_mask, shape, inputs.device), domains=domains)
 
 
+def tell_of_lost_losses(surgery: Surgery) -> None:
+    """Say once that a step trains without the auxiliary losses that the surgery asks for.
+
+    So it is where a loss is made outside of the model's head: without `labels`, or by a trainer that asks the base
+    model alone, as TRL's do to spare the logits.
+    """
+    asked = surgery.diverges or surgery.needs_domains or surgery.balances
+    if asked and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "The auxiliary losses have no part in this training: the model was asked for states or logits and not for "
+            "its loss. Give it `labels` and take `output.loss`; TRL's SFTTrainer does so if its `compute_loss` is "
+            "replaced by that of transformers' Trainer."
+        )
+
+
 def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
     """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them.
 

@@ -20,6 +20,7 @@ from .surgeon_losses import (
     accumulation_scale,
     close_flow,
     open_flow,
+    tell_of_lost_losses,
     valid_tokens,
 )
 from .surgeon_states import ControlBank, ControlState, Mixing, MixtureGate, RoutingCache
@@ -141,6 +142,8 @@ class UpcycledModel(UpcycledBase):
         **kwargs: Any,
     ) -> Any:
         """The native forward. `domain_ids` is for the heads' losses and has no part in the output."""
+        if surgery_flow is None and self.training and torch.is_grad_enabled():
+            tell_of_lost_losses(self.surgery)
         if surgery_flow is None and self.surgery.routes:
             surgery_flow = Flow()
         past: RoutingCache | None = None
@@ -196,7 +199,9 @@ class UpcycledCausalLM(UpcycledPreTrained):
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         flow: Flow | None = None
         scale: float | Tensor = 1.0
+        asked = False
         if self.training and labels is not None:
+            asked = True
             flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
             scale = accumulation_scale(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         output = super().forward(
@@ -209,7 +214,7 @@ class UpcycledCausalLM(UpcycledPreTrained):
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
             return_dict=True,
-            **(kwargs if flow is None else kwargs | {"surgery_flow": flow}),
+            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
         )
         return UpcycledCausalLMOutput(**close_flow(output, flow, scale))
 
@@ -246,7 +251,9 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
     ) -> UpcycledSequenceClassifierOutput:
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         flow = None
+        asked = False
         if self.training and labels is not None:
+            asked = True
             flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
         output = super().forward(
             input_ids=input_ids,
@@ -257,7 +264,7 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
             labels=labels,
             use_cache=use_cache,
             return_dict=True,
-            **(kwargs if flow is None else kwargs | {"surgery_flow": flow}),
+            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
         )
         return UpcycledSequenceClassifierOutput(**close_flow(output, flow, 1.0))
 

@@ -6,11 +6,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from surgeon.checkpoint.hub import REPO_ID
 from surgeon.errors import BadInput, printable
 from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 
@@ -18,32 +19,69 @@ from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 _SHARE_TOLERANCE = 0.005
 
 ORIGINAL, NEW = "original", "new"
+_DATASET, _SPLIT = "dataset:", "split:"
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
+    """Of a config: nothing unknown gets through."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class SourceSpec(_Entry):
-    """One source of text."""
+class TextSpec(Entry):
+    """Where a text lies and how to read it."""
 
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
     ]
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
-    share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
-    role: Annotated[
-        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
-    ] = NEW
+    path: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="file (.jsonl, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            " dataset:USER/NAME of the Hub",
+        ),
+    ]
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss on the assistant's words alone")
     ] = "text"
     field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
         None
     )
+    config: Annotated[str | None, Field(min_length=1, description="of a dataset on the Hub that has several")] = None
+    split: Annotated[str | None, Field(min_length=1, description="of a dataset; default `train`")] = None
+    revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
+
+    @model_validator(mode="after")
+    def _of_the_hub(self) -> Self:
+        if self.repo_id is not None and not REPO_ID.fullmatch(self.repo_id):
+            raise ValueError(f"path {self.path!r} names no dataset of the Hub: write dataset:USER/NAME")
+        given = [key for key in ("config", "revision") if getattr(self, key) is not None]
+        if given and self.repo_id is None:
+            raise ValueError(f"`{given[0]}` is for a path of the form dataset:USER/NAME")
+        return self
+
+    @property
+    def repo_id(self) -> str | None:
+        """The dataset's id on the Hub; None where the text lies here."""
+        return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
+
+    @property
+    def key(self) -> str:
+        """The key of a document's text or messages."""
+        return self.field or ("messages" if self.kind == "chat" else "text")
+
+
+class SourceSpec(TextSpec):
+    """One source of text."""
+
+    share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
+    role: Annotated[
+        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
+    ] = NEW
     validation: Annotated[
         float | str,
-        Field(description="share of the documents held out (0: none), or a file of its own"),
+        Field(description="share of the documents held out (0: none), a file of its own, or split:NAME of the dataset"),
     ] = 0.01
 
     @model_validator(mode="after")
@@ -55,12 +93,13 @@ class SourceSpec(_Entry):
         return self
 
     @property
-    def key(self) -> str:
-        """The key of a document's text or messages."""
-        return self.field or ("messages" if self.kind == "chat" else "text")
+    def validation_split(self) -> str | None:
+        """The dataset's split that `validation` names."""
+        named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
+        return str(self.validation).removeprefix(_SPLIT) if named else None
 
 
-class OptimizerSpec(_Entry):
+class OptimizerSpec(Entry):
     """AdamW and its schedule; what is left out has the paper's value (defaults.py)."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
@@ -72,7 +111,7 @@ class OptimizerSpec(_Entry):
     clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
 
 
-class TrainConfig(_Entry):
+class TrainConfig(Entry):
     """What a training run is to do."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
@@ -101,6 +140,14 @@ class TrainConfig(_Entry):
     checkpointing: Annotated[bool, Field(description="recompute activations in the backward pass, to save memory")] = (
         False
     )
+    sharding: Annotated[
+        Literal["none", "fsdp"],
+        Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
+    ] = "none"
+    cross_entropy: Annotated[
+        Literal["auto", "torch", "chunked", "liger"],
+        Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
+    ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,28 @@ class Message:
 Document = str | tuple[Message, ...]
 
 
+class Corpus(Protocol):
+    """The documents of one source, by number, the same ones for as long as `identity` is the same."""
+
+    # Documents without a word in them, which are left out and have no number.
+    blank: int
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, number: int) -> Document:
+        """One document: its text, or the messages of a chat. Raises BadInput."""
+
+    def identity(self) -> list[Any]:
+        """JSON data that a run which is continued must find again."""
+
+
 class Documents:
-    """The documents of one source, by number. Reading one opens its file anew only where another was read before."""
+    """The documents of files, by number. Reading one opens its file anew only where another was read before."""
 
     def __init__(self, path: Path, *, key: str, chat: bool) -> None:
         """Index `path` (a file, or a folder of files); `key` holds the text or messages. Raises BadInput."""
@@ -50,6 +70,11 @@ class Documents:
         self._groups: dict[tuple[int, int], list[Any]] = {}
         if not len(self._places):
             raise BadInput(f"{printable(str(path))}: no document in it; a source needs some text")
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return str(self.path)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -91,7 +116,7 @@ class Documents:
             for number, line in enumerate(handle, 1):
                 end = begin + len(line)
                 if line.strip():
-                    if self._is_blank(self._parsed(line, f"{file}:{number}")):
+                    if is_blank(self._parsed(line, f"{file}:{number}")):
                         self.blank += 1
                     else:
                         yield begin, end
@@ -112,26 +137,6 @@ class Documents:
             )
         return self._document(entry[self.key], where)
 
-    def _document(self, value: Any, where: str) -> Document:
-        if not self.chat:
-            if isinstance(value, str):
-                return value
-            raise BadInput(f"{printable(where)}: `{printable(self.key)}` is no text but {printable(repr(value), 40)}")
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            raise BadInput(f"{printable(where)}: `{printable(self.key)}` is no list of messages")
-        messages: list[Message] = []
-        for nth, message in enumerate(value, 1):
-            ours = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            if not ours:
-                raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text")
-            messages.append(Message(message["role"], message["content"]))
-        if not any(message.role == "assistant" for message in messages):
-            raise BadInput(f"{printable(where)}: no message of the role `assistant`, so there is nothing to learn")
-        return tuple(messages)
-
-    def _is_blank(self, document: Document) -> bool:
-        return isinstance(document, str) and not document.strip()
-
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
         """Row group and row within it, of every row that is no blank text."""
         parquet = _pyarrow(file)
@@ -143,7 +148,7 @@ class Documents:
             )
         for group in range(opened.num_row_groups):
             for row, value in enumerate(opened.read_row_group(group, columns=[self.key])[self.key].to_pylist()):
-                if self._is_blank(self._document(value, f"{file}, row {row} of group {group}")):
+                if is_blank(self._document(value, f"{file}, row {row} of group {group}")):
                     self.blank += 1
                 else:
                     yield group, row
@@ -157,9 +162,41 @@ class Documents:
             self._groups[file, group] = column.to_pylist()
         return self._groups[file, group][row]
 
-    def identity(self) -> list[list[Any]]:
+    def identity(self) -> list[Any]:
         """Name, size and mtime of every file: what a run that is continued must find again."""
-        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+        return stamps(self.files)
+
+    def _document(self, value: Any, where: str) -> Document:
+        return document_of(value, where, key=self.key, chat=self.chat)
+
+
+def stamps(files: Sequence[Path]) -> list[Any]:
+    """Name, size and mtime of files."""
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
+    """What an entry holds under `key`, as a document; BadInput, which begins with `where`, if it is none."""
+    if not chat:
+        if isinstance(value, str):
+            return value
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is no text but {printable(repr(value), 40)}")
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is no list of messages")
+    messages: list[Message] = []
+    for nth, message in enumerate(value, 1):
+        ours = isinstance(message, dict) and all(isinstance(message.get(part), str) for part in ("role", "content"))
+        if not ours:
+            raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text")
+        messages.append(Message(message["role"], message["content"]))
+    if not any(message.role == "assistant" for message in messages):
+        raise BadInput(f"{printable(where)}: no message of the role `assistant`, so there is nothing to learn")
+    return tuple(messages)
+
+
+def is_blank(document: Document) -> bool:
+    """Whether a text has no word in it."""
+    return isinstance(document, str) and not document.strip()
 
 
 def _files(path: Path) -> list[Path]:

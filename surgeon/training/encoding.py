@@ -33,7 +33,7 @@ class Encoder:
                 )
         except LOAD_FAILURES as error:
             raise BadInput(
-                f"{printable(str(folder))}: no tokenizer that can be loaded ({first_line(error)}); training needs one"
+                f"{printable(str(folder))}: no tokenizer that can be loaded ({first_line(error)}); texts need one"
             ) from None
 
     def check_chat(self) -> None:

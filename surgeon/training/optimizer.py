@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from surgeon.training.settings import Settings
+from surgeon.training.sharding import dealt_out
 
 
 class MasterAdamW(AdamW):
@@ -25,6 +26,11 @@ class MasterAdamW(AdamW):
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, **options)
+        # One pass over memory for what is a dozen otherwise.
+        where = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
+        if where <= {"cpu", "cuda"}:
+            for group in self.param_groups:
+                group["fused"] = True
         self.masters: dict[Tensor, Tensor] = {
             parameter: parameter.detach().to(torch.float32, copy=True)
             for group in self.param_groups
@@ -36,42 +42,50 @@ class MasterAdamW(AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step; `closure` is not for this optimizer."""
         assert closure is None
-        with self._in_float32():
-            return super().step()
+        for parameter, master in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        with self._on_masters():
+            stepped = super().step()
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
+            master.grad = None
+        return stepped
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's, with `masters` in the order of the parameters."""
-        return super().state_dict() | {"masters": list(self.masters.values())}
+        with self._on_masters():
+            return super().state_dict() | {"masters": list(self.masters.values())}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The state, moments and masters in float32 as they were."""
+        """The state, moments and masters in float32 as they were; whole tensors are dealt out where it is sharded."""
         state = dict(state_dict)
         masters = state.pop("masters")
         for master, kept in zip(self.masters.values(), masters, strict=True):
-            master.copy_(kept)
+            master.copy_(dealt_out(kept, master))
+        # torch numbers the parameters through all groups.
+        numbered = enumerate(parameter for group in self.param_groups for parameter in group["params"])
+        state["state"] = {
+            number: {key: dealt_out(value, parameter) for key, value in state["state"][number].items()}
+            for number, parameter in numbered
+            if number in state["state"]
+        }
         # torch casts what it loads to the parameter's dtype.
-        with self._in_float32():
+        with self._on_masters():
             super().load_state_dict(state)
 
     @contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Parameters stand for their masters inside; afterwards they hold them rounded to their own dtype."""
-        narrow = {parameter: parameter.data for parameter in self.masters}
-        gradients = {parameter: parameter.grad for parameter in self.masters}
-        for parameter, master in self.masters.items():
-            gradient = gradients[parameter]
-            parameter.grad = None
-            parameter.data = master
-            if gradient is not None:
-                parameter.grad = gradient.float()
+    def _on_masters(self) -> Iterator[None]:
+        """Inside, the masters are the parameters that AdamW knows, by which it keeps its state."""
+        held = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [self.masters.get(parameter, parameter) for parameter in group["params"]]
         try:
             yield
         finally:
-            for parameter, master in self.masters.items():
-                parameter.grad = None
-                parameter.data = narrow[parameter].copy_(master)
-                parameter.grad = gradients[parameter]
+            # Loading puts groups of its own in their place.
+            for group, parameters in zip(self.param_groups, held, strict=True):
+                group["params"] = parameters
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[str]) -> MasterAdamW:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from surgeon.errors import BadInput, printable
-from surgeon.training.documents import Documents
+from surgeon.training.documents import Corpus
 from surgeon.training.encoding import Encoded, Encoder
 
 IGNORED_LABEL = -100
@@ -89,7 +89,7 @@ class SourceStream:
     def __init__(
         self,
         name: str,
-        documents: Documents,
+        documents: Corpus,
         numbers: NDArray[np.int64],
         encoder: Encoder,
         packer: Packer,
@@ -213,7 +213,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool) -> dict[str,
 
 
 def held_out(
-    documents: Documents, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
+    documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
     """At most `most` full sequences from the documents `numbers`, in their order; a shorter one where none is full."""
     found: list[PackedSequence] = []
@@ -233,7 +233,7 @@ def held_out(
     return found
 
 
-def split(documents: Documents, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Numbers of documents to train on and to hold out; whatever the run's seed, the same are held out.
 
     At least one is held out where `share` is above 0, and at least one is left; BadInput where there are too few.
@@ -243,7 +243,7 @@ def split(documents: Documents, share: float, *, name: str) -> tuple[NDArray[np.
         return np.arange(count), np.arange(0)
     if count < 2:
         raise BadInput(
-            f"source {printable(name)} ({printable(str(documents.path))}) has one document, so none can be held out;"
+            f"source {printable(name)} ({printable(documents.shown)}) has one document, so none can be held out;"
             " give `validation:` a file, or 0"
         )
     held = min(count - 1, max(1, round(share * count)))

@@ -28,13 +28,16 @@ from surgeon.execute import Listener, execute
 from surgeon.families.anatomy import dissect
 from surgeon.manifest import MANIFEST_FILE, Manifest, held_by
 from surgeon.stopwatch import Stopwatch
-from surgeon.training.config import LoadedConfig, SourceSpec
-from surgeon.training.documents import Documents
+from surgeon.training.config import LoadedConfig
+from surgeon.training.cross_entropy import FusedHead, choose
+from surgeon.training.documents import Corpus
 from surgeon.training.encoding import Encoder
 from surgeon.training.names import TrainableSet, trainable_set
 from surgeon.training.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
+from surgeon.training.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
+from surgeon.training.sources import open_source
 from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
     DATA_FILE,
@@ -117,11 +120,7 @@ def run_training(
     """
     processes = Processes.of_environment()
     config = loaded.config
-    for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(variable, "").lower() == "true":
-            raise BadInput(
-                f"{variable} is set: `surgeon train` does not run under {name} yet; use torchrun alone (DDP)"
-            )
+    sharding = sharding_asked(config)
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     device = devices.resolve(device)
@@ -144,7 +143,7 @@ def run_training(
     work = work_folder(target)
     say = listener.say if processes.leads else _silent
     encoder = Encoder(out.path, vocabulary=anatomy.sizes.vocabulary)
-    data = _Data.open(loaded, settings, encoder)
+    data = _Data.open(loaded, settings, encoder, say)
     held = _check_as_left(out, manifest, listener)
     fingerprint = _fingerprint(loaded, settings, held, data)
     with _held(work, target, fingerprint, leads=processes.leads):
@@ -152,15 +151,19 @@ def run_training(
             say(note)
         for step in drop_torn_checkpoints(work) if processes.leads else ():
             say(f"the checkpoint of step {step} was cut off while it was written, and is dropped")
-        finished = _train(
-            out, loaded, settings, wanted, data, work, device, processes, trust_remote_code, listener, say
-        )
+        if sharding is not None and processes.size == 1:
+            say("one process: nothing is sharded")
+            sharding = None
+        with sharded_here():
+            finished = _train(
+                out, loaded, settings, wanted, data, work, device, processes, sharding, trust_remote_code, listener, say
+            )
         if processes.leads:
             whole = work / WHOLE_FOLDER if deliver else target
             if deliver and whole.exists():
                 # Of a run that was cut off between the two.
                 shutil.rmtree(whole)
-            _publish(finished, out, manifest, loaded, work, whole, held, listener)
+            _publish(finished, out, manifest, loaded, data.commits, work, whole, held, listener)
             if deliver:
                 deliver(whole)
     if processes.leads:
@@ -177,6 +180,7 @@ def _train(
     work: Path,
     device: str,
     processes: Processes,
+    sharding: Sharding | None,
     trust_remote_code: bool,
     listener: Listener,
     say: Any,
@@ -201,6 +205,9 @@ def _train(
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if sharding is not None:
+        shard(model, sharding, device=args.device)
+        say(f"sharded over {processes.size} processes (FSDP2)")
     say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     batches = Batches(
         data.mixture,
@@ -216,6 +223,7 @@ def _train(
         listener.advance(done)
     log = _Log(say, listener if processes.leads else None, done)
     cadence = Cadence(evaluate_every=config.evaluate_every, on_step=log.step, on_log=log.entry)
+    fused = _fused(config.cross_entropy, model, settings, device, say)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -224,7 +232,12 @@ def _train(
         batches=batches,
         validation=data.validation,
         callbacks=[cadence],
+        fused=fused,
     )
+    if fused is not None:
+        drawn = torch.Generator().manual_seed(0)
+        fused.check(torch.randint(model.config.vocab_size, (1, settings.length), generator=drawn))
+        let_go(model)
     first = _first_losses(trainer, work, processes, say)
     begun = time.perf_counter()
     if checkpoint is not None:
@@ -258,6 +271,7 @@ def _publish(
     out: CheckpointFolder,
     manifest: Manifest,
     loaded: LoadedConfig,
+    commits: dict[str, str],
     work: Path,
     target: Path,
     held: dict[str, str],
@@ -266,8 +280,11 @@ def _publish(
     last = newest_checkpoint(work)
     assert last is not None
     finished.changes = write_final(out, last / TRAINED_FILE, work)
+    config = loaded.config.model_dump(mode="json")
+    for source in config["sources"]:
+        source["revision"] = commits.get(source["name"])
     entry = {
-        "config": loaded.config.model_dump(mode="json"),
+        "config": config,
         "settings": finished.settings.to_json(),
         "steps": finished.settings.steps,
         "tokens": finished.tokens,
@@ -286,19 +303,27 @@ class _Data:
 
     mixture: Mixture
     validation: dict[str, list[PackedSequence]]
-    documents: list[Documents]
+    documents: list[Corpus]
     notes: list[str]
+    # Of sources on the Hub, by name.
+    commits: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder) -> _Data:
+    def open(cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, say: Any) -> _Data:
         config = loaded.config
         if any(source.kind == "chat" for source in config.sources):
             encoder.check_chat()
         streams: list[SourceStream] = []
         found = cls(Mixture([], [], seed=0), {}, [], [])
         for source in config.sources:
-            documents = _documents(loaded, source, source.path)
-            found.documents.append(documents)
+            if source.repo_id is not None:
+                say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
+            opened = open_source(source, loaded)
+            documents = opened.text
+            found.documents += [documents] if opened.held_out is None else [documents, opened.held_out]
+            if opened.commit is not None:
+                found.commits[source.name] = opened.commit
+                found.notes.append(f"source {source.name}: {printable(source.path)} at commit {opened.commit}")
             share = source.validation if isinstance(source.validation, float) else 0.0
             kept, held = split(documents, share, name=source.name)
             packer = Packer(settings.length, config.packing, config.domain_of(source))
@@ -306,9 +331,8 @@ class _Data:
             if documents.blank:
                 found.notes.append(f"source {source.name}: {documents.blank} blank documents are left out")
             aside = Packer(settings.length, config.packing, config.domain_of(source))
-            if isinstance(source.validation, str):
-                others = _documents(loaded, source, source.validation)
-                found.documents.append(others)
+            if opened.held_out is not None:
+                others = opened.held_out
                 sequences = held_out(others, range(len(others)), encoder, aside, most=config.validation_sequences)
             else:
                 sequences = held_out(documents, list(held), encoder, aside, most=config.validation_sequences)
@@ -320,10 +344,6 @@ class _Data:
                 )
         found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
         return found
-
-
-def _documents(loaded: LoadedConfig, source: SourceSpec, path: str) -> Documents:
-    return Documents(loaded.resolve(path), key=source.key, chat=source.kind == "chat")
 
 
 class _Log:
@@ -433,9 +453,14 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)
+    about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding"}
+    config = loaded.config.model_dump(mode="json", exclude={"log_every", *about_memory})
+    for source in config["sources"]:
+        # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
+        source.pop("revision")
     content = {
         "version": __version__,
-        "config": loaded.config.model_dump(mode="json", exclude={"micro_batch", "log_every", "checkpointing"}),
+        "config": config,
         "settings": numbers,
         "tensors": held,
         "data": [documents.identity() for documents in data.documents],
@@ -475,6 +500,17 @@ def _write_json(path: Path, data: Any) -> None:
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(data), encoding="utf-8")
     beside.replace(path)
+
+
+def _fused(asked: str, model: Any, settings: Settings, device: str, say: Any) -> FusedHead | None:
+    vocabulary = int(model.config.vocab_size)
+    kind = choose(asked, tokens=settings.micro_batch * settings.length, vocabulary=vocabulary, device=device)
+    if kind == "torch":
+        return None
+    say(
+        f"cross-entropy: {kind}, without all {settings.micro_batch * settings.length:,} × {vocabulary:,} logits at once"
+    )
+    return FusedHead(model, kind)
 
 
 def _packed(packing: str, model: Any) -> str:

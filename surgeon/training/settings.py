@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from surgeon.errors import BadInput
-from surgeon.training.config import ORIGINAL, LoadedConfig, TrainConfig
+from surgeon.training.config import NEW, ORIGINAL, LoadedConfig, TrainConfig
 from surgeon.training.defaults import Defaults, Schedule, defaults_for
 
 # Sequences at a time where the config does not say.
@@ -92,7 +92,9 @@ def settle(
 
 def _about_original(config: TrainConfig, paper: Defaults) -> list[str]:
     share = sum(source.share for source in config.sources if source.role == ORIGINAL)
-    if paper.original_share and not share:
+    # Of several tasks the earlier ones are what is replayed.
+    tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
+    if paper.original_share and not share and len(tasks) < 2:
         return [
             f"no source has the role `original`; the paper mixes in {paper.original_share:.0%} of what the base knows"
         ]

@@ -6,6 +6,7 @@ one is never resumed from.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,13 +18,16 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from surgeon.errors import SurgeonError, printable
+from surgeon.evaluation.scores import score
+from surgeon.training.cross_entropy import FusedHead
 from surgeon.training.optimizer import make_optimizer, make_schedule
-from surgeon.training.packing import IGNORED_LABEL, Batches, PackedSequence, batch_of
+from surgeon.training.packing import Batches, PackedSequence
 from surgeon.training.settings import Settings
+from surgeon.training.sharding import dealt_out, gathered, is_sharded, let_go
 from surgeon.training.trainable import check_set
 
 TRAINED_FILE = "trained.safetensors"
@@ -50,6 +54,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         batches: Batches,
         validation: Mapping[str, Sequence[PackedSequence]],
         callbacks: Sequence[TrainerCallback],
+        fused: FusedHead | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -61,6 +66,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.names = tuple(names)
         self.batches = batches
         self.validation = validation
+        self.fused = fused
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -84,12 +90,21 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if not bool(torch.isfinite(loss)):
-            raise self._diverged("loss", float(loss))
+        # Of all processes: one that stopped alone would leave the others waiting for it.
+        told = loss.detach().to(torch.float32, copy=True)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(told)
+        if not bool(torch.isfinite(told)):
+            raise self._diverged("loss", float(told))
         return loss
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the fused head where there is one."""
+        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
         if norm is not None and not bool(torch.isfinite(torch.as_tensor(norm))):
             raise self._diverged("gradient's norm", float(norm))
         return norm
@@ -120,17 +135,29 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         held = dict(self.model.named_parameters()) if state_dict is None else state_dict
+        if is_sharded(self.model) or self.args.should_save:
+            # A sharded tensor is gathered by all processes.
+            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in self.names}
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # The same files: a run may go on with another number of processes, sharded or not.
+        state = gathered(self.optimizer.state_dict())
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: held[name].detach().cpu().contiguous() for name in self.names}
-            safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         parameters = dict((model or self.model).named_parameters())
         with torch.no_grad():
             for name in self.names:
-                parameters[name].copy_(tensors[name])
+                parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -170,7 +197,6 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
             self.on_log_entry({"step": state.global_step, **logs})
 
 
-@torch.no_grad()
 def losses_by_source(
     model: nn.Module,
     validation: Mapping[str, Sequence[PackedSequence]],
@@ -179,38 +205,13 @@ def losses_by_source(
     process: int = 0,
     processes: int = 1,
 ) -> dict[str, float]:
-    """Mean cross-entropy in nats of the labels that count, for each source; auxiliary losses have no part in it.
-
-    Sums are in float64 over float32 logits. Every process gives the same answer.
-    """
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    found: dict[str, float] = {}
-    for name, sequences in validation.items():
-        total = torch.zeros(2, dtype=torch.float64)
-        # Of equal lengths: a source that has no full sequence has one short one.
-        for begin in range(0, len(sequences), micro_batch * processes):
-            mine = sequences[begin : begin + micro_batch * processes][process::processes]
-            if mine:
-                total += _summed(model, batch_of(mine, domains=False), device)
-        if processes > 1:
-            total = total.to(device if device.type == "cuda" else "cpu")
-            torch.distributed.all_reduce(total)
-        found[name] = float(total[0] / total[1])
-    model.train(training)
+    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
+    found = {
+        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        for name, sequences in validation.items()
+    }
+    let_go(model)
     return found
-
-
-def _summed(model: nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    labels = batch.pop("labels").to(device)
-    logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
-    total = torch.zeros(2, dtype=torch.float64)
-    # One sequence after the other: float32 logits of a large vocabulary are the most memory of all.
-    for row, wanted in zip(logits[:, :-1], labels[:, 1:], strict=True):
-        losses = F.cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="none")
-        total += torch.stack([losses.double().sum(), (wanted != IGNORED_LABEL).sum().double()]).cpu()
-    return total
 
 
 def newest_checkpoint(work: Path) -> Path | None:

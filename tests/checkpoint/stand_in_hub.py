@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -30,6 +30,8 @@ class Hub:
 
     files: dict[str, bytes]
     repo_id: str = "user/model"
+    # Or "datasets".
+    kind: str = "models"
     endpoint: str = ""
     ranges: bool = True
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -86,6 +88,13 @@ def _sibling(name: str, content: bytes) -> dict[str, Any]:
     return entry
 
 
+def _entry(name: str, content: bytes | None) -> dict[str, Any]:
+    """A file of a tree, or a folder where there is no content."""
+    oid = hashlib.sha1(name.encode() if content is None else content).hexdigest()
+    kind = "directory" if content is None else "file"
+    return {"type": kind, "path": name, "size": len(content or b""), "oid": oid}
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
@@ -106,8 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             hub.tokens.add(self.headers.get("Authorization", ""))
         if self._refused(path):
             return
-        info = f"/api/models/{hub.repo_id}"
-        files = f"/{hub.repo_id}/resolve/"
+        info = f"/api/{hub.kind}/{hub.repo_id}"
+        files = f"/{hub.repo_id}/resolve/" if hub.kind == "models" else f"/{hub.kind}/{hub.repo_id}/resolve/"
         revision = "main"
         for begin in (f"{info}/revision/", f"{info}/tree/", files):
             if path.startswith(begin):
@@ -123,19 +132,37 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [_sibling(name, content) for name, content in found[1].items()]
             self._send_json({"id": hub.repo_id, "sha": found[0], "private": hub.private, "siblings": siblings})
         elif found is not None and path.startswith(f"{info}/tree/"):
-            entries = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in found[1].items()
-            ]
-            self._send_json(entries)
+            self._send_tree(found[1], path.removeprefix(f"{info}/tree/").partition("/")[2])
         elif path.startswith(f"{info}/revision/"):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif found is not None and path.startswith(files) and path.split("/", 5)[5] in found[1]:
-            self._send_file(path.split("/", 5)[5], *found)
+        elif (
+            found is not None
+            and path.startswith(files)
+            and (name := path.removeprefix(files).partition("/")[2]) in found[1]
+        ):
+            self._send_file(name, *found)
         elif path.startswith(files):
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         else:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def _send_tree(self, there: dict[str, bytes], folder: str) -> None:
+        """What lies in a folder and, where asked, in those below; 404 where there is no such folder."""
+        begin = f"{folder}/" if folder else ""
+        inside = {name: content for name, content in there.items() if name.startswith(begin)}
+        if not inside:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        deep = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+        parents = {
+            str(parent)
+            for name in inside
+            for parent in PurePosixPath(name.removeprefix(begin)).parents
+            if str(parent) != "."
+        }
+        entries = [_entry(f"{begin}{parent}", None) for parent in sorted(parents)]
+        entries += [_entry(name, content) for name, content in inside.items()]
+        self._send_json([e for e in entries if deep or "/" not in e["path"].removeprefix(begin)])
 
     def _send_file(self, name: str, commit: str, there: dict[str, bytes]) -> None:
         hub = self.hub
@@ -182,6 +209,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         if self._refused(url.path):
             return
+        paths_info = f"/api/{hub.kind}/{hub.repo_id}/paths-info/"
+        if url.path.startswith(paths_info):
+            # A question, though it is a POST.
+            self._paths(unquote(url.path.removeprefix(paths_info)), body)
+            return
         hub.posted.append((method, url.path))
         model = f"/api/models/{hub.repo_id}"
         revision = unquote(url.path.rpartition("/")[2])
@@ -217,6 +249,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._commit(revision, body, pull_request="create_pr" in parse_qs(url.query))
         else:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def _paths(self, revision: str, body: bytes) -> None:
+        found = self.hub.at(revision)
+        if found is None:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        asked = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
+        entries = [_entry(name, found[1][name]) for name in asked if name in found[1]]
+        folders = [name for name in asked if any(there.startswith(f"{name}/") for there in found[1])]
+        self._send_json(entries + [_entry(name, None) for name in folders])
 
     def _whoami(self) -> None:
         if not self.headers.get("Authorization"):

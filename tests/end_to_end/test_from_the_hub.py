@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from surgeon import api
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
+from tests.training.texts import add_tokenizer, corpus
 
 
 def surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -50,3 +53,36 @@ def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
     assert missing.returncode == 2
     assert missing.stderr.startswith("surgeon: ")
     assert "Traceback" not in missing.stderr
+
+
+def test_an_output_on_the_hub_is_evaluated_beside_its_base_here(base: Path, tmp_path: Path) -> None:
+    """Its code, which is what this version ships, comes along and runs unasked."""
+    add_tokenizer(base)
+    api.apply("neutral-residues", str(base), tmp_path / "out")
+    corpus(tmp_path / "fr.jsonl", documents=12)
+    with serve(Hub(files_of(tmp_path / "out"))) as hub:
+        given = ["evaluate", f"user/model@{COMMIT}", "--base", str(base), "--data", str(tmp_path / "fr.jsonl")]
+        ran = surgeon(hub, tmp_path / "home", *given, "--json", "--device", "cpu")
+        assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert [row["model"] for row in found["models"]] == [str(base), f"user/model@{COMMIT}"]
+    assert found["models"][1]["sources"]["fr"]["loss_difference"] == {"value": 0, "low": 0, "high": 0}
+    assert found["notes"] == []
+
+
+@pytest.mark.slow
+def test_a_continual_run_from_the_hub(base: Path, tmp_path: Path) -> None:
+    add_tokenizer(base)
+    tasks = "surgeon_continual: 1\ntrain: {steps: 2, batch: 2, length: 16}\ntasks:\n"
+    for number, name in enumerate(("a", "b")):
+        corpus(tmp_path / f"{name}.jsonl", seed=number)
+        tasks += f"  - {{name: {name}, sources: [{{path: {name}.jsonl, validation: 0.1}}]}}\n"
+    (tmp_path / "tasks.yaml").write_text(tasks, encoding="utf-8")
+    with serve(Hub(files_of(base))) as hub:
+        given = [str(tmp_path / "tasks.yaml"), "user/model", str(tmp_path / "run")]
+        ran = surgeon(hub, tmp_path / "home", "continual", *given, "--json", "--device", "cpu")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["base"] == "user/model"
+    manifest = api.inspect(tmp_path / "run").manifest
+    assert [(ancestor.base, ancestor.revision) for ancestor in manifest.lineage] == [("user/model", COMMIT)]
+    assert api.verify(base, tmp_path / "run", logits=False).holds

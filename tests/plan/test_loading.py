@@ -106,6 +106,9 @@ def test_files_that_cannot_be_a_plan(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(BadInput, match="regular file"):
         load_plan(pipe)
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(BadInput, match="regular file"):
+        load_plan(tmp_path / "folder.yaml")
     with pytest.raises(BadInput, match="cannot read the plan"):
         load_plan(tmp_path / "absent.yaml")
 

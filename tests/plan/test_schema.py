@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -32,6 +33,15 @@ def test_the_command_prints_it() -> None:
     result = CliRunner().invoke(app, ["schema"])
     assert result.exit_code == 0
     assert json.loads(result.stdout) == json_schema()
+
+
+def test_a_folder_called_like_a_shipped_plan_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output that has the name of its plan, say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-pro").mkdir()
+    assert shipped.find_plan("llama-pro").is_file()
 
 
 @pytest.mark.parametrize("name", shipped.names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from surgeon import api
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
@@ -25,6 +27,7 @@ from surgeon.training.packing import Packer, held_out, split
 from surgeon.training.session import work_folder
 from surgeon.training.trainer import Diverged, losses_by_source, newest_checkpoint, step_of
 from surgeon.verification.loading import load_model
+from surgeon.views.terminal import trained_view
 from tests import tiny
 from tests.training.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
 
@@ -118,6 +121,13 @@ def test_it_learns(tmp_path: Path) -> None:
     losses = [entry["loss"] for entry in trained.log if "loss" in entry]
     assert len(losses) == 40
     assert trained.tokens == 40 * 4 * 24
+    told = trained.to_json()
+    assert told["tokens_per_second"] == trained.tokens / trained.seconds
+    assert told["peak_memory"] > sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(trained_view(trained))
+    assert f"{trained.tokens_per_second:,.0f} a second" in shown.getvalue()
+    assert "peak memory" in shown.getvalue()
 
 
 @pytest.mark.parametrize("plan, tolerance", [("llama-pro", 1e-4), ("control-llm", 2e-3)])
@@ -261,8 +271,8 @@ def test_what_is_not_for_this_command(tmp_path: Path, monkeypatch: pytest.Monkey
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
     with pytest.raises(BadInput, match="training takes auto, cpu or cuda"):
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cuda:1")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match="does not run under FSDP yet"):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(BadInput, match="does not run under DeepSpeed"):
         api.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
 
 

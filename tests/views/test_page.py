@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -17,8 +18,10 @@ from typer.testing import CliRunner
 
 from surgeon import api
 from surgeon.cli import app
+from surgeon.findings.curves import TrainingRun
 from surgeon.results import Reported
 from surgeon.verification.loading import load_model
+from surgeon.views.page.document import render
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_tensor, refused
@@ -306,6 +309,10 @@ def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> N
     assert f"words {before:.3f} → {after:.3f}" in reader.words
     assert "every static promise holds, also after training" in reader.words
     assert "Held-out losses where each training run began" in page
+    assert "did not change" not in page
+    for name, (largest, _) in trained.changes.items():
+        assert name in page
+        assert f"{largest:.3g}" in page
     log.write_text(json.dumps(trained.to_json(), indent=2))
     told, _, _ = reported(run, tmp_path / "b.html", log=log)
     [curve] = told.findings.curves
@@ -456,3 +463,13 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return tiny.checkpoint(tmp_path / "base", "llama")
+
+
+def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Path) -> None:
+    changes = {"a.weight": (0.0, 0.0), "b.weight": (0.5, None)}
+    run = TrainingRun(surgery=1, steps=3, tokens=9, losses={}, changes=changes)
+    told, _, _ = reported(grown[-1], tmp_path / "page.html")
+    findings = dataclasses.replace(told.findings, runs=(run,))
+    page = render(findings)
+    assert "Run 1 trained, and did not change: a.weight." in page
+    assert "was zero" in page

@@ -21,6 +21,8 @@ from surgeon.views.terminal import count, size
 
 _PROMISES = {"exact": "exact", "none": "not preserving"}
 _SERIES_STYLES = 6
+# Names in one line; the table below it has them all.
+_MOST_NAMED = 5
 
 
 def section(key: str, title: str, *children: Child) -> Markup:
@@ -495,8 +497,11 @@ def curves_section(findings: Findings) -> Markup | None:
     parts: list[Child] = []
     if findings.runs:
         head = ("surgery", "steps", "tokens", "tensors", "held-out losses, before → after")
-        rows = [(run.surgery, f"{run.steps:,}", f"{run.tokens:,}", run.tensors, _losses(run)) for run in findings.runs]
+        rows = [
+            (run.surgery, f"{run.steps:,}", f"{run.tokens:,}", len(run.changes), _losses(run)) for run in findings.runs
+        ]
         parts.append(table("Training, as the manifests tell", head, rows, numbers=range(4), words=(4,)))
+        parts += _changes(findings.runs)
     if curves:
         series = [Series(c.source, c.points, nth % _SERIES_STYLES) for nth, c in enumerate(curves)]
         source = (
@@ -522,6 +527,33 @@ def curves_section(findings: Findings) -> Markup | None:
             )
         )
     return section("curves", "Learning and forgetting", *parts)
+
+
+def _changes(runs: Sequence[TrainingRun]) -> list[Child]:
+    """What each run made of each tensor, and a line for tensors that it left as they were."""
+    parts: list[Child] = []
+    for nth, run in enumerate(runs, 1):
+        if run.unchanged:
+            told = ", ".join(run.unchanged[:_MOST_NAMED])
+            more = f" and {len(run.unchanged) - _MOST_NAMED} more" if len(run.unchanged) > _MOST_NAMED else ""
+            parts.append(el("p", f"Run {nth} trained, and did not change: {told}{more}.", class_="warn"))
+        rows = [
+            (name, f"{largest:.3g}", "was zero" if relative is None else f"{relative:.3g}")
+            for name, (largest, relative) in run.changes.items()
+        ]
+        parts.append(
+            folded(
+                f"What run {nth} changed, tensor by tensor",
+                table(
+                    f"Tensors that trained in run {nth}",
+                    ("tensor", "max |Δ|", "‖Δ‖ ÷ ‖before‖"),
+                    rows,
+                    numbers=(1, 2),
+                    words=(0,),
+                ),
+            )
+        )
+    return parts
 
 
 def _losses(run: TrainingRun) -> str:

@@ -1,0 +1,299 @@
+"""What a training step costs: full fine-tuning, PEFT LoRA and each surgery, side by side in one run.
+
+    python benchmarks/training_cost.py --base DIR --work DIR [--batch B] [--length T] [--steps N] [--device cuda]
+
+Every candidate runs in a process of its own, in the checkpoint's dtype, in turns: steps on B × T random tokens by the
+optimizer that `surgeon train` uses (AdamW, float32 masters of what trains), the best one's seconds and the process's
+peak memory. What trains is what `surgeon train` would unfreeze. Two further steps are taken apart, with the device
+waited for in between: forward up to the lowest layer that trains, the rest of forward, backward, optimizer. Full
+fine-tuning is there a second time with torch's AdamW on the bfloat16 weights themselves, as transformers' Trainer has
+it. Results, with the targets and whether they are met, go to benchmarks/results/training_cost_<base>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Plan, or how the base itself trains.
+CANDIDATES = {
+    "full fine-tuning": "full",
+    "full fine-tuning, AdamW on the weights themselves": "full-narrow",
+    "PEFT LoRA, rank 16, all linear layers": "lora",
+    "OpT-DeUS-Top": "opt-deus",
+    "OpT-DeUS-Btm": "opt-deus/bottom",
+    "LLaMA PRO": "llama-pro",
+    "Control LLM": "control-llm",
+    "Neutral Residues": "neutral-residues",
+    "vanilla adapters": "neutral-residues/adapters",
+    "Mixture-of-Control": "mixture-of-control",
+    "PMoE, one slot": "pmoe",
+}
+ON_THE_BASE = ("full", "full-narrow", "lora")
+PARTS = ("prefix", "forward", "backward", "optimizer")
+# Of full fine-tuning's step, for layers inserted at the top.
+TARGET = 0.6
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def load(folder: Path, kind: str, device: str) -> Any:
+    """The model with exactly what is trained unfrozen, in memory of its own."""
+    from surgeon.checkpoint.folder import CheckpointFolder
+    from surgeon.manifest import parse
+    from surgeon.training.names import trainable_set
+    from surgeon.training.trainable import unfreeze
+    from surgeon.verification.loading import load_model
+
+    model = load_model(folder, device=device, trust_remote_code=True)
+    model.config.use_cache = False
+    if kind == "lora":
+        import peft
+
+        settings = peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, settings)
+    elif kind in ON_THE_BASE:
+        model.requires_grad_(True)
+    else:
+        out = CheckpointFolder.open(folder)
+        assert out.manifest is not None
+        unfreeze(model, trainable_set(out, parse(out.manifest, file=str(folder)), "last"), base_names=out.tensors)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Loaded weights may be mapped from the file.
+            parameter.data = parameter.data.clone()
+    return model.train()
+
+
+class Bench:
+    """One candidate, ready to take steps."""
+
+    def __init__(self, folder: Path, kind: str, shape: tuple[int, int], device: str, cross_entropy: str) -> None:
+        import torch
+
+        from surgeon.training.cross_entropy import FusedHead
+        from surgeon.training.optimizer import MasterAdamW
+
+        self.torch = torch
+        self.device = device
+        self.model = load(folder, kind, device)
+        self.chosen = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW if kind == "full-narrow" else MasterAdamW
+        self.optimizer = optimizer([{"params": self.chosen}], lr=1e-5)
+        drawn = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, self.model.config.vocab_size, shape, generator=drawn).to(device)
+        self.batch = {"input_ids": ids, "labels": ids}
+        if hasattr(self.model, "surgery"):
+            # Sequences of the original and the new domain in turn, so that every local loss has work.
+            self.batch["domain_ids"] = torch.arange(len(ids), device=device) % 2
+        whole = self.model.get_base_model() if kind == "lora" else self.model
+        self.fused = None if cross_entropy == "torch" else FusedHead(whole, "chunked")
+        self.layers = whole.model.layers
+
+    def wait(self) -> float:
+        """The time, once everything asked for is done."""
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def lowest(self) -> int:
+        """The lowest layer with something that trains; 0 where what lies below the layers trains."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                place = LAYER.search(name)
+                # What lies above the layers is no prefix's end.
+                above = place is None and ("lm_head" in name or ".norm." in name)
+                found.append(int(place[1]) if place else len(self.layers) - 1 if above else 0)
+        return min(found)
+
+    def step(self, marks: list[float] | None = None) -> float:
+        """One step; its loss. Into `marks` the times at which each part of it was done."""
+
+        def mark(*_: object) -> None:
+            if marks is not None:
+                marks.append(self.wait())
+
+        hook = self.layers[self.lowest()].register_forward_pre_hook(mark) if marks is not None else None
+        self.optimizer.zero_grad()
+        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+            loss = self.model(**self.batch, use_cache=False).loss
+        mark()
+        loss.backward()
+        mark()
+        self.optimizer.step()
+        mark()
+        if hook is not None:
+            hook.remove()
+        return float(loss.detach())
+
+    def peak(self) -> float:
+        """Bytes: of the GPU, or of this process."""
+        if self.device != "cpu":
+            return float(self.torch.cuda.max_memory_allocated())
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return float(line.split()[1]) * 1024
+
+
+def inner(folder: str, kind: str, batch: str, length: str, steps: str, device: str, cross_entropy: str) -> None:
+    """One candidate: seconds of a step and of its parts, peak memory, what trains."""
+    bench = Bench(Path(folder), kind, (int(batch), int(length)), device, cross_entropy)
+    seconds, losses = [], []
+    for _ in range(int(steps)):
+        begun = bench.wait()
+        losses.append(bench.step())
+        seconds.append(bench.wait() - begun)
+    # A few steps at a small rate on random tokens: what is timed must move, not win.
+    assert len(set(losses)) > 1, f"{kind} does not train: {losses}"
+    told: dict[str, float] = {"step": min(seconds), "peak": bench.peak()}
+    apart = []
+    for _ in range(2):
+        marks = [bench.wait()]
+        bench.step(marks)
+        apart.append([later - earlier for earlier, later in itertools.pairwise(marks)])
+    told |= dict(zip(PARTS, min(apart, key=sum), strict=True))
+    told |= {"trainable": float(sum(p.numel() for p in bench.chosen))}
+    print(json.dumps(told | {"lowest": float(bench.lowest()), "layers": float(len(bench.layers))}))
+
+
+def in_a_process(*arguments: object) -> dict[str, float]:
+    ran = subprocess.run(
+        [sys.executable, __file__, "--inner", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        raise SystemExit(ran.stderr)
+    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def better(found: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
+    """The least memory and the faster step of two turns, each step with parts of its own turn."""
+    faster = min(found, earlier, key=lambda turn: turn["step"])
+    apart = min(found, earlier, key=lambda turn: sum(turn[part] for part in PARTS))
+    return faster | {part: apart[part] for part in PARTS} | {"peak": min(found["peak"], earlier["peak"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the outputs, removed afterwards")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4, help="at least 2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cross-entropy", choices=("torch", "chunked"), default="torch")
+    parser.add_argument("--without", nargs="*", default=[], help="candidates to leave out, by plan")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error("--steps: at least 2, of which the first makes the optimizer's state")
+    from surgeon import api
+
+    if arguments.work.exists() and any(arguments.work.iterdir()):
+        parser.error(f"--work {arguments.work}: not empty, and it is removed afterwards")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    candidates = {name: kind for name, kind in CANDIDATES.items() if kind not in arguments.without}
+    shape = (arguments.batch, arguments.length, arguments.steps, arguments.device, arguments.cross_entropy)
+    outs: dict[str, Path] = {}
+    measured: dict[str, dict[str, float]] = {}
+    load_before = os.getloadavg()[0]
+    try:
+        for kind in candidates.values():
+            outs[kind] = arguments.base
+            if kind not in ON_THE_BASE:
+                outs[kind] = arguments.work / kind.replace("/", "-")
+                api.apply(kind, str(arguments.base), outs[kind])
+        # In turn, so that a slow minute of the machine does not fall on one candidate alone.
+        for _ in range(arguments.rounds):
+            for name, kind in candidates.items():
+                found = in_a_process(outs[kind], kind, *shape)
+                measured[name] = better(found, measured.get(name, found))
+                print(name, measured[name], flush=True)
+    finally:
+        shutil.rmtree(arguments.work, ignore_errors=True)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    where = arguments.base.name if arguments.device == "cpu" else f"{arguments.base.name}_{arguments.device}"
+    by_kind = {kind: measured[name] for name, kind in candidates.items()}
+    lines = [*_table(arguments, measured, by_kind.get("full"), load_before), "", *_targets(by_kind)]
+    (arguments.results / f"training_cost_{where}.md").write_text("\n".join([*lines, ""]))
+
+
+def _machine(device: str, load: float) -> str:
+    if device == "cpu":
+        import torch
+
+        model = next(
+            (
+                line.partition(":")[2].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            platform.machine(),
+        )
+        return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load before {load:.1f}"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _table(
+    arguments: argparse.Namespace, measured: dict[str, dict[str, float]], full: dict[str, float] | None, load: float
+) -> list[str]:
+    lines = [
+        f"# A training step on {arguments.base.name} ({_machine(arguments.device, load)})",
+        "",
+        f"AdamW with float32 masters on {arguments.batch} × {arguments.length} tokens, best of {arguments.rounds} ×"
+        f" {arguments.steps} steps; cross-entropy: {arguments.cross_entropy}; × is over full fine-tuning. `trains from`"
+        " is the lowest layer that trains, of all; the parts of a step are from steps of their own: forward up to that"
+        " layer, the rest of forward, backward, optimizer.",
+        "",
+        "| trained | trainable | trains from | step s | × | tokens/s | peak GB | × |"
+        " prefix s | forward s | backward s | optimizer s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    tokens = arguments.batch * arguments.length
+    for name, found in measured.items():
+        ratio = {key: f"{found[key] / full[key]:.2f}" if full else "" for key in ("step", "peak")}
+        parts = " | ".join(f"{found[part]:.3f}" for part in PARTS)
+        lines.append(
+            f"| {name} | {found['trainable']:,.0f} | {found['lowest']:.0f} of {found['layers']:.0f} |"
+            f" {found['step']:.3f} | {ratio['step']} | {tokens / found['step']:,.0f} | {found['peak'] / 1e9:.2f} |"
+            f" {ratio['peak']} | {parts} |"
+        )
+    return lines
+
+
+def _targets(measured: dict[str, dict[str, float]]) -> list[str]:
+    """What the project and the paper expect, beside what was found."""
+    top, bottom, full = (measured.get(kind) for kind in ("opt-deus", "opt-deus/bottom", "full"))
+    lines = []
+    if top and full:
+        ratio = top["step"] / full["step"]
+        met = "met" if ratio <= TARGET else "missed"
+        lines.append(f"- OpT-DeUS-Top at most {TARGET} of full fine-tuning's step: {ratio:.2f}, {met}.")
+    if top and bottom:
+        faster = 1 - top["step"] / bottom["step"]
+        met = "met" if faster > 0 else "missed"
+        lines.append(f"- OpT-DeUS-Top faster than -Btm (the paper: by 14 %): by {faster:.0%}, {met}.")
+    return lines
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inner"]:
+        inner(*sys.argv[2:])
+    else:
+        main()

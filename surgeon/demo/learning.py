@@ -1,0 +1,159 @@
+"""What the grown base learns of a text it has never seen, and what it forgets: beside training all of the base."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgeon import api
+from surgeon.demo.base import one_thread, split
+from surgeon.execute import Listener
+from surgeon.training.config import LoadedConfig, load_config
+from surgeon.training.encoding import Encoder
+from surgeon.training.optimizer import make_optimizer, make_schedule
+from surgeon.training.packing import Batches, Mixture, Packer, SourceStream, held_out
+from surgeon.training.settings import Settings, settle
+from surgeon.training.sources import open_source
+from surgeon.training.trainer import losses_by_source
+from surgeon.verification.loading import load_model
+
+KNOWN, NEW = "documentation", "code"
+_BATCH, _WINDOW, _RATE = 8, 64, 1e-3
+_VALIDATION_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a run of the new layers did, and one of all of the base on the same sequences at the same rate.
+
+    Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `grown` and `whole` of
+    the two after `steps` steps. `numbers` are how many train in each. `verification` is of the grown run against the
+    base.
+    """
+
+    trained: api.Trained
+    verification: api.Verification
+    steps: int
+    tokens: int
+    before: dict[str, float]
+    grown: dict[str, float]
+    whole: dict[str, float]
+    numbers: tuple[int, int]
+    seconds: tuple[float, float]
+
+
+def learn(
+    base: Path, out: Path, run: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
+) -> Learning:
+    """Train the new layers of `out` on `new` by `surgeon train`, to `run`, and all of `base` likewise, kept nowhere.
+
+    `known` are the documents that `base` was made of: of them only those held out there are read, to measure by.
+    """
+    config = _write_config(run.parent, known=known, new=new, steps=steps, seed=seed)
+    with one_thread():
+        trained = api.train(out, config, run, device="cpu", listener=listener)
+        assert trained is not None
+        listener.say("training all of the base on the same text, for as many steps, to compare")
+        began = time.monotonic()
+        numbers, whole = _train_whole(base, load_config(config), trained.operations, listener)
+        seconds = time.monotonic() - began
+    return Learning(
+        trained=trained,
+        verification=api.verify(base, run, logits=False, listener=listener),
+        steps=steps,
+        tokens=trained.tokens,
+        before={name: losses[0] for name, losses in trained.losses.items()},
+        grown={name: losses[1] for name, losses in trained.losses.items()},
+        whole=whole,
+        numbers=(trained.parameters, numbers),
+        seconds=(trained.seconds, seconds),
+    )
+
+
+def _write_config(folder: Path, *, known: list[str], new: list[str], steps: int, seed: int) -> Path:
+    """texts/ and train.yaml in `folder`, such as one writes for `surgeon train`."""
+    texts = folder / "texts"
+    texts.mkdir()
+    to_learn, aside = split(new)
+    _json_lines(texts / f"{NEW}.jsonl", to_learn)
+    _json_lines(texts / f"{NEW}-held-out.jsonl", aside)
+    _json_lines(texts / f"{KNOWN}-held-out.jsonl", split(known)[1])
+    path = folder / "train.yaml"
+    path.write_text(
+        f"""# What the base knows is not trained on again: its share is 0, its held-out loss tells what is forgotten.
+surgeon_train: 1
+steps: {steps}
+seed: {seed}
+batch: {_BATCH}
+length: {_WINDOW}
+dtype: float32
+optimizer: {{lr: {_RATE}, warmup: 0.05}}
+validation_sequences: {_VALIDATION_SEQUENCES}
+sources:
+  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: 1.0, validation: texts/{NEW}-held-out.jsonl}}
+  - name: {KNOWN}
+    path: texts/{KNOWN}-held-out.jsonl
+    share: 0.0
+    role: original
+    validation: texts/{KNOWN}-held-out.jsonl
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _json_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def _train_whole(
+    base: Path, loaded: LoadedConfig, operations: tuple[str, ...], listener: Listener
+) -> tuple[int, dict[str, float]]:
+    """Full fine-tuning of `base` by the config: how many numbers train, and the held-out losses at the end."""
+    model = load_model(base, dtype="float32")
+    settings, _ = settle(loaded, operations, context=model.config.max_position_embeddings, processes=1)
+    encoder = Encoder(base, vocabulary=model.config.vocab_size)
+    _descend(model, settings, _batches(loaded, settings, encoder), listener)
+    validation = {}
+    for source in loaded.config.sources:
+        documents = open_source(source, loaded).held_out
+        assert documents is not None, source.name
+        packer = Packer(settings.length, loaded.config.packing, loaded.config.domain_of(source))
+        validation[source.name] = held_out(
+            documents, range(len(documents)), encoder, packer, most=loaded.config.validation_sequences
+        )
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return numbers, losses_by_source(model, validation, micro_batch=settings.micro_batch)
+
+
+def _batches(loaded: LoadedConfig, settings: Settings, encoder: Encoder) -> Batches:
+    """The sequences that `surgeon train` deals out, in its order."""
+    config = loaded.config
+    streams = []
+    for source in config.sources:
+        documents = open_source(source, loaded).text
+        packer = Packer(settings.length, config.packing, config.domain_of(source))
+        every = torch.arange(len(documents)).numpy()
+        streams.append(SourceStream(source.name, documents, every, encoder, packer, seed=config.seed))
+    mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
+    return Batches(mixture, micro_batch=settings.batch, process=0, processes=1, domains=False)
+
+
+def _descend(model: Any, settings: Settings, batches: Batches, listener: Listener) -> None:
+    model.train()
+    decayed = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    optimizer = make_optimizer(model, settings, decayed=decayed)
+    schedule = make_schedule(optimizer, settings)
+    listener.begin("training", settings.steps, "steps")
+    for _, batch in zip(range(settings.steps), batches, strict=False):
+        model(**batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        listener.advance(1)

@@ -1,0 +1,1 @@
+"""How well checkpoints foretell text that they never saw: scores of one model, and models beside each other."""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import surgeon.demo.run as demo
+from surgeon.api import Quiet
+from surgeon.demo.corpus import code
+from surgeon.demo.learning import KNOWN, NEW, _batches, _write_config
+from surgeon.demo.run import run_demo
+from surgeon.training.config import load_config
+from surgeon.training.encoding import Encoder
+from surgeon.training.session import _Data
+from surgeon.training.settings import settle
+from surgeon.views.demo import demo_view
+from tests import tiny
+from tests.demo.test_base import FEW_STEPS, WHOLE
+from tests.training.texts import add_tokenizer, text
+
+
+def test_definitions_without_comments_and_documentation(tmp_path: Path) -> None:
+    body = "    return [number for number in range(100) if number % 3 == 0 and number % 5 == 0]  # never this\n"
+    definition = (
+        'class C:\n    """Never this."""\n\n    def f(self):\n        """Never this either."""\n' + "    " + body
+    )
+    for number in range(11):
+        (tmp_path / f"m{number:02}.py").write_text(
+            f'"""Module."""\nVALUE = 1\n{definition.replace("C", f"C{number}", 1)}\ndef short():\n    pass\n'
+        )
+    (tmp_path / "m99.py").write_text("print 'Python 2'\n")
+    found = code(tmp_path)
+    # The first module and the eleventh.
+    assert [each.splitlines()[0] for each in found] == ["class C0:", "class C10:"]
+    assert not any("ever this" in each or '"""' in each or "#" in each for each in found)
+    assert all("range(100)" in each for each in found)
+
+
+def test_what_only_has_documentation_stays_code(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        f'class Error(Exception):\n    """Documentation."""\n\nclass {"A" * 80}:\n    """D."""\n'
+    )
+    assert code(tmp_path) == [f"class {'A' * 80}:\n    pass"]
+
+
+def test_the_comparison_reads_what_training_reads(tmp_path: Path) -> None:
+    base = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
+    known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
+    loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
+    settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
+    encoder = Encoder(base, vocabulary=128)
+    theirs = _Data.open(loaded, settings, encoder, lambda _words: None)
+    assert theirs.validation.keys() == {NEW, KNOWN}
+    for _, batch in zip(range(9), _batches(loaded, settings, encoder), strict=False):
+        rows = [theirs.mixture.next() for _ in range(settings.batch)]
+        assert batch["input_ids"].tolist() == [row.ids for row in rows]
+        # Of what the base knows nothing is trained on.
+        assert int(batch["input_ids"][batch["input_ids"] >= 10].min()) >= 60
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    definitions = code()
+    monkeypatch.setattr(demo, "documentation", lambda: WHOLE()[:1500])
+    monkeypatch.setattr(demo, "code", lambda: definitions[:120])
+    monkeypatch.setattr(demo, "LEARNING_SHARE", 2.0)
+    shown = run_demo(tmp_path / "demo", seconds=FEW_STEPS, listener=Quiet())
+    assert shown.holds
+    learned = shown.learning
+    assert learned.steps == 12
+    assert learned.tokens == 12 * 8 * 64
+    assert learned.numbers[0] == shown.applied.preview.parameters_trainable
+    assert learned.numbers[1] == shown.base.parameters
+    for after in (learned.grown, learned.whole):
+        assert after.keys() == learned.before.keys() == {NEW, KNOWN}
+        assert after[NEW] < learned.before[NEW]
+        assert after[KNOWN] != learned.before[KNOWN]
+    assert learned.verification.trained
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [
+        "base",
+        "grown",
+        "run",
+        "texts",
+        "train.yaml",
+    ]
+    entry = json.loads((tmp_path / "demo" / "run" / "surgery.json").read_text())["training"][0]
+    assert entry["losses"][KNOWN] == [learned.before[KNOWN], learned.grown[KNOWN]]
+
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(demo_view(shown))
+    page = console.export_text()
+    for loss in (learned.before[NEW], learned.grown[KNOWN], learned.whole[NEW]):
+        assert f"{loss:.3f}" in page
+    assert "every tensor of the base is byte for byte in the trained run" in page
