@@ -29,12 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
-from methods import BY_NAME, METHODS, RATES, Method, leader  # noqa: E402
+from methods import BY_NAME, METHODS, RATES, SEEDS, SHARES, Method, leader  # noqa: E402
 from one import grown  # noqa: E402
 from records import Records, key_of  # noqa: E402
-
-SEEDS = 3
-SHARES = (0.1, 0.0)
 
 
 def main() -> None:

@@ -65,6 +65,11 @@ METHODS: tuple[Method, ...] = (
     Method("hybrid", "Control LLM, Hybrid (MSE)", "control", 1e-3, plan="control-llm/hybrid"),
 )
 
+SHARES = (0.1, 0.0)
+# Of the headline rows; the others have one.
+SEEDS = 3
+PLANNED = sum(len(SHARES) * (SEEDS if method.headline else 1) for method in METHODS)
+
 BY_NAME = {method.name: method for method in METHODS}
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from claims import CLAIMS, Claim
-from methods import METHODS, leader
+from methods import METHODS, PLANNED, SHARES, leader
 from records import RESULTS, Records
 from scipy import stats
 
-SHARES = (0.1, 0.0)
 PICTURE = "evidence.png"
 Record = dict[str, Any]
 
@@ -53,8 +52,8 @@ def write(records: Records) -> None:
 def _head(finals: Finals) -> list[str]:
     one = next(iter(next(iter(finals.of.values())).values()))
     machines = sorted({record["machine"] for record in finals.every if "machine" in record})
-    hours = sum(record["seconds"] for record in finals.every) / 3600
     runs = sum(len(seeds) for seeds in finals.of.values())
+    left = f" **{PLANNED - runs} of {PLANNED} planned full runs are still to be made**; the command goes on with them."
     return [
         "# Learning French, forgetting English",
         "",
@@ -68,7 +67,8 @@ def _head(finals: Finals) -> list[str]:
         " base was trained on, never seen in training. ± is the 95 % interval of the mean over seeds (Student's t);"
         " without ±, one seed. Seeds draw the order of the text and every number that a plan draws.",
         "",
-        f"{runs} full runs and {len(finals.sweeps)} of the sweep, {hours:.1f} h together; {'; '.join(machines)}.",
+        f"{runs} full runs and {len(finals.sweeps)} of the sweep; {'; '.join(machines)}."
+        + (left if runs < PLANNED else ""),
         "",
         f"![English loss against French loss](./{PICTURE})",
         "",
@@ -157,7 +157,15 @@ def _claims(finals: Finals, share: float) -> list[str]:
         "|---|---|---|---:|---:|---|",
         *rows,
         "",
+        f"Agree: {_count(rows, '**agrees**')}. Disagree: {_count(rows, '**disagrees**')}. Not told apart:"
+        f" {_count(rows, 'not told apart')}. Too few seeds for an interval: {_count(rows, 'points')}, of which"
+        f" {_count(rows, 'points its way')} point the paper's way.",
+        "",
     ]
+
+
+def _count(rows: Sequence[str], verdict: str) -> int:
+    return sum(f"| {verdict}" in row for row in rows)
 
 
 def _claim(finals: Finals, claim: Claim, share: float) -> str | None:
