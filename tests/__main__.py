@@ -16,7 +16,7 @@ def main() -> int:
         [sys.executable, "-m", "ruff", "format", "--check", "."],
         [sys.executable, "-m", "mypy"],
         # A process for each core, a file's tests in one of them; each computes with one thread.
-        [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", *sys.argv[1:]],
+        [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile", "--durations", "15", *sys.argv[1:]],
     ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for command in checks:
