@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -92,11 +93,19 @@ class Bench:
 
     def _grow(self, method: Method, seed: int) -> None:
         from surgeon import api
+        from surgeon.checkpoint.folder import CheckpointFolder
+        from surgeon.errors import BadInput
         from surgeon.plan import shipped
 
         out = grown(self.arguments.work, method.name, seed)
         if out.exists():
-            return
+            try:
+                CheckpointFolder.open(out)
+            except BadInput:
+                # Grown by another version, with that version's code.
+                shutil.rmtree(out)
+            else:
+                return
         plan = yaml.safe_load(shipped.find_plan(method.plan).read_text(encoding="utf-8")) | {"seed": seed}
         file = out.with_suffix(".yaml")
         file.parent.mkdir(parents=True, exist_ok=True)
