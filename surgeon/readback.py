@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from surgeon.blueprint import Output
 from surgeon.checkpoint.digest import compare_ranges, sha256_range, zeros_sha256
+from surgeon.checkpoint.durable import sync
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, read_header
 from surgeon.checkpoint.staging import Staging
@@ -79,7 +80,7 @@ class ReadBack:
         """Take over a shard that is written."""
         for done in [pending for pending in self._pending if pending.done()]:
             done.result()
-        flushed = self._flusher.submit(_flush, self._staging, shard.file)
+        flushed = self._flusher.submit(sync, self._staging.folder / shard.file)
         self._pending.append(self._readers.submit(self._prove, shard, dict(maps), flushed))
 
     def remember(self, record: Mapping[str, Any]) -> None:
@@ -148,11 +149,3 @@ def _compared(written: int, info: TensorInfo, source: int, original: TensorInfo)
             " holds; disk failing, or the base changed meanwhile?"
         )
     return digest
-
-
-def _flush(staging: Staging, file: str) -> None:
-    handle = os.open(staging.folder / file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from surgeon.checkpoint.durable import sync
 from surgeon.errors import BadInput, printable
 
 _JOURNAL = "journal.jsonl"
@@ -130,7 +131,7 @@ class Staging:
 
     def done(self, file: str, record: dict[str, Any]) -> None:
         """Flush a finished file of `folder` to disk, then journal it with what `record` says of it (JSON data)."""
-        _sync(self.folder / file)
+        sync(self.folder / file)
         found = os.lstat(self.folder / file)
         entry = {"file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "record": record}
         self._append(entry)
@@ -156,7 +157,7 @@ class Staging:
                 (self.folder / name).parent.rmdir()
         folders = {(self.folder / name).parent for name in self._wanted} | {self.folder}
         for folder in sorted(folders, reverse=True):
-            _sync(folder)
+            sync(folder)
         found = self.folder.stat()
         self._append({"published": [found.st_ino, found.st_dev]})
         if os.path.lexists(self.out):
@@ -165,7 +166,7 @@ class Staging:
                 " move it away and run the same command again"
             )
         self.folder.rename(self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
         self._published = True
         self._clean_up()
 
@@ -221,7 +222,7 @@ class Staging:
         journal = _Journal.read(self.working / _JOURNAL)
         if journal.fingerprint == self.fingerprint and self._was_published(journal):
             self.already_published = True
-            _sync(self.out.parent)
+            sync(self.out.parent)
             self._clean_up()
             return
         if os.path.lexists(self.out):
@@ -235,7 +236,7 @@ class Staging:
         os.ftruncate(self._journal, journal.valid_bytes if begun else 0)
         if not begun:
             self._append({"format": _FORMAT, "fingerprint": self.fingerprint})
-            _sync(self.working)
+            sync(self.working)
         self.folder.mkdir(exist_ok=True)
         for name in self._staged():
             if self._as_left(name) is None:
@@ -350,11 +351,3 @@ def _absolute(out: Path) -> Path:
 
 def _working_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.surgeon")
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -7,18 +7,17 @@ so the same command always knows where it stands: after the last row.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from surgeon import __version__
+from surgeon.checkpoint.durable import sync, working_in, write_durably
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination
 from surgeon.errors import BadInput, printable
@@ -84,7 +83,7 @@ class _State:
             "trainings": self.trainings,
             "published": self.published,
         }
-        _write_durably(path, json.dumps(data))
+        write_durably(path, json.dumps(data))
 
 
 def work_folder(target: Path) -> Path:
@@ -120,7 +119,7 @@ def run_course(
     digests = digests_of(base, base.tensors, listener.advance)
     fingerprint = _fingerprint(loaded, base, digests, measure)
     work = work_folder(target)
-    with _held(work, target):
+    with working_in(work, target=target):
         state = _State.read(work / STATE_FILE) or _State(fingerprint)
         _check_same(state, fingerprint, work)
         course = _Course(loaded, base, target, means, device, keep, trust_remote_code, listener, measure, state)
@@ -224,7 +223,7 @@ class _Course:
     def publish(self, result: str) -> None:
         """The last run becomes RUN."""
         last = self.run_of(len(self.loaded.config.tasks) - 1)
-        _write_durably(last / RECORD_FILE, result)
+        write_durably(last / RECORD_FILE, result)
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
@@ -234,7 +233,7 @@ class _Course:
                 " away and run the same command again"
             )
         last.rename(self.target)
-        _sync(self.target.parent)
+        sync(self.target.parent)
 
     def clean_up(self) -> Path | None:
         """Remove the work folder; what of it is kept goes where it is seen."""
@@ -301,36 +300,3 @@ def _check_same(state: _State, fingerprint: str, work: Path) -> None:
             f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"
             " the change, or remove it, or choose another RUN"
         )
-
-
-@contextlib.contextmanager
-def _held(work: Path, target: Path) -> Iterator[None]:
-    """The work folder, ours alone while inside."""
-    work.mkdir(exist_ok=True)
-    lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"{printable(str(target))}: another process is making it; wait for it") from None
-        yield
-    finally:
-        os.close(lock)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    beside = path.with_suffix(".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

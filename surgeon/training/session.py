@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from surgeon import __version__, devices
+from surgeon.checkpoint.durable import working_in, write_durably
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.errors import BadInput, printable
@@ -416,7 +416,7 @@ def _first_losses(trainer: SurgeonTrainer, work: Path, processes: Processes, say
     if losses:
         say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
     if processes.leads:
-        _write_json(work / RUN_FILE, kept | {"first": losses})
+        write_durably(work / RUN_FILE, json.dumps(kept | {"first": losses}))
     return losses
 
 
@@ -474,13 +474,7 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
     if not leads:
         yield
         return
-    work.mkdir(exist_ok=True)
-    lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"{printable(str(target))}: another process is training it; wait for it") from None
+    with working_in(work, target=target):
         run = work / RUN_FILE
         if run.is_file():
             kept = json.loads(run.read_text(encoding="utf-8"))
@@ -490,16 +484,8 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
                     " it, or train to another folder"
                 )
         else:
-            _write_json(run, {"fingerprint": fingerprint})
+            write_durably(run, json.dumps({"fingerprint": fingerprint}))
         yield
-    finally:
-        os.close(lock)
-
-
-def _write_json(path: Path, data: Any) -> None:
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(data), encoding="utf-8")
-    beside.replace(path)
 
 
 def _fused(asked: str, model: Any, settings: Settings, device: str, say: Any) -> FusedHead | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from surgeon.checkpoint.durable import sync
 from surgeon.errors import SurgeonError, printable
 from surgeon.evaluation.scores import score
 from surgeon.training.cross_entropy import FusedHead
@@ -167,10 +167,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
             for file in folder.iterdir():
-                _flush(file)
+                sync(file)
             (folder / COMPLETE_FILE).write_text(json.dumps({"step": self.state.global_step}), encoding="utf-8")
-            _flush(folder / COMPLETE_FILE)
-            _flush(folder)
+            sync(folder / COMPLETE_FILE)
+            sync(folder)
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
@@ -233,11 +233,3 @@ def step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("checkpoint-")
     assert number.isdecimal(), printable(checkpoint.name)
     return int(number)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

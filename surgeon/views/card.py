@@ -39,7 +39,7 @@ def card(
 ) -> bytes:
     """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
-       `verified` are lines on what was checked.
+    `verified` are lines on what was checked.
     With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
     """
     base_model = base_model_of(manifest, metadata)

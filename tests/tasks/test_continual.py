@@ -426,7 +426,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(course, "_write_durably", full)
+        patched.setattr(course, "write_durably", full)
         with pytest.raises(BadInput, match=r"course\.json: No space left on device; what is complete is kept"):
             carried_out(tmp_path)
     assert not (tmp_path / "run").exists()
