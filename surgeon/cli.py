@@ -10,10 +10,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -23,9 +23,18 @@ from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.ranks import joined, speaks
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from surgeon.progress import ProgressListener
+
+
+class _Result(Protocol):
+    """What a function of the API gives back."""
+
+    def to_json(self) -> Any: ...
+
+
+_ResultT = TypeVar("_ResultT", bound=_Result)
 
 
 class _Group(TyperGroup):
@@ -102,15 +111,20 @@ class _Debug:
     on = False
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _main(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
-    version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
     _Debug.on = debug
-    if version:
-        print(__version__)
-        raise typer.Exit
 
 
 @app.command()
@@ -124,16 +138,12 @@ def preview(
 ) -> None:
     """Show what a plan would do to a base, from headers and config alone."""
     from surgeon import api
+    from surgeon.views.terminal import preview_view
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
         shown = api.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
-    if as_json:
-        _print_json(shown.to_json())
-        return
-    from surgeon.views.terminal import preview_view
-
-    _console().print(preview_view(shown, base))
+    _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
 @app.command()
@@ -160,6 +170,7 @@ def apply(
     `surgeon apply --delta DELTA BASE OUT` puts a delta back onto its base instead.
     """
     from surgeon import api
+    from surgeon.views.terminal import applied_delta_view, applied_view
 
     if delta:
         if not speaks():
@@ -168,12 +179,7 @@ def apply(
             put = api.apply_delta(
                 plan, base, out, revision=revision, trust_remote_code=trust_remote_code, listener=listener
             )
-        if as_json:
-            _print_json(put.to_json())
-        elif not quiet:
-            from surgeon.views.terminal import applied_delta_view
-
-            _console().print(applied_delta_view(put))
+        _show(put, applied_delta_view, as_json=as_json, quiet=quiet)
         return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = api.apply(
@@ -190,12 +196,7 @@ def apply(
         )
     if not ranks.leads:
         return
-    if as_json:
-        _print_json(applied.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import applied_view
-
-        _console().print(applied_view(applied))
+    _show(applied, applied_view, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -220,6 +221,7 @@ def verify(
 ) -> None:
     """Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold."""
     from surgeon import api
+    from surgeon.views.terminal import verification_view
 
     with _listening(quiet) as listener:
         result = api.verify(
@@ -235,12 +237,7 @@ def verify(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if as_json:
-        _print_json(result.to_json())
-    else:
-        from surgeon.views.terminal import verification_view
-
-        _console().print(verification_view(result))
+    _show(result, verification_view, as_json=as_json)
     if not result.holds:
         raise typer.Exit(3)
 
@@ -266,6 +263,7 @@ def train(
     processes.
     """
     from surgeon import api
+    from surgeon.views.terminal import trained_view
 
     with _listening(quiet or not speaks()) as listener:
         trained = api.train(
@@ -277,12 +275,8 @@ def train(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if trained is not None and as_json:
-        _print_json(trained.to_json())
-    elif trained is not None and not quiet:
-        from surgeon.views.terminal import trained_view
-
-        _console().print(trained_view(trained))
+    if trained is not None:
+        _show(trained, trained_view, as_json=as_json, quiet=quiet)
     _leave_ranks()
 
 
@@ -317,6 +311,7 @@ def evaluate(
 ) -> None:
     """Loss, perplexity and bits per byte of models on the same held-out text, beside the first, with intervals."""
     from surgeon import api
+    from surgeon.views.evaluation import evaluation_view
 
     with _listening(quiet) as listener:
         found = api.evaluate(
@@ -332,12 +327,7 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        from surgeon.views.evaluation import evaluation_view
-
-        _console().print(evaluation_view(found))
+    _show(found, evaluation_view, as_json=as_json)
 
 
 @app.command()
@@ -357,6 +347,7 @@ def continual(
     The same command continues a run that was cut off, between tasks and within one.
     """
     from surgeon import api
+    from surgeon.views.course import continued_view
 
     with _listening(quiet) as listener:
         continued = api.continual(
@@ -369,12 +360,7 @@ def continual(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if as_json:
-        _print_json(continued.to_json())
-    elif not quiet:
-        from surgeon.views.course import continued_view
-
-        _console().print(continued_view(continued))
+    _show(continued, continued_view, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -393,19 +379,13 @@ def merge(
 ) -> None:
     """Fold the control blocks of OUT into one layer each: not function-preserving, so what it costs is measured."""
     from surgeon import api
+    from surgeon.views.terminal import merged_view
 
     with _listening(quiet) as listener:
         merged = api.merge(
             out, dest, alpha=alpha, text=text, window=window, windows=windows, device=device, listener=listener
         )
-    if as_json:
-        _print_json(merged.to_json())
-        return
-    from surgeon.views.terminal import applied_view, verification_view
-
-    console = _console()
-    console.print(applied_view(merged.applied))
-    console.print(verification_view(merged.measured))
+    _show(merged, merged_view, as_json=as_json)
 
 
 @app.command()
@@ -421,15 +401,11 @@ def revert(
 ) -> None:
     """Take the last surgery out of OUT, or all but the first N: every earlier tensor comes back, byte for byte."""
     from surgeon import api
+    from surgeon.views.terminal import reverted_view
 
     with _listening(quiet) as listener:
         reverted = api.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
-    if as_json:
-        _print_json(reverted.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import reverted_view
-
-        _console().print(reverted_view(reverted))
+    _show(reverted, reverted_view, as_json=as_json, quiet=quiet)
 
 
 @app.command("delta")
@@ -445,15 +421,11 @@ def make_delta(
 ) -> None:
     """Write what OUT has and the base of its last surgery lacks; `apply --delta` puts it back onto that base."""
     from surgeon import api
+    from surgeon.views.terminal import delta_view
 
     with _listening(quiet) as listener:
         made = api.make_delta(out, dest, base=base, trust_remote_code=trust_remote_code, listener=listener)
-    if as_json:
-        _print_json(made.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import delta_view
-
-        _console().print(delta_view(made))
+    _show(made, delta_view, as_json=as_json, quiet=quiet)
 
 
 @app.command("export-slot")
@@ -469,15 +441,11 @@ def export_slot(
 ) -> None:
     """Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above."""
     from surgeon import api
+    from surgeon.views.terminal import exported_view
 
     with _listening(quiet) as listener:
         exported = api.export_slot(out, slot, dest, trust_remote_code=trust_remote_code, listener=listener)
-    if as_json:
-        _print_json(exported.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import exported_view
-
-        _console().print(exported_view(exported))
+    _show(exported, exported_view, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -509,6 +477,7 @@ def push(
 ) -> None:
     """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
     from surgeon import api
+    from surgeon.views.terminal import pushed_view
 
     with _listening(quiet) as listener:
         pushed = api.push(
@@ -526,12 +495,7 @@ def push(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if as_json:
-        _print_json(pushed.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import pushed_view
-
-        _console().print(pushed_view(pushed))
+    _show(pushed, pushed_view, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -546,15 +510,11 @@ def diff(
 ) -> None:
     """Tell what became of A in B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
     from surgeon import api
+    from surgeon.views.terminal import difference_view
 
     with _listening(quiet) as listener:
         difference = api.diff(a, b, exact=exact, listener=listener)
-    if as_json:
-        _print_json(difference.to_json())
-    elif not quiet:
-        from surgeon.views.terminal import difference_view
-
-        _console().print(difference_view(difference))
+    _show(difference, difference_view, as_json=as_json, quiet=quiet)
     if not difference.identical:
         raise typer.Exit(1)
 
@@ -571,17 +531,13 @@ def transport_report(
 ) -> None:
     """Tell how widely inserted layers' neurons correspond to their neighbours': entropies of transport maps."""
     from surgeon import api
+    from surgeon.views.transport import transport_view
 
     with _listening(quiet) as listener:
         found = api.transport_report(
             out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say
         )
-    if as_json:
-        _print_json(found.to_json())
-        return
-    from surgeon.views.transport import transport_view
-
-    _console().print(transport_view(found))
+    _show(found, transport_view, as_json=as_json)
 
 
 @app.command("routing-report")
@@ -601,6 +557,7 @@ def routing_report(
 ) -> None:
     """Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains."""
     from surgeon import api
+    from surgeon.views.routing import routing_view
 
     texts = _named_texts(text or [])
     with _listening(quiet) as listener:
@@ -614,12 +571,7 @@ def routing_report(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    if as_json:
-        _print_json(report.to_json())
-        return
-    from surgeon.views.routing import routing_view
-
-    _console().print(routing_view(report))
+    _show(report, routing_view, as_json=as_json)
 
 
 @app.command()
@@ -683,14 +635,10 @@ def inspect(
 ) -> None:
     """Tell what a checkpoint is, what was done to it and which tensors are new."""
     from surgeon import api
-
-    inspection = api.inspect(folder, trust_remote_code=trust_remote_code)
-    if as_json:
-        _print_json(inspection.to_json())
-        return
     from surgeon.views.terminal import inspection_view
 
-    _console().print(inspection_view(inspection))
+    inspection = api.inspect(folder, trust_remote_code=trust_remote_code)
+    _show(inspection, inspection_view, as_json=as_json)
 
 
 @app.command()
@@ -773,6 +721,13 @@ def _listening(quiet: bool) -> Iterator[ProgressListener]:
 
     with ProgressListener(quiet=quiet) as listener:
         yield listener
+
+
+def _show(result: _ResultT, view: Callable[[_ResultT], RenderableType], *, as_json: bool, quiet: bool = False) -> None:
+    if as_json:
+        _print_json(result.to_json())
+    elif not quiet:
+        _console().print(view(result))
 
 
 def _print_json(data: Any) -> None:

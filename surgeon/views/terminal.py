@@ -22,6 +22,7 @@ from surgeon.results import (
     Exported,
     Inspection,
     MadeDelta,
+    Merged,
     Preview,
     Pushed,
     Reverted,
@@ -70,6 +71,11 @@ def applied_view(applied: Applied) -> RenderableType:
     if applied.left_behind:
         lines.append(Text(f"not carried along: {_listed(applied.left_behind)}", style="dim"))
     return Group(*lines)
+
+
+def merged_view(merged: Merged) -> RenderableType:
+    """What was written, and what merging cost."""
+    return Group(applied_view(merged.applied), verification_view(merged.measured))
 
 
 def reverted_view(reverted: Reverted) -> RenderableType:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from surgeon import api
+from surgeon.api import learning
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.training.session import work_folder
@@ -151,7 +152,7 @@ def test_a_run_kept_as_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     settings = config(tmp_path, steps=2)
     api.train(out, settings, tmp_path / "whole", device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr(api, "_make_delta", lambda *_: 1 / 0)
+        patched.setattr(learning, "make_delta_of", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             api.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
     assert not (tmp_path / "run").exists()

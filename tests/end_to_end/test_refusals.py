@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from surgeon import __version__
 from surgeon.api import Verification
 from surgeon.cli import app
 from surgeon.verification.logits import LogitComparison
@@ -226,6 +227,12 @@ def test_a_bug_is_one_line_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("surgeon.api.inspect", boom)
     assert "a bug of surgeon's: RuntimeError: first line (" in refused("inspect", base, code=1)
+
+
+def test_the_version_needs_no_command() -> None:
+    for arguments in (["--version"], ["--debug", "--version"]):
+        shown = CliRunner().invoke(app, arguments)
+        assert (shown.exit_code, shown.stdout) == (0, f"{__version__}\n"), shown.output
 
 
 def test_preview_of_405b_shape_from_sparse_shards(tmp_path: Path) -> None:
