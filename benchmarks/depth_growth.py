@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from measuring import machine
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 SURGEON = [sys.executable, "-m", "surgeon"]
@@ -182,14 +184,6 @@ def fuse(work: Path, base: Path) -> tuple[Measured, dict[str, float]]:
 def start_up() -> float:
     """Best of ten, seconds of `surgeon --help`."""
     return min(run([*SURGEON, "--help"])[0] for _ in range(10))
-
-
-def machine() -> str:
-    """A description without names: processor, cores, memory, system."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model or platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}"
 
 
 def table(writers: list[Measured], fused: Measured, stages: dict[str, float], help_seconds: float) -> str:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from measuring import in_a_process, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -111,16 +111,6 @@ def inner(folder: str, kind: str, numbers: str, batch: str, length: str, steps: 
     print(json.dumps({"step": min(seconds), "peak": peak, "decode": decode, "trainable": trainable}))
 
 
-def in_a_process(*arguments: object) -> dict[str, float]:
-    ran = subprocess.run(
-        [sys.executable, __file__, "--inner", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if ran.returncode:
-        raise SystemExit(ran.stderr)
-    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True)
@@ -150,7 +140,7 @@ def main() -> None:
         # In turn, so that a slow minute of the machine does not fall on one candidate alone.
         for _ in range(arguments.rounds):
             for name, kind in candidates.items():
-                found = in_a_process(outs[kind], kind, numbers, *shape)
+                found = in_a_process(__file__, outs[kind], kind, numbers, *shape)
                 earlier = measured.setdefault(name, found)
                 measured[name] = {key: min(value, earlier[key]) for key, value in found.items()}
                 print(name, measured[name], flush=True)
@@ -168,19 +158,12 @@ def _numbers(folder: Path, names: set[str]) -> int:
     return sum(info.numel for name, info in CheckpointFolder.open(folder).tensors.items() if name in names)
 
 
-def _machine(device: str) -> str:
-    if device == "cpu":
-        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def _table(
     arguments: argparse.Namespace, candidates: dict[str, str], measured: dict[str, dict[str, float]]
 ) -> list[str]:
+    where = f"{machine(arguments.device)}, load {os.getloadavg()[0]:.1f}"
     lines = [
-        f"# Slots and control states beside LoRA, on {arguments.base.name} ({_machine(arguments.device)})",
+        f"# Slots and control states beside LoRA, on {arguments.base.name} ({where})",
         "",
         f"AdamW on {arguments.batch} × {arguments.length} tokens, best of {arguments.rounds} × {arguments.steps} steps;"
         f" decoding {arguments.batch} sequences. × is over the LoRA above: of equal size for Mixture-of-Control, of"

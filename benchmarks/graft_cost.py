@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from measuring import in_a_process, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -111,23 +111,12 @@ def training(folder: Path, trains: str, numbers: int) -> dict[str, float]:
     }
 
 
-def in_a_process(kind: str, folder: Path, *arguments: object) -> dict[str, float]:
-    ran = subprocess.run(
-        [sys.executable, __file__, "--inner", kind, str(folder), *map(str, arguments)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
 def speed_table(outs: dict[str, Path], rounds: int) -> list[str]:
     # In turn, so that a slow minute of the machine does not fall on one candidate alone.
     measured: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for name, folder in outs.items():
-            found = in_a_process("speed", folder, 2)
+            found = in_a_process(__file__, "speed", folder, 2)
             earlier = measured.setdefault(name, found)
             measured[name] = {key: min(value, earlier[key]) for key, value in found.items()}
     base = measured["base"]
@@ -150,11 +139,11 @@ def speed_table(outs: dict[str, Path], rounds: int) -> list[str]:
 
 def training_table(base: Path, outs: dict[str, Path]) -> list[str]:
     first = next(name for name in outs if name != "base")
-    rows = {name: in_a_process("training", outs[name], "new", 0) for name in outs if name != "base"}
+    rows = {name: in_a_process(__file__, "training", outs[name], "new", 0) for name in outs if name != "base"}
     numbers = int(rows[first]["trainable"])
     rows = {
-        "full fine-tuning": in_a_process("training", base, "all", 0),
-        f"PEFT LoRA on the FFN, as many numbers as {first}": in_a_process("training", base, "lora", numbers),
+        "full fine-tuning": in_a_process(__file__, "training", base, "all", 0),
+        f"PEFT LoRA on the FFN, as many numbers as {first}": in_a_process(__file__, "training", base, "lora", numbers),
     } | rows
     lines = [
         "Two AdamW steps on 1 × 256 tokens, everything in the checkpoint's dtype; peak of the whole process.",
@@ -184,8 +173,8 @@ def main() -> None:
         for plan in arguments.plans:
             outs[plan] = arguments.work / plan.replace("/", "-")
             api.apply(plan, str(arguments.base), outs[plan])
-        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-        lines = [f"# What grafts cost on {arguments.base.name} ({machine})", ""]
+        load = os.getloadavg()[0]
+        lines = [f"# What grafts cost on {arguments.base.name} ({machine()}, load {load:.1f})", ""]
         lines += speed_table(outs, arguments.rounds)
         if arguments.training:
             lines += ["", *training_table(arguments.base, outs)]

@@ -17,14 +17,14 @@ import contextlib
 import itertools
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from measuring import in_a_process, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -169,16 +169,6 @@ def inner(folder: str, kind: str, batch: str, length: str, steps: str, device: s
     print(json.dumps(told | {"lowest": float(bench.lowest()), "layers": float(len(bench.layers))}))
 
 
-def in_a_process(*arguments: object) -> dict[str, float]:
-    ran = subprocess.run(
-        [sys.executable, __file__, "--inner", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if ran.returncode:
-        raise SystemExit(ran.stderr)
-    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
 def better(found: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
     """The least memory and the faster step of two turns, each step with parts of its own turn."""
     faster = min(found, earlier, key=lambda turn: turn["step"])
@@ -220,7 +210,7 @@ def main() -> None:
         # In turn, so that a slow minute of the machine does not fall on one candidate alone.
         for _ in range(arguments.rounds):
             for name, kind in candidates.items():
-                found = in_a_process(outs[kind], kind, *shape)
+                found = in_a_process(__file__, outs[kind], kind, *shape)
                 measured[name] = better(found, measured.get(name, found))
                 print(name, measured[name], flush=True)
     finally:
@@ -232,29 +222,11 @@ def main() -> None:
     (arguments.results / f"training_cost_{where}.md").write_text("\n".join([*lines, ""]))
 
 
-def _machine(device: str, load: float) -> str:
-    if device == "cpu":
-        import torch
-
-        model = next(
-            (
-                line.partition(":")[2].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            platform.machine(),
-        )
-        return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load before {load:.1f}"
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def _table(
     arguments: argparse.Namespace, measured: dict[str, dict[str, float]], full: dict[str, float] | None, load: float
 ) -> list[str]:
     lines = [
-        f"# A training step on {arguments.base.name} ({_machine(arguments.device, load)})",
+        f"# A training step on {arguments.base.name} ({machine(arguments.device)}, load before {load:.1f})",
         "",
         f"AdamW with float32 masters on {arguments.batch} × {arguments.length} tokens, best of {arguments.rounds} ×"
         f" {arguments.steps} steps; cross-entropy: {arguments.cross_entropy}; × is over full fine-tuning. `trains from`"

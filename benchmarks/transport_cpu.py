@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -231,15 +231,10 @@ def in_process(*words: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
     from importlib.metadata import version
 
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
