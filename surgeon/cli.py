@@ -647,6 +647,8 @@ def schema(
     tasks: Annotated[bool, typer.Option("--tasks", help="of the files that `continual` reads")] = False,
 ) -> None:
     """Print the JSON schema of plans, for editors that complete YAML by it."""
+    if tasks and training:
+        raise BadInput("--training and --tasks: one schema at a time")
     if tasks:
         from surgeon.tasks.config import json_schema as of_tasks
 

@@ -152,6 +152,10 @@ class TrainConfig(Entry):
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64
     log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
+    report_to: Annotated[
+        list[str],
+        Field(description="trackers that get the log too, as transformers names them: tensorboard, wandb, mlflow, …"),
+    ] = []
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:

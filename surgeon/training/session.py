@@ -10,13 +10,13 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from surgeon import __version__, devices
@@ -38,6 +38,7 @@ from surgeon.training.publishing import Change, publishing_job, write_final
 from surgeon.training.settings import Settings, settle
 from surgeon.training.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
 from surgeon.training.sources import open_source
+from surgeon.training.trackers import open_trackers
 from surgeon.training.trainable import unfreeze
 from surgeon.training.trainer import (
     DATA_FILE,
@@ -140,6 +141,7 @@ def run_training(
     )
     _check_narrow(out, wanted, config.dtype)
     check_destination(target, out.path)
+    trackers = open_trackers(config.report_to, target=target, config=str(loaded.source))
     work = work_folder(target)
     say = listener.say if processes.leads else _silent
     encoder = Encoder(out.path, vocabulary=anatomy.sizes.vocabulary)
@@ -154,10 +156,23 @@ def run_training(
         if sharding is not None and processes.size == 1:
             say("one process: nothing is sharded")
             sharding = None
+        run = _Run(
+            out=out,
+            loaded=loaded,
+            settings=settings,
+            wanted=wanted,
+            data=data,
+            target=target,
+            device=device,
+            processes=processes,
+            sharding=sharding,
+            trackers=trackers,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+            say=say,
+        )
         with sharded_here():
-            finished = _train(
-                out, loaded, settings, wanted, data, work, device, processes, sharding, trust_remote_code, listener, say
-            )
+            finished = _train(run)
         if processes.leads:
             whole = work / WHOLE_FOLDER if deliver else target
             if deliver and whole.exists():
@@ -171,32 +186,43 @@ def run_training(
     return finished
 
 
-def _train(
-    out: CheckpointFolder,
-    loaded: LoadedConfig,
-    settings: Settings,
-    wanted: TrainableSet,
-    data: _Data,
-    work: Path,
-    device: str,
-    processes: Processes,
-    sharding: Sharding | None,
-    trust_remote_code: bool,
-    listener: Listener,
-    say: Any,
-) -> Finished:
-    config = loaded.config
-    args = _arguments(loaded, settings, work, device)
+@dataclass(frozen=True)
+class _Run:
+    """What a run is of: settled, checked, and with its data opened."""
+
+    out: CheckpointFolder
+    loaded: LoadedConfig
+    settings: Settings
+    wanted: TrainableSet
+    data: _Data
+    target: Path
+    device: str
+    processes: Processes
+    sharding: Sharding | None
+    trackers: Sequence[TrainerCallback]
+    trust_remote_code: bool
+    listener: Listener
+    say: Callable[[str], None]
+
+    @property
+    def work(self) -> Path:
+        """Where checkpoints lie until the run is published."""
+        return work_folder(self.target)
+
+
+def _train(run: _Run) -> Finished:
+    config, settings, processes, say, work = run.loaded.config, run.settings, run.processes, run.say, run.work
+    args = _arguments(run)
     model = load_model(
-        out.path,
+        run.out.path,
         dtype=config.dtype,
         attention=config.attention,
         # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        trust_remote_code=trust_remote_code or out.code == "shipped",
+        trust_remote_code=run.trust_remote_code or run.out.code == "shipped",
     )
-    names = unfreeze(model, wanted, base_names=out.tensors)
+    names = unfreeze(model, run.wanted, base_names=run.out.tensors)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(wanted.operations))}")
+    say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
     for name in names:
         # Loaded weights may be mapped from the file.
         parameter = model.get_parameter(name)
@@ -205,12 +231,12 @@ def _train(
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    if sharding is not None:
-        shard(model, sharding, device=args.device)
+    if run.sharding is not None:
+        shard(model, run.sharding, device=args.device)
         say(f"sharded over {processes.size} processes (FSDP2)")
     say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     batches = Batches(
-        data.mixture,
+        run.data.mixture,
         micro_batch=settings.micro_batch,
         process=processes.rank,
         processes=processes.size,
@@ -219,19 +245,19 @@ def _train(
     checkpoint = newest_checkpoint(work)
     done = step_of(checkpoint) if checkpoint else 0
     if processes.leads:
-        listener.begin("training", settings.steps, "steps")
-        listener.advance(done)
-    log = _Log(say, listener if processes.leads else None, done)
+        run.listener.begin("training", settings.steps, "steps")
+        run.listener.advance(done)
+    log = _Log(say, run.listener if processes.leads else None, done)
     cadence = Cadence(evaluate_every=config.evaluate_every, on_step=log.step, on_log=log.entry)
-    fused = _fused(config.cross_entropy, model, settings, device, say)
+    fused = _fused(config.cross_entropy, model, settings, run.device, say)
     trainer = SurgeonTrainer(
         model,
         args,
         settings=settings,
         names=names,
         batches=batches,
-        validation=data.validation,
-        callbacks=[cadence],
+        validation=run.data.validation,
+        callbacks=[cadence, *run.trackers],
         fused=fused,
     )
     if fused is not None:
@@ -252,7 +278,7 @@ def _train(
     made = (settings.steps - done) * settings.batch * settings.length
     return Finished(
         manifest=None,
-        wanted=wanted,
+        wanted=run.wanted,
         settings=settings,
         changes={},
         losses={name: [loss, _last(history, name)] for name, loss in first.items()},
@@ -262,7 +288,7 @@ def _train(
         resumed_at=done,
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
-        peak_memory=_peak_memory(device),
+        peak_memory=_peak_memory(run.device),
     )
 
 
@@ -372,11 +398,12 @@ class _Log:
                 self.listener.rename(f"training ({told})")
 
 
-def _arguments(loaded: LoadedConfig, settings: Settings, work: Path, device: str) -> TrainingArguments:
-    config = loaded.config
+def _arguments(run: _Run) -> TrainingArguments:
+    config, settings = run.loaded.config, run.settings
     transformers_logging.set_verbosity_error()
     args = TrainingArguments(
-        output_dir=str(work),
+        run_name=run.target.name,
+        output_dir=str(run.work),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.micro_batch,
         gradient_accumulation_steps=settings.accumulation,
@@ -389,10 +416,11 @@ def _arguments(loaded: LoadedConfig, settings: Settings, work: Path, device: str
         save_steps=config.save_every,
         save_total_limit=2,
         ignore_data_skip=True,
+        # Trackers are callbacks that are given (`open_trackers`).
         report_to=[],
         disable_tqdm=True,
         seed=settings.seed,
-        use_cpu=device == "cpu",
+        use_cpu=run.device == "cpu",
     )
     if args.device.type == "cuda":
         # One process trains on one device; several devices are for torchrun.
@@ -454,7 +482,7 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)
     about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding"}
-    config = loaded.config.model_dump(mode="json", exclude={"log_every", *about_memory})
+    config = loaded.config.model_dump(mode="json", exclude={"log_every", "report_to", *about_memory})
     for source in config["sources"]:
         # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
         source.pop("revision")

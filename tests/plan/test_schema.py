@@ -33,6 +33,8 @@ def test_the_command_prints_it() -> None:
     result = CliRunner().invoke(app, ["schema"])
     assert result.exit_code == 0
     assert json.loads(result.stdout) == json_schema()
+    both = CliRunner().invoke(app, ["schema", "--training", "--tasks"])
+    assert (both.exit_code, both.stdout) == (2, "")
 
 
 def test_a_folder_called_like_a_shipped_plan_is_not_taken_for_it(
