@@ -143,24 +143,29 @@ def _inits(finals: Finals) -> list[str]:
 
 
 def _claims(finals: Finals, share: float) -> list[str]:
-    rows = [row for claim in CLAIMS if (row := _claim(finals, claim, share)) is not None]
-    if not rows:
+    judged = [(claim, row) for claim in CLAIMS if (row := _claim(finals, claim, share)) is not None]
+    if not judged:
         return []
+    rows = [row for _, row in judged]
+    against = [claim for claim, row in judged if "disagrees" in row or "against" in row]
+    tried = [f"- {claim.says}: {claim.tried}" for claim in against if claim.tried]
     return [
         f"## The papers' rankings and ours, p = {share:g}",
         "",
         "`forgets`: difference in English loss at equal French loss, read off the two curves where the one that learned"
         " less ends (the other is then in the middle of its run, at a higher rate). `learns`: difference in French loss"
-        " at the end. Negative is for the paper. Pairs share seed and text; the interval is Student's t over seeds.",
+        " at the end. Negative is for the paper. `English at the end` is the difference where both have ended, whatever"
+        " French they have learned. Pairs share seed and text; the interval is Student's t over seeds.",
         "",
-        "| paper | claim | measured | difference | seeds | ours |",
-        "|---|---|---|---:|---:|---|",
+        "| paper | claim | measured | difference | English at the end | seeds | ours |",
+        "|---|---|---|---:|---:|---:|---|",
         *rows,
         "",
         f"Agree: {_count(rows, '**agrees**')}. Disagree: {_count(rows, '**disagrees**')}. Not told apart:"
         f" {_count(rows, 'not told apart')}. Too few seeds for an interval: {_count(rows, 'points')}, of which"
         f" {_count(rows, 'points its way')} point the paper's way.",
         "",
+        *(["What was tried where a result goes against a paper:", "", *tried, ""] if tried else []),
     ]
 
 
@@ -187,7 +192,9 @@ def _claim(finals: Finals, claim: Claim, share: float) -> str | None:
     else:
         verdict = "**agrees**" if mean < 0 else "**disagrees**"
     difference = _mean(found, signed=True)
-    return f"| {claim.paper} | {claim.says} | {claim.on} | {difference} | {len(seeds)} | {verdict} |"
+    ends = [better[seed]["curve"][-1]["en"] - worse[seed]["curve"][-1]["en"] for seed in seeds]
+    at_end = _mean(ends, signed=True) if claim.on == "forgets" else ""
+    return f"| {claim.paper} | {claim.says} | {claim.on} | {difference} | {at_end} | {len(seeds)} | {verdict} |"
 
 
 def forgetting_apart(first: Sequence[Record], second: Sequence[Record]) -> float:
