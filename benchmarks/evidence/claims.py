@@ -27,8 +27,8 @@ _INITS = (
     " layers by their start)."
 )
 _PRO = (
-    "both at the rate swept with fused layers. LLaMA PRO's four layers are spread over the stack, OpT-DeUS's stand in its"
-    " top half. LLaMA PRO forgets more in turn (the tables above)."
+    "both at the rate swept with fused layers. LLaMA PRO's four layers are spread over the stack, OpT-DeUS's stand in"
+    " its top half. LLaMA PRO forgets more in turn (the tables above)."
 )
 _ONE_SEED = "at the rate swept for its family; one seed, and little beside what seeds differ by in other rows."
 _ADAPTERS = "five rates of adapters and four of LoRA were swept; at p = 0.1 three seeds do not tell them apart."
