@@ -68,7 +68,13 @@ METHODS: tuple[Method, ...] = (
 SHARES = (0.1, 0.0)
 # Of the headline rows; the others have one.
 SEEDS = 3
-PLANNED = sum(len(SHARES) * (SEEDS if method.headline else 1) for method in METHODS)
+# Method, share of replay and seed of every full run.
+PLANNED = tuple(
+    (method.name, share, seed)
+    for share in SHARES
+    for method in METHODS
+    for seed in range(SEEDS if method.headline else 1)
+)
 
 BY_NAME = {method.name: method for method in METHODS}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,15 @@ def _head(finals: Finals) -> list[str]:
     one = next(iter(next(iter(finals.of.values())).values()))
     machines = sorted({record["machine"] for record in finals.every if "machine" in record})
     runs = sum(len(seeds) for seeds in finals.of.values())
-    left = f" **{PLANNED - runs} of {PLANNED} planned full runs are still to be made**; the command goes on with them."
+    left = Counter(
+        f"p = {share:g}, seed {seed}"
+        for method, share, seed in PLANNED
+        if seed not in finals.of.get((method, share), {})
+    )
+    to_make = "; ".join(f"{where}: {count}" for where, count in left.items())
+    told = (
+        f" **{left.total()} of {len(PLANNED)} planned full runs are still to be made** ({to_make}); the command goes on"
+    )
     return [
         "# Learning French, forgetting English",
         "",
@@ -68,7 +77,7 @@ def _head(finals: Finals) -> list[str]:
         " without ±, one seed. Seeds draw the order of the text and every number that a plan draws.",
         "",
         f"{runs} full runs and {len(finals.sweeps)} of the sweep; {'; '.join(machines)}."
-        + (left if runs < PLANNED else ""),
+        + (f"{told} with them." if left else ""),
         "",
         f"![English loss against French loss](./{PICTURE})",
         "",
