@@ -16,6 +16,8 @@ from records import RESULTS, Records
 from scipy import stats
 
 PICTURE = "evidence.png"
+# Of the plot, in nats: how far from the middle an end is one of many, and the height of a label.
+CROWD, LINE = 0.3, 0.021
 Record = dict[str, Any]
 
 
@@ -271,6 +273,7 @@ def _plot(finals: Finals, file: Path) -> None:
     colours = dict(zip(families, (*matplotlib.colormaps["tab20"].colors[::2], (0, 0, 0)), strict=False))
     figure, panels = pyplot.subplots(1, 2, figsize=(15, 7), sharey=True, layout="constrained")
     for panel, share in zip(panels, SHARES, strict=True):
+        ends: dict[str, tuple[float, float]] = {}
         for method in METHODS:
             seeds = finals.of.get((method.name, share), {})
             if not seeds:
@@ -287,9 +290,8 @@ def _plot(finals: Finals, file: Path) -> None:
                 zorder=2,
             )
             panel.scatter(french[-1], english[-1], s=28, color=colours[method.family], zorder=3)
-            panel.annotate(
-                method.name, (french[-1], english[-1]), xytext=(4, 3), textcoords="offset points", fontsize=8
-            )
+            ends[method.name] = (float(french[-1]), float(english[-1]))
+        _label(panel, ends)
         start = next(iter(next(iter(finals.of.values())).values()))["curve"][0]
         panel.axhline(start["en"], color="grey", linewidth=0.8, linestyle=":")
         panel.invert_xaxis()
@@ -298,3 +300,22 @@ def _plot(finals: Finals, file: Path) -> None:
     panels[0].set_ylabel("English held-out loss (nats a token; dotted: the base)")
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def _label(panel: Any, ends: dict[str, tuple[float, float]]) -> None:
+    """Names beside the curves' ends; where these lie close together, in a column to their right with a line to each."""
+    middle = float(np.median([french for french, _ in ends.values()]))
+    crowd = sorted((name for name in ends if abs(ends[name][0] - middle) < CROWD), key=lambda name: ends[name][1])
+    column = min(ends[name][0] for name in crowd) - 0.08
+    # Heights at least a line apart, as near to the ends as that allows: pushed upwards, then moved down together.
+    heights: list[float] = []
+    for name in crowd:
+        heights.append(max(ends[name][1], heights[-1] + LINE if heights else -math.inf))
+    shift = float(np.mean([height - ends[name][1] for name, height in zip(crowd, heights, strict=True)]))
+    at = {name: (column, height - shift) for name, height in zip(crowd, heights, strict=True)}
+    for name, end in ends.items():
+        if name in at:
+            arrow = {"arrowstyle": "-", "color": "grey", "linewidth": 0.4}
+            panel.annotate(name, end, xytext=at[name], fontsize=8, va="center", arrowprops=arrow)
+        else:
+            panel.annotate(name, end, xytext=(4, 3), textcoords="offset points", fontsize=8)
