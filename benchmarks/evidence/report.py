@@ -76,7 +76,8 @@ def _head(finals: Finals) -> list[str]:
         "",
         "French: mean loss a token (nats) over held-out text of the four sources. English: held-out `en_man`, what the"
         " base was trained on, never seen in training. ± is the 95 % interval of the mean over seeds (Student's t);"
-        " without ±, fewer than three seeds. Seeds draw the order of the text and every number that a plan draws.",
+        " without ±, fewer than three seeds. Seeds draw the order of the text and every number that a plan draws, and"
+        " shift all rows together: rows with different numbers of seeds are compared by the paired differences below.",
         "",
         f"{runs} full runs and {len(finals.sweeps)} of the sweep; {'; '.join(machines)}."
         + (f"{told} with them." if left else ""),
