@@ -39,6 +39,8 @@ def test_every_command_is_a_function_with_its_options() -> None:
         offered = set(inspect.signature(getattr(api, name)).parameters)
         asked = set(inspect.signature(command.callback).parameters)
         assert asked - renamed <= offered | {"folder"}, name
+        assert name in surgeon.__all__
+    assert "apply_delta" in surgeon.__all__
 
 
 def test_results_print_as_one_line(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ FORBIDDEN = {
     "comparing.py": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.plan", "surgeon.execute"),
     "metadata.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
     "views/card.py": ("torch", "numpy", "huggingface_hub", "surgeon.api", "surgeon.execute"),
+    "api": ("surgeon.cli",),
+    "results": ("torch", "numpy", "transformers", "surgeon.api", "surgeon.cli", "surgeon.views"),
     "verification": ("surgeon.api", "surgeon.cli", "surgeon.views"),
     "training": ("surgeon.api", "surgeon.cli", "surgeon.views", "surgeon.plan", "surgeon.operations"),
     "evaluation": ("surgeon.api", "surgeon.cli", "surgeon.views", "surgeon.plan", "surgeon.operations"),

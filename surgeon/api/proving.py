@@ -85,6 +85,7 @@ def verify(
     trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
     device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
+    compared = (Path(base), Path(out), tokens.ids)
     comparisons: list[LogitComparison | OutputComparison] = []
     layered: list[StreamedComparison] = []
     for dtype in dtypes:
@@ -92,9 +93,7 @@ def verify(
         if anatomy.family.encoder:
             comparisons.append(
                 compare_encoders(
-                    Path(base),
-                    Path(out),
-                    tokens.ids,
+                    *compared,
                     auto=auto_class(base_folder.config),
                     dtype=dtype,
                     device=device,
@@ -103,9 +102,7 @@ def verify(
             )
         elif streamed:
             layer_by_layer = compare_streamed(
-                Path(base),
-                Path(out),
-                tokens.ids,
+                *compared,
                 dtype=dtype,
                 device=device,
                 layer_of_base=layer_of_base,
@@ -115,14 +112,7 @@ def verify(
             comparisons.extend(layer_by_layer.logits)
         else:
             comparisons.extend(
-                compare_logits(
-                    Path(base),
-                    Path(out),
-                    tokens.ids,
-                    dtype=dtype,
-                    device=device,
-                    trust_remote_code=trust_remote_code,
-                )
+                compare_logits(*compared, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
             )
     return Verification(promise, checks, comparisons, layered, tokens.source, trained=trained)
 

@@ -178,7 +178,7 @@ def run_training(
             if deliver and whole.exists():
                 # Of a run that was cut off between the two.
                 shutil.rmtree(whole)
-            _publish(finished, out, manifest, loaded, data.commits, work, whole, held, listener)
+            _publish(finished, run, manifest, whole, held)
             if deliver:
                 deliver(whole)
     if processes.leads:
@@ -292,23 +292,13 @@ def _train(run: _Run) -> Finished:
     )
 
 
-def _publish(
-    finished: Finished,
-    out: CheckpointFolder,
-    manifest: Manifest,
-    loaded: LoadedConfig,
-    commits: dict[str, str],
-    work: Path,
-    target: Path,
-    held: dict[str, str],
-    listener: Listener,
-) -> None:
-    last = newest_checkpoint(work)
+def _publish(finished: Finished, run: _Run, manifest: Manifest, target: Path, held: dict[str, str]) -> None:
+    last = newest_checkpoint(run.work)
     assert last is not None
-    finished.changes = write_final(out, last / TRAINED_FILE, work)
-    config = loaded.config.model_dump(mode="json")
+    finished.changes = write_final(run.out, last / TRAINED_FILE, run.work)
+    config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
-        source["revision"] = commits.get(source["name"])
+        source["revision"] = run.data.commits.get(source["name"])
     entry = {
         "config": config,
         "settings": finished.settings.to_json(),
@@ -317,10 +307,10 @@ def _publish(
         "losses": finished.losses,
     }
     job = publishing_job(
-        out, manifest, work, source=str(loaded.source), held=held, changes=finished.changes, entry=entry
+        run.out, manifest, run.work, source=str(run.loaded.source), held=held, changes=finished.changes, entry=entry
     )
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
-    finished.manifest = execute(job, target, listener, Stopwatch())
+    finished.manifest = execute(job, target, run.listener, Stopwatch())
 
 
 @dataclass
