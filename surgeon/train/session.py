@@ -33,7 +33,7 @@ from surgeon.data.packing import Batches, Mixture, PackedSequence, Packer, Sourc
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by, written_manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import LoadedConfig
@@ -289,11 +289,10 @@ def _publish(finished: Finished, run: _Run, manifest: Manifest, target: Path, he
         "tokens": finished.tokens,
         "losses": finished.losses,
     }
-    job = publishing_job(
-        run.out, manifest, run.work, source=str(run.loaded.source), held=held, changes=finished.changes, entry=entry
-    )
+    job = publishing_job(run.out, manifest, run.work, held=held, changes=finished.changes, entry=entry)
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
-    finished.manifest = execute(job, target, run.listener, Stopwatch())
+    execute(job, target, run.listener, Stopwatch())
+    finished.manifest = written_manifest(target)
 
 
 @dataclass

@@ -105,7 +105,7 @@ def verify(
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
     is no output of surgeon; a broken promise is told in the result.
     """
-    from surgeon.verify.ancestors import ancestry_of, check_ancestry
+    from surgeon.verify.ancestors import check_ancestry, earlier_state
     from surgeon.verify.static import bytes_to_read, check_static
 
     listener = listener or Quiet()
@@ -123,9 +123,9 @@ def verify(
         )
     listener.begin("reading", bytes_to_read(base_folder, out_folder))
     checks: list[Check]
-    if ancestry := ancestry_of(base_folder, out_folder, manifest):
-        promise, trained, layer_of_base = ancestry.promise, ancestry.trained, ancestry.layer_of_base
-        checks = check_ancestry(ancestry, manifest, base_folder, out_folder, advance=listener.advance)
+    if state := earlier_state(base_folder, out_folder, manifest):
+        promise, trained, layer_of_base = state.promise, state.trained, state.layers
+        checks = check_ancestry(state, manifest, base_folder, out_folder, advance=listener.advance)
     else:
         adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
         blueprint = draw(loaded, anatomy, base_folder.config, adapters)
