@@ -23,7 +23,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
 from surgeon.checkpoint.copying import WriteBehind, copy_range, reserve, write_all
-from surgeon.checkpoint.header import ALIGNMENT, build_header
+from surgeon.checkpoint.header import ALIGNMENT, FLOAT_DTYPES, build_header
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener
@@ -338,8 +338,9 @@ def constant_bytes(recipe: Constant | Listed) -> bytes:
 
 
 def _element(value: float, dtype: str) -> bytes:
-    if dtype != "BF16":
-        return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+    code = FLOAT_DTYPES[dtype].packed
+    if code is not None:
+        return struct.pack(code, value)
     # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, numel
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.weights import SINGLE_FILE
 
 MAX_NEW_SHARD_BYTES = 2_000_000_000
 
@@ -63,7 +64,7 @@ def _offset(output: Output, base: Mapping[str, TensorInfo]) -> int:
 
 
 def _shard_name(number: int, total: int) -> str:
-    return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+    return SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:

@@ -26,11 +26,9 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import LocalSource
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
+from surgeon.models.load import stored_dtype
 
 FINAL_FILE = "final.safetensors"
-
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, C
     changes: dict[str, Change] = {}
     for name, value in tensors.items():
         info = out.tensors[name]
-        dtype = _DTYPES[info.dtype]
+        dtype = stored_dtype(info.dtype)
         before = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape).double()
         tensors[name] = value.to(dtype)
         delta = tensors[name].double() - before

@@ -24,7 +24,7 @@ from surgeon.checkpoint.durable import working_in, write_durably
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common import devices
-from surgeon.common.distributed import Processes
+from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener
 from surgeon.common.timing import Stopwatch
 from surgeon.data.documents import Corpus
@@ -102,7 +102,7 @@ def run_training(
 
     With `deliver` the run is published in the work folder instead, and `deliver` makes `target` of that.
     """
-    processes = Processes.of_environment()
+    processes = Ranks.of_environment()
     config = loaded.config
     sharding = sharding_asked(config)
     if device.startswith("cuda:"):
@@ -180,7 +180,7 @@ class _Run:
     data: _Data
     target: Path
     device: str
-    processes: Processes
+    processes: Ranks
     sharding: Sharding | None
     trackers: Sequence[TrainerCallback]
     trust_remote_code: bool
@@ -400,7 +400,7 @@ def _arguments(run: _Run) -> TrainingArguments:
     return args
 
 
-def _first_losses(trainer: SurgeonTrainer, work: Path, processes: Processes, say: Any) -> dict[str, float]:
+def _first_losses(trainer: SurgeonTrainer, work: Path, processes: Ranks, say: Any) -> dict[str, float]:
     """Held-out losses before the first step; of a run that is continued, as they were then."""
     kept = json.loads((work / RUN_FILE).read_text(encoding="utf-8")) if (work / RUN_FILE).is_file() else {}
     if "first" in kept:
