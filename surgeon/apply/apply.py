@@ -77,7 +77,7 @@ def apply(
 
     With `read_back` what was written is read again and compared with the base on the way: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
-    the processes that torchrun has started (`surgeon.ranks.joined`), which all make this call.
+    the processes that torchrun has started (`surgeon.common.distributed.joined`), which all make this call.
 
     `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
     """
