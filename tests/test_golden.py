@@ -1,7 +1,7 @@
 """The blueprint of every shipped plan, as it was agreed: any change of a recipe shows up as a diff of a file.
 
 A file a plan holds structure: layers, counts, config, couplings, recipes. The sentences of all of them (what was
-matched, why a promise holds, what grafts are called, notes) stand in one file, so that rewording one changes that alone.
+matched, why a promise holds, what grafts are called, notes) stand in one file, so that rewording changes that alone.
 
 python -m tests.test_golden      writes them anew; read the diff before you commit it
 """

@@ -22,7 +22,6 @@ from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import manifest_of
-from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan
@@ -192,10 +191,7 @@ def texts_of(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
 def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
     """The PEFT adapters that the plan imports, opened, by their names in the plan."""
     opened: dict[str, AdapterFolder] = {}
-    for operation in loaded.plan.operations:
-        if not isinstance(operation, PMoEExperts) or operation.from_peft is None:
-            continue
-        name = operation.from_peft
+    for name in (name for operation in loaded.plan.operations for name in operation.adapters):
         beside = Path(loaded.source).parent / name
         path = beside if beside.exists() else Path(name)
         if path.exists():

@@ -13,7 +13,7 @@ from typing import Any
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
-from surgeon.operations.papers import papers_of
+from surgeon.operations import papers_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
@@ -295,21 +295,23 @@ def _license(metadata: Metadata) -> str:
 
 
 def _papers(manifest: Manifest) -> str:
-    surgeries = [
-        (ancestor.operations, _inits((ancestor.manifest or {}).get("layers"))) for ancestor in manifest.lineage
-    ]
-    made = [layer.init for layer in manifest.layers if layer.base is None]
-    surgeries.append(([entry.op for entry in manifest.operations], made))
-    papers = list(dict.fromkeys(paper for surgery in surgeries for paper in papers_of(*surgery)))
+    layers = [(ancestor.manifest or {}).get("layers") for ancestor in manifest.lineage]
+    layers.append([layer.model_dump() for layer in manifest.layers])
+    papers = papers_of(
+        (op, _inits(made, number))
+        for operations, made in zip(_history(manifest), layers, strict=True)
+        for number, op in enumerate(operations)
+    )
     if not papers:
         return ""
     return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"
 
 
-def _inits(layers: object) -> list[str]:
-    """How an earlier surgery's new layers were filled, from its manifest as data, which nobody has checked."""
+def _inits(layers: object, operation: int) -> list[str]:
+    """How the layers that this operation of a surgery made were filled; earlier manifests are data nobody checked."""
     found = layers if isinstance(layers, list) else []
-    return [str(layer.get("init")) for layer in found if isinstance(layer, dict) and layer.get("base") is None]
+    made = [layer for layer in found if isinstance(layer, dict) and layer.get("base") is None]
+    return [str(layer.get("init")) for layer in made if layer.get("operation") == operation]
 
 
 def _history(manifest: Manifest) -> list[list[str]]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft
@@ -28,13 +28,12 @@ from surgeon.operations.imported_lora import (
     slot_entry,
     slot_tensors,
 )
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
 
 
-class RouterLoss(BaseModel):
+class RouterLoss(Spec):
     """Cross-entropy of the router against the task a token belongs to (Eq. 7), by `domain_ids`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Literal["task_id"]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share of the loss")] = 1.0
@@ -50,10 +49,22 @@ class _Present:
     targets: tuple[str, ...]
 
 
-class PMoEExperts(BaseModel):
+class PMoEExperts(Operation):
     """LoRA slots for tasks above a threshold, one shared LoRA below it; on a model that has them, further slots."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "jung2024pmoe",
+            "Jung, Min Jae and Kim, JooHee",
+            "PMoE: Progressive Mixture of Experts with Asymmetric Transformer for Continual Learning",
+            2024,
+            "2407.21571",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay", lr=3e-4, batch=128, original_share=0.01
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[
@@ -102,7 +113,17 @@ class PMoEExperts(BaseModel):
     trains_also: Annotated[
         list[Literal["router", "shared"]],
         Field(description="what an earlier surgery brought that is to train on: the old columns, the shared LoRA"),
-    ] = []
+    ] = []  # noqa: RUF012 (pydantic copies it)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The one that becomes the slot."""
+        return () if self.from_peft is None else (self.from_peft,)
+
+    @property
+    def needs_task_ids(self) -> bool:
+        """Where the router is trained to name the task."""
+        return isinstance(self.router_loss, RouterLoss)
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Attach the slots and say what was matched and what is promised."""

@@ -12,12 +12,10 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.families.grafted import BANK, owner_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
+from surgeon.operations import origin_of
+from surgeon.operations.operation import Origin as Made
 
-Origin = Literal["base", "changed", "copied", "fused", "made"]
-
-
-# How an init is called in a manifest, and what that is to the reader of a picture.
-_ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
+Origin = Literal["base", "changed"] | Made
 
 
 @dataclass(frozen=True)
@@ -161,10 +159,11 @@ def _layer(
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
     places = _places(surgeries, made_by)
+    by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
     return StackLayer(
         index=index,
         base=None,
-        origin=_ORIGINS.get(entry.init.partition(",")[0].split()[0] if entry.init else "", "made"),
+        origin=origin_of(by, entry.init),
         init=entry.init,
         sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
         surgery=made_by + first,
