@@ -92,7 +92,7 @@ class MixtureOfControl(Operation):
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
-    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [  # noqa: RUF012 (pydantic copies it)
+    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [  # noqa: RUF012  # pydantic copies it
         "attention",
         "ffn",
     ]
@@ -115,7 +115,7 @@ class MixtureOfControl(Operation):
     @classmethod
     def _once(cls, sites: list[Site]) -> list[Site]:
         if len(set(sites)) != len(sites):
-            raise ValueError("names a site twice")
+            raise ValueError("`sites` names a site twice")
         return sites
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:

@@ -113,7 +113,7 @@ class PMoEExperts(Operation):
     trains_also: Annotated[
         list[Literal["router", "shared"]],
         Field(description="what an earlier surgery brought that is to train on: the old columns, the shared LoRA"),
-    ] = []  # noqa: RUF012 (pydantic copies it)
+    ] = []  # noqa: RUF012  # pydantic copies it
 
     @property
     def adapters(self) -> tuple[str, ...]:
