@@ -151,12 +151,7 @@ def preview_of(
     new = sum(numel(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    read = {
-        leaf.source: folder.tensors[leaf.source].nbytes
-        for output in outputs
-        for leaf in leaves(output.recipe)
-        if isinstance(leaf, Copy)
-    }
+    sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -166,7 +161,7 @@ def preview_of(
         parameters_after=after,
         parameters_new=new,
         parameters_trainable=after if trains_all else new,
-        bytes_to_read=sum(read.values()),
+        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources),
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),

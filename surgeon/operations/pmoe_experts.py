@@ -161,19 +161,7 @@ class PMoEExperts(Operation):
                 f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
             )
         modules = imported_modules(draft, name)
-        shallow = sorted(index for index in modules if index < layer)
-        if present is not None and shallow:
-            shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)
-            why = "share one LoRA already" if shared else "lie below the router, where there are no slots"
-            raise BadInput(
-                f"{printable(name)}: the adapter also adapts layers {show(shallow)}, which {why}; grow the base with"
-                " `threshold: 0` before importing it, or train it on deeper layers alone"
-            )
-        if len(shallow) == len(modules):
-            raise BadInput(
-                f"{printable(name)}: the adapter adapts layers {show(shallow)} alone, below `threshold` {layer}, so no"
-                " slot comes of it; choose a lower `threshold`"
-            )
+        _check_depth(draft, name, modules, layer, present)
         first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
         before = draft.parameters()
         adapter = adapter_of(draft, name)
@@ -324,6 +312,25 @@ def _present(draft: Draft) -> _Present | None:
     ]
     targets = tuple(held[0].entry["slots"][0]["targets"]) if held else ()
     return _Present(layer, len(columns), max(column.get("group", 0) for column in columns), targets)
+
+
+def _check_depth(
+    draft: Draft, name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, present: _Present | None
+) -> None:
+    """Refuse an adapter of layers below the router, at `layer`, where they cannot hold it or hold all of it."""
+    shallow = sorted(index for index in modules if index < layer)
+    if present is not None and shallow:
+        shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)
+        why = "share one LoRA already" if shared else "lie below the router, where there are no slots"
+        raise BadInput(
+            f"{printable(name)}: the adapter also adapts layers {show(shallow)}, which {why}; grow the base with"
+            " `threshold: 0` before importing it, or train it on deeper layers alone"
+        )
+    if len(shallow) == len(modules):
+        raise BadInput(
+            f"{printable(name)}: the adapter adapts layers {show(shallow)} alone, below `threshold` {layer}, so no"
+            " slot comes of it; choose a lower `threshold`"
+        )
 
 
 def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, first: int) -> str:

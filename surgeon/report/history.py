@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.families.grafted import BANK, owner_of
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of, parse
 from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
 
@@ -142,18 +142,7 @@ def _layer(
             made_by = nth
             break
         here = entry.base
-    kinds = {graft.text: graft for graft in grafts}
-    last = surgeries[-1].layers[index]
-    marks = tuple(
-        Mark(
-            kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=_sign(kinds.get(graft.text)),
-            text=graft.text,
-            surgery=brought.get(graft.text),
-            trains=graft.operation is not None,
-        )
-        for graft in last.grafts
-    )
+    marks = _marks(surgeries[-1].layers[index].grafts, grafts, brought)
     if made_by is None:
         origin: Origin = "changed" if changed else "base"
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
@@ -170,6 +159,21 @@ def _layer(
         operation=entry.operation,
         trains=trains,
         marks=marks,
+    )
+
+
+def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
+    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
+    kinds = {graft.text: graft for graft in grafts}
+    return tuple(
+        Mark(
+            kind=kinds[graft.text].kind if graft.text in kinds else "other",
+            sign=_sign(kinds.get(graft.text)),
+            text=graft.text,
+            surgery=brought.get(graft.text),
+            trains=graft.operation is not None,
+        )
+        for graft in last
     )
 
 
