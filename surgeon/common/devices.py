@@ -8,7 +8,7 @@ from surgeon.errors import BadInput, printable
 
 
 def resolve(device: str) -> str:
-    """The torch device a user's word means; BadInput where it is unknown or not there. Imports torch."""
+    """The torch device that `--device` names. Raises BadInput where the name is unknown or the device is missing."""
     import torch
 
     if device == "auto":
