@@ -142,7 +142,7 @@ class ReadAhead:
         self._fill()
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor: read ahead (and handed out once), or read now. Raises BadInput where reading fails."""
+        """The bytes of one tensor: read ahead (returned once), or read now. Raises BadInput where reading fails."""
         coming = self._coming.pop(name, None)
         if coming is None:
             # Needed before its turn: nobody will need it again later.
@@ -195,7 +195,7 @@ class WriteBehind:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset` later; blocks while the queue is full. The caller must not change `data` afterwards."""
+        """Write `data` at `offset` later; blocks while the queue is full. The caller must not change `data`."""
         while len(self._pending) > _WAITING or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
         self._pending.append(self._writer.submit(self._put, data, offset))

@@ -112,7 +112,7 @@ class CheckpointFolder:
             os.close(fd)
 
     def read_side_file(self, name: str) -> bytes:
-        """The content of one of `side_files`. Raises BadInput where it cannot be opened under the rules of source.py."""
+        """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
         assert name in self.side_files, name
         return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
 

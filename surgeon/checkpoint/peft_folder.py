@@ -121,7 +121,7 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
-        """Open a local folder and hash its tensors. Raises BadInput for an adapter that is not a LoRA that fits a slot."""
+        """Open a local folder and hash its tensors. Raises BadInput for an adapter that does not fit a slot."""
         source = LocalSource(path)
         listing = source.listing()
         check_adapter_files(listing, source.shown)

@@ -206,7 +206,7 @@ class LocalSource:
         self._identities: dict[str, _Identity] = {}
 
     def listing(self) -> dict[str, int]:
-        """Every file's relative name and size in bytes, chat templates included. Raises BadInput for no readable folder."""
+        """Every file's relative name and size in bytes, with chat templates. Raises BadInput for no readable folder."""
         try:
             return dict(sorted({**_list(self.path, ""), **self._templates()}.items()))
         except FileNotFoundError:

@@ -203,15 +203,17 @@ class Staging:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
             os.close(lock)
-        raise BadInput(f"{printable(str(self.working))}: other processes keep making and removing it; choose another folder")
+        raise BadInput(
+            f"{printable(str(self.working))}: other processes keep making and removing it; choose another folder"
+        )
 
     def _check_ours(self) -> None:
         # In a folder that everybody may write to, another user may have made something of this name first.
         found = os.lstat(self.working)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise BadInput(
-                f"{printable(str(self.working))}: a link, or another user's; but surgeon needs this name; remove it or choose"
-                " another folder"
+                f"{printable(str(self.working))}: a link, or another user's, but surgeon needs this name; remove it or"
+                " choose another folder"
             )
 
     def _still_there(self, lock: int) -> bool:

@@ -106,7 +106,7 @@ def _is_plain(file: str) -> bool:
 
 
 def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """All tensors of all shards. Raises BadInput where index and headers disagree or a tensor's dtype is not floating."""
+    """All tensors of all shards. Raises BadInput where index and headers disagree or a dtype is not floating-point."""
     tensors: dict[str, TensorInfo] = {}
     for file in weights.files:
         for info in headers[file].tensors:

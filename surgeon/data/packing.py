@@ -121,7 +121,9 @@ class SourceStream:
                     self.epoch, self.position, self._order = self.epoch + 1, 0, None
                     passes += 1
                     if passes > 1 and not self.packer.teaches:
-                        raise BadInput(f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts")
+                        raise BadInput(
+                            f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts"
+                        )
             teaches, taken = self.packer.teaches, self.packer.take()
             if teaches:
                 return taken

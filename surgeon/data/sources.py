@@ -36,7 +36,7 @@ class OpenedSource:
 
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
-    """Open a source of `named_by` and read it through. Raises BadInput where a text cannot be read or has no documents."""
+    """Open a source of `named_by` and read it through. Raises BadInput where it cannot be read or is empty."""
     key, chat = source.key, source.kind == "chat"
     aside: str | None = None
     held_out: Corpus | None = None

@@ -123,8 +123,9 @@ class HubDataset:
         cached_only = offline()
         if cached_only and revision is not None and not is_commit(revision):
             raise BadInput(
-                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so the commit of revision {printable(revision)!r}"
-                " is not known; name a commit, or leave `revision` out for the latest in the cache"
+                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so the commit of revision"
+                f" {printable(revision)!r} is not known; name a commit, or leave `revision` out for the latest"
+                " in the cache"
             )
         self.commit = revision if cached_only else dataset_commit(repo_id, revision)
         with _quiet(self._library):

@@ -61,7 +61,7 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Bytes of the predicted text: of a chat the assistant's words, of a text all but a first token that is not predicted."""
+    """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document if message.role == "assistant")
     tokenizer = encoder.tokenizer

@@ -1,4 +1,4 @@
-"""The layer stack of an output through all its surgeries: where each layer comes from, and what it carries."""
+"""The layer stack of an output through all its surgeries: the origin of each layer, and its grafts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
 Origin = Literal["base", "changed", "copied", "fused", "made"]
 
 
-# How an init is called in a manifest, and what that is to the reader of a picture.
+# An init's name in a manifest, and its kind in the picture.
 _ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One graft of a layer: `text` in words, `sign` as the picture letters it; `surgery` brought it (1: the first)."""
+    """One graft of a layer: `text` in words, `sign` as its letter in the picture, `surgery` that added it (from 1)."""
 
     kind: str
     sign: str
@@ -35,7 +35,7 @@ class Mark:
 class StackLayer:
     """One layer of the output.
 
-    `base` is its number in the first base, None for one that surgery number `surgery` made, by its operation number
+    `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
     what stands beside them. A layer of the base to which a surgery gave other weights is `changed`, as `init` says.
     """
@@ -69,7 +69,7 @@ class History:
         return _places(self.surgeries, nth)
 
 
-def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
+def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
     """Follow every layer back through the lineage, as far as manifests were kept. Raises BadInput for a broken one."""
     earlier: list[Manifest] = []
     for ancestor in reversed(manifest.lineage):
@@ -91,22 +91,22 @@ def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
 
 
 def _check(surgeries: Sequence[Manifest], folder: CheckpointFolder) -> None:
-    """BadInput where manifests contradict each other, or the weights beside the last."""
+    """Raise BadInput where manifests contradict each other, or the last one the weights beside it."""
     file = str(folder.path / MANIFEST_FILE)
     held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
     counts = [len(manifest.layers) for manifest in surgeries]
     found = [*(manifest.base.layers for manifest in surgeries[1:]), max(held, default=-1) + 1]
-    for manifest, told, real in zip(surgeries, counts, found, strict=True):
+    for manifest, listed, real in zip(surgeries, counts, found, strict=True):
         layers_of(manifest, file=file)
         numbers = [layer.operation for layer in manifest.layers if layer.operation is not None]
         sources = [source for layer in manifest.layers for source in layer.sources]
-        if told != real or any(not 0 <= n < len(manifest.operations) for n in numbers):
+        if listed != real or any(not 0 <= n < len(manifest.operations) for n in numbers):
             raise BadInput(
-                f"{printable(file)}: `layers` tells of {told} layers and of operations {sorted(set(numbers))}, where"
+                f"{printable(file)}: `layers` lists {listed} layers and operations {sorted(set(numbers))}, where"
                 f" there are {real} layers and {len(manifest.operations)} operations; was it edited by hand?"
             )
-        if any(not 0 <= source < told for source in sources):
-            raise BadInput(f"{printable(file)}: `layers` names a source that is no layer; was it edited by hand?")
+        if any(not 0 <= source < listed for source in sources):
+            raise BadInput(f"{printable(file)}: `layers` names a source that is not a layer; was it edited by hand?")
 
 
 def _places(surgeries: Sequence[Manifest], nth: int) -> dict[int, int]:

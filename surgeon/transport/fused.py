@@ -138,7 +138,9 @@ def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, 
     f_N = cost_NM.new_empty(n)
     shape = {"ROWS": launch.rows, "BLOCK": launch.block, **launch.options}
     with _on(cost_NM):
-        _minima_kernel[(launch.programs,)](cost_NM, g_M, f_N, launch.partial_PM, n, m, launch.tiles, STAGES=launch.stages, **shape)
+        _minima_kernel[(launch.programs,)](
+            cost_NM, g_M, f_N, launch.partial_PM, n, m, launch.tiles, STAGES=launch.stages, **shape
+        )
         shift_M = launch.partial_PM.amin(0)
         _exp_kernel[(launch.all_tiles,)](cost_NM, g_M, f_N, shift_M, -1 / epsilon, n, m, **shape)
     return f_N, shift_M

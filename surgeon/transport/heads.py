@@ -81,8 +81,8 @@ def head_maps(
     """Maps that send whole heads of `source` onto those of `target`.
 
     The cost of two heads is the root mean square of the distances between their rows, so `reg` has the same scale as
-    for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other. Raises ValueError in
-    one line for shapes that do not fit the numbers of heads.
+    for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other. Raises ValueError
+    for shapes that do not fit the numbers of heads.
     """
     _check_layout(n_heads, n_kv_heads, head_dim)
     for weights in (source, target):
