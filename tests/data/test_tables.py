@@ -92,12 +92,12 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "a.txt").write_text("w1\n")
     for source, told in (
         ({"path": "one", "field": "body"}, "no column `body`; it has text, numbers; `field:` of the source"),
-        ({"path": "one", "field": "numbers"}, "one, row 0: `numbers` is no text but 0"),
-        ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is no list of messages"),
+        ({"path": "one", "field": "numbers"}, "one, row 0: `numbers` is 0, not a text"),
+        ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is not a list of messages"),
         ({"path": "one", "split": "test"}, "one: holds one table without splits; leave `split` out"),
         ({"path": "several"}, "several: no split 'train'; it has dev; `split:` of the source"),
         ({"path": "several", "split": "dev", "validation": "split:x"}, "no split 'x'; it has dev"),
-        ({"path": "empty"}, "no document in it"),
+        ({"path": "empty"}, "no document with text"),
         ({"path": "broken"}, r"broken: looks like a folder saved by `datasets`, and cannot be read \(ArrowInvalid"),
         ({"path": "a.txt", "split": "x"}, "source a: `split` is for datasets of the Hub and folders"),
         ({"path": "a.txt", "validation": "split:x"}, "source a: `validation: split:…` is for datasets"),

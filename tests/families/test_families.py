@@ -99,7 +99,7 @@ def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path
     ("family", "changes", "message"),
     [
         ("roberta", {"is_decoder": True}, "`is_decoder` is set; surgeon knows RoBERTa as an encoder only"),
-        ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config calls for \[3, 32\]"),
+        ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config requires \[3, 32\]"),
         ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
         ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
         ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not a list of names"),
@@ -170,14 +170,14 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*docs/adding.md"),
         ({"model_type": None}, "no `model_type`"),
-        ({"hidden_size": 64}, r"shape \[.*\], the config calls for \[.*\]"),
+        ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
         ({"hidden_size": "32"}, "`hidden_size` is '32', not a positive whole number"),
         ({"num_hidden_layers": 5}, "`num_hidden_layers` 5, so there is no layer 5"),
         ({"num_hidden_layers": 7}, r"model\.layers\.6\..*no shard has it"),
         ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
-        ({"num_key_value_heads": 4}, "the config calls for"),
-        ({"attention_bias": True}, r"self_attn\.q_proj\.bias: the config calls for this tensor"),
+        ({"num_key_value_heads": 4}, "the config requires"),
+        ({"attention_bias": True}, r"self_attn\.q_proj\.bias: the config requires this tensor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
     ],
 )
