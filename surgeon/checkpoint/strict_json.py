@@ -52,7 +52,7 @@ def parse_json_strict(
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise BadInput(f"{shown}: one object has the key {printable(_first_repeated(pairs))!r} twice")
+            raise BadInput(f"{shown}: the key {printable(_first_repeated(pairs))!r} occurs twice in one object")
         return found
 
     def refuse(constant: str) -> Never:

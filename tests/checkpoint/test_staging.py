@@ -379,7 +379,7 @@ def test_the_working_folder_must_be_ours(tmp_path: Path) -> None:
         pass
     working.unlink()
     working.touch()
-    with pytest.raises(BadInput, match="in the way"), staging(tmp_path / "out"):
+    with pytest.raises(BadInput, match="not a folder, but surgeon needs this name"), staging(tmp_path / "out"):
         pass
     assert names(tmp_path / "theirs") == []
 
@@ -419,8 +419,8 @@ def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(base)
     assert "is the base itself" in refused(Path(), base)
     assert "lies in the base" in refused(Path("out"), base)
-    assert "is no folder" in refused(tmp_path / "no" / "out", base)
-    assert "is no folder" in refused(tmp_path / "file" / "out", base)
+    assert "is not a folder" in refused(tmp_path / "no" / "out", base)
+    assert "is not a folder" in refused(tmp_path / "file" / "out", base)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "not writable" in refused(tmp_path / "out", base)
 

@@ -103,7 +103,7 @@ def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path
         ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
         ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
         ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not a list of names"),
-        ("deberta-v2", {"position_buckets": 4}, r"rel_embeddings\.weight .*calls for \[8, 32\]"),
+        ("deberta-v2", {"position_buckets": 4}, r"rel_embeddings\.weight .*requires \[8, 32\]"),
         ("deberta-v2", {"position_buckets": "8"}, "`position_buckets` is '8', not a whole number"),
         ("deberta-v2", {"norm_rel_ebd": 1}, "`norm_rel_ebd` is 1, not a name"),
     ],

@@ -70,7 +70,7 @@ def test_every_default_can_be_overridden(tmp_path: Path) -> None:
     "change, told",
     [
         (("share: 0.9", "share: 0.5"), "shares sum to 0.6; they must sum to 1"),
-        (("role: original", "role: orginal"), "train.yaml:5: `sources.1` is"),
+        (("role: original", "role: orginal"), "train.yaml:5: `sources.1`: role 'orginal' is not known: use original"),
         (("steps: 100", "step: 100"), "train.yaml:2: unknown key `step`; did you mean `steps`?"),
         (("share: 0.9", "shares: 0.9"), "train.yaml:4: unknown key `shares`; did you mean `share`?"),
         (("name: en", "name: fr"), "two sources are called 'fr'"),
