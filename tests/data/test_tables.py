@@ -232,7 +232,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
 CUT_OFF = """
 import sys
 from surgeon import cli
-from surgeon.training import session
+from surgeon.train import session
 session._publish = lambda *_: sys.exit(9)
 cli.main()
 """
