@@ -104,7 +104,7 @@ def locate_delta(delta: str) -> Located:
         return Located(Path(_snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)), repo_id)
     repository = _Repository.ask(repo_id, revision or None)
     if DELTA_FILE not in repository.files:
-        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is no delta")
+        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
     wanted = [
         name
         for name, size in repository.files.items()
@@ -200,7 +200,9 @@ class _Repository:
         first, size = self._prefix(file, 8)
         # The Hub sends the file that a pointer names; a mirror may send the pointer.
         if first.startswith(b"version "):
-            raise BadInput(f"{printable(file)}: the Hub sent a git-lfs pointer instead of the weights")
+            raise BadInput(
+                f"{printable(file)}: the server sent a git-lfs pointer, not the weights; unset HF_ENDPOINT, or use another mirror"
+            )
         length = header_length(first, file=file, file_size=size)
         prefix, _ = self._prefix(file, 8 + length)
         self._sizes[file] = size
@@ -243,7 +245,10 @@ class _Repository:
 
     def open_shard(self, file: str) -> int:
         """Refused: the weights were not downloaded."""
-        raise BadInput(f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers")
+        raise BadInput(
+            f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers;"
+            " give a local folder"
+        )
 
     def identity(self) -> list[dict[str, Any]]:
         """Name and size of every shard at the commit."""

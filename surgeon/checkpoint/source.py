@@ -210,7 +210,7 @@ class LocalSource:
         try:
             return dict(sorted({**_list(self.path, ""), **self._templates()}.items()))
         except FileNotFoundError:
-            raise BadInput(f"{self.shown}: no such folder") from None
+            raise BadInput(f"{self.shown}: no such folder; check the path") from None
         except NotADirectoryError:
             raise BadInput(f"{self.shown}: not a folder; give the folder of a transformers checkpoint") from None
         except PermissionError:

@@ -87,7 +87,9 @@ def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> N
             return
         brackets = brackets.replace(b"[]", b"")
     if brackets:
-        raise BadInput(f"{shown}: brackets that are not closed, or nested more than {max_depth} deep")
+        raise BadInput(
+            f"{shown}: brackets that are not closed, or nested more than {max_depth} deep; is the file damaged?"
+        )
 
 
 def _first_repeated(pairs: list[tuple[str, Any]]) -> str:

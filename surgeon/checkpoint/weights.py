@@ -85,7 +85,7 @@ def _weight_map(content: bytes) -> dict[str, str]:
     index = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadInput(f"{INDEX_FILE}: no `weight_map` that names the file of each tensor")
+        raise BadInput(f"{INDEX_FILE}: no `weight_map` that names the file of each tensor; download it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise BadInput(

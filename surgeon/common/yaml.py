@@ -117,7 +117,7 @@ class _Builder:
         # Counted as expanded: aliases repeat their node here, so a bomb of them stops at the cap.
         self.built += 1
         if self.built > MOST_NODES:
-            raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries (aliases?)")
+            raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries; remove aliases")
         if len(place) > DEEPEST:
             raise BadInput(f"{self.shown}:{line}: an alias contains itself, or the file nests more than {DEEPEST} deep")
         if not any(node.tag == f"tag:yaml.org,2002:{tag}" for tag in (*_CORE_TAGS, "timestamp", "merge", "value")):
@@ -142,7 +142,9 @@ class _Builder:
             key = key_node.value
             if key in result:
                 first = self.lines[(*place, key)]
-                raise BadInput(f"{self.shown}:{line}: key `{printable(key)}` given twice (first on line {first})")
+                raise BadInput(
+                    f"{self.shown}:{line}: key `{printable(key)}` given twice (first on line {first}); remove one"
+                )
             self.lines[(*place, key)] = line
             result[key] = self.build(value_node, (*place, key))
         return result
@@ -166,7 +168,7 @@ class _Builder:
             if math.isfinite(value):
                 return value
         if text.lower().lstrip("+-") in (".inf", ".nan") or _FLOAT.fullmatch(text):
-            raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number")
+            raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number; write a plain number")
         return text
 
 

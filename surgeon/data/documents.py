@@ -194,7 +194,9 @@ def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
             raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text")
         messages.append(Message(message["role"], message["content"]))
     if not any(message.role == "assistant" for message in messages):
-        raise BadInput(f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on")
+        raise BadInput(
+            f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
+        )
     return tuple(messages)
 
 
@@ -208,14 +210,16 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file())
         if not found:
-            raise BadInput(f"{shown}: no {', '.join(_KINDS)} in this folder")
+            raise BadInput(
+                f"{shown}: no {', '.join(_KINDS)} in this folder; put the texts there, or name another folder"
+            )
         return found
     if not os.path.lexists(path):
-        raise BadInput(f"{shown}: no such file or folder")
+        raise BadInput(f"{shown}: no such file or folder; check the path")
     if not path.is_file():
-        raise BadInput(f"{shown}: not a regular file")
+        raise BadInput(f"{shown}: not a regular file; give a file or a folder")
     if path.suffix not in _KINDS:
-        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known")
+        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; rename it")
     return [path]
 
 

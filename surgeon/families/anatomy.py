@@ -151,7 +151,7 @@ def _sort(
         if index >= count:
             raise BadInput(
                 f"{printable(name)} ({info.file}): the config has `num_hidden_layers` {count},"
-                f" so there is no layer {index}"
+                f" so there is no layer {index}; is config.json another model's?"
             )
         found.add(stem)
         layers[index][suffix] = info
@@ -168,7 +168,10 @@ def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, 
             name = f"{stem}{index}.{suffix}"
             info = held.get(suffix)
             if info is None:
-                raise BadInput(f"{printable(name)}: the config requires this tensor, no shard has it")
+                raise BadInput(
+                    f"{printable(name)}: the config requires this tensor, no shard has it;"
+                    " is config.json another model's?"
+                )
             _check_tensor(info, shape)
         for suffix, info in held.items():
             if suffix not in expected and suffix not in _OLD_BUFFERS:
@@ -197,7 +200,7 @@ def _check_outer(outer: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int
     for suffix, shape in shapes.items():
         name = f"{prefix}{suffix}"
         if name not in held:
-            raise BadInput(f"{name}: the config requires this tensor, no shard has it")
+            raise BadInput(f"{name}: the config requires this tensor, no shard has it; is config.json another model's?")
         _check_tensor(held[name], shape)
 
 
@@ -206,13 +209,17 @@ def _check_head(outer: Mapping[str, TensorInfo], sizes: Sizes, prefix: str, *, t
     if head in outer:
         _check_tensor(outer[head], (sizes.vocabulary, sizes.hidden))
     elif prefix and not tied and not any(name.startswith("score.") for name in outer):
-        raise BadInput(f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor")
+        raise BadInput(
+            f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor;"
+            " set it to true if the model shares them"
+        )
 
 
 def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape:
         raise BadInput(
-            f"{printable(info.name)} ({info.file}): shape {list(info.shape)}, the config requires {list(shape)}"
+            f"{printable(info.name)} ({info.file}): shape {list(info.shape)}, the config requires {list(shape)};"
+            " is config.json another model's?"
         )
     if info.dtype not in FLOAT_DTYPES:
         raise BadInput(

@@ -123,7 +123,7 @@ class Family:
             value = config.get(key)
             value = self.defaults.get(key, default) if value is None else value
             if value is None:
-                raise BadInput(f"config.json: `{key}` is missing")
+                raise BadInput(f"config.json: `{key}` is missing; use the model's own config.json")
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_SIZE:
                 raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a positive whole number")
             return value

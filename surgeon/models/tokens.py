@@ -133,7 +133,9 @@ def token_batches(
         documents = _documents(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
         tokenizer, why_not = find_tokenizer(folder)
         if tokenizer is None:
-            raise BadInput(f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised")
+            raise BadInput(
+                f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised; add the tokenizer's files"
+            )
         source = shown
     else:
         tokenizer, why_not = find_tokenizer(folder)

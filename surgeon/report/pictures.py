@@ -22,7 +22,7 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+        raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
     drawn: dict[str, Any] = {}
     drawn["stack"] = _stack(Figure, findings.history)
     routing = findings.routing

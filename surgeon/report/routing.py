@@ -103,7 +103,9 @@ def record_choices(
         model = load_model(Path(out), device=device, trust_remote_code=trusted)
     observer = _Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
-        raise BadInput(f"{shown}: its grafts have neither router nor gate, so there is nothing to record")
+        raise BadInput(
+            f"{shown}: its grafts have neither router nor gate, so there is nothing to record; give another output"
+        )
     # None: there is no tokenizer, and tokens are shown by number.
     tokenizer, _ = find_tokenizer(Path(out)) if observer.slots else (None, "")
     report = RoutingReport(

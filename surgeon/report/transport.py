@@ -113,12 +113,13 @@ def transport_report(
     pairs = _pairs(layer_history(folder, manifest))
     if not pairs:
         raise BadInput(
-            f"{printable(str(out))}: no operation inserted a layer between two of the base, so there are no maps"
+            f"{printable(str(out))}: no operation inserted a layer between two of the base, so it has no maps;"
+            " give another output"
         )
     names = [f"{layer}.{neighbour}.{module}" for layer, neighbour, *_ in pairs for module in MODULES]
     _check_names(maps, names)
     if bool(maps) != (pictures is not None or keep is not None):
-        raise BadInput("--maps and --png go together: which maps, and the folder for their pictures")
+        raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
     drawer = _Drawer(Path(pictures)) if pictures is not None else None
     see = keep if drawer is None else drawer.draw
     device = devices.resolve(device)
@@ -127,7 +128,10 @@ def transport_report(
     if trained is not None:
         other = CheckpointFolder.open(Path(trained))
         if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
-            raise BadInput(f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ")
+            raise BadInput(
+                f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
+                " give RUN of `train`"
+            )
         after = _solve(other, pairs, device, progress, frozenset(), None)
     return TransportReport(
         tuple(
@@ -226,9 +230,9 @@ class _Drawer:
         try:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
-            raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
         if folder.exists() and not folder.is_dir():
-            raise BadInput(f"--png {printable(str(folder))}: not a folder")
+            raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")
         self.folder = folder
         self.drawn: list[Path] = []
 

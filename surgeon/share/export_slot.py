@@ -170,7 +170,11 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
     slots = [c["slot"] for here in grafts.values() for g in here if g.kind == "expert_router" for c in g.entry["slots"]]
     if slot not in slots:
         has = f"slots {min(slots)}-{max(slots)}" if len(slots) > 1 else f"slot {slots[0]}"
-        raise BadInput(f"{shown}: no slot {slot}; there is {has}" if slots else f"{shown}: has no slots")
+        raise BadInput(
+            f"{shown}: no slot {slot}; there is {has}"
+            if slots
+            else f"{shown}: has no slots; give an output of pmoe_experts"
+        )
     pieces: list[Piece] = []
     for index, here in sorted(grafts.items()):
         for graft in here:
@@ -192,7 +196,7 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
                     )
                 pieces += [_piece(anatomy, index, origin.layers[index], entry, target) for target in entry["targets"]]
     if not pieces:
-        raise BadInput(f"{shown}: slot {slot} has no LoRA in any layer")
+        raise BadInput(f"{shown}: slot {slot} has no LoRA in any layer; choose another slot")
     return sorted(pieces, key=lambda piece: (piece.layer, piece.target))
 
 
@@ -229,7 +233,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
 def export(out: CheckpointFolder, manifest: Manifest, slot: int, dest: Path, *, say: Callable[[str], None]) -> Exported:
     """Write the adapter's folder; it is absent or complete. Raises BadInput where the slot does not fit the base."""
     if not is_grafted(out.config):
-        raise BadInput(f"{printable(str(out.path))}: has no slots")
+        raise BadInput(f"{printable(str(out.path))}: has no slots; give an output of pmoe_experts")
     anatomy = dissect(out.config, out.tensors)
     origin = origin_of(out, manifest)
     pieces = pieces_of(out, anatomy, origin, slot)
@@ -281,7 +285,7 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
         info = anatomy.grafted[index].get(suffix)
         name = printable(anatomy.layer_name(index, suffix))
         if info is None:
-            raise BadInput(f"{name}: config.json's `surgery` requires this tensor, no shard has it")
+            raise BadInput(f"{name}: config.json's `surgery` requires this tensor, no shard has it; download it again")
         if info.shape != shape:
             raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` requires {list(shape)}")
         found.append(info)

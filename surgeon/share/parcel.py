@@ -116,7 +116,9 @@ def check_way(to: Destination, there: Repository, *, force: bool) -> None:
             f"{to.repo_id} exists and is public; --private is for new ones: make it private in its settings first"
         )
     if to.pull_request and not there.exists:
-        raise BadInput(f"{to.repo_id}: no such repository (or the token may not see it) to open a pull request in")
+        raise BadInput(
+            f"{to.repo_id}: no such repository (or the token may not see it) to open a pull request in; check the name"
+        )
     weights = [name for name in there.files if name.endswith((".safetensors", ".bin", ".gguf"))]
     if weights and MANIFEST_FILE not in there.files and not to.pull_request and not force:
         raise BadInput(
