@@ -200,9 +200,7 @@ class _Repository:
         first, size = self._prefix(file, 8)
         # The Hub sends the file that a pointer names; a mirror may send the pointer.
         if first.startswith(b"version "):
-            raise BadInput(
-                f"{printable(file)}: the server sent a git-lfs pointer, not the weights; unset HF_ENDPOINT, or use another mirror"
-            )
+            raise BadInput(f"{printable(file)}: the server sent a git-lfs pointer, not the weights; check HF_ENDPOINT")
         length = header_length(first, file=file, file_size=size)
         prefix, _ = self._prefix(file, 8 + length)
         self._sizes[file] = size

@@ -222,7 +222,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
         HF_HUB_OFFLINE="1",
     )
     assert cached == commit == whole
-    assert "so what revision 'main' is cannot be known" in branch
+    assert "so the commit of revision 'main' is not known" in branch
     assert f"the cache has {COMMIT}" in other
     assert "Couldn't reach 'user/another'" in absent
     assert all("\n" not in said for said in (unnamed, unknown, revision, gated, another, closed, other, absent))
