@@ -38,7 +38,7 @@ class CheckpointFolder:
 
     `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
     relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
-    `surgery.json`, not validated. `notes` are lines for the user. `code` says what code lies in the folder: none,
+    `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
     exactly what this version of surgeon ships for its model type, or other code.
     """
 
@@ -65,7 +65,7 @@ class CheckpointFolder:
         listing = source.listing()
         if DELTA_FILE in listing:
             raise BadInput(
-                f"{source.shown}: a delta, which lacks what its base holds; put it back first:"
+                f"{source.shown}: a delta, which lacks its base's tensors; apply it to its base first:"
                 f" `surgeon apply --delta {source.shown} BASE OUT`"
             )
         weights = choose_weights(

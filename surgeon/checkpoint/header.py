@@ -206,8 +206,8 @@ def build_header(
     """The bytes before the data of a file holding `tensors` (name, dtype, shape) in this order.
 
     Returns the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
-    at `phase` modulo 64: float32 products on mapped weights round by how these lie in memory, so a copy that is
-    to compute the same bits must lie as its original does. The same arguments give the same bytes. Raises
+    at `phase` modulo 64: float32 products on mapped weights round by their alignment, so a copy that must compute
+    the same bits needs its original's alignment. The same arguments give the same bytes. Raises
     BadInput where the result could not be read back.
     """
     assert phase % 8 == 0, phase

@@ -320,7 +320,7 @@ def _check_apart(target: Path, base: Path, shown: str) -> None:
     real_target = Path(os.path.realpath(target))
     for folder in (real_target, *real_target.parents):
         if folder.exists() and os.path.samestat(folder.stat(), base_stat):
-            where = "is the base itself" if folder == real_target else "lies in the base"
+            where = "is the base itself" if folder == real_target else "is inside the base"
             raise BadInput(f"{shown}: {where}, which is never written to; choose another folder")
     if real_target.exists():
         target_stat = real_target.stat()

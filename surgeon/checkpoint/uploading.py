@@ -21,7 +21,7 @@ from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_AGAIN = "run the same command again: what was uploaded is not sent again"
+_AGAIN = "run the same command again: uploaded files are not sent again"
 # Request timeout in seconds while a commit is made: the Hub checks every file of it.
 _SILENCE = 120.0
 

@@ -19,7 +19,7 @@ from surgeon.models.load import quiet_transformers
 class Windows:
     """A source's sequences, longest first, and for each token its document's number (a unit of `scores`).
 
-    `nbytes` (documents,) are the UTF-8 bytes that the counted tokens of a document stand for; `cut` counts documents
+    `nbytes` (documents,) are the UTF-8 bytes of the counted tokens of a document; `cut` counts documents
     that are longer than a window.
     """
 

@@ -37,7 +37,7 @@ class StackLayer:
 
     `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    what stands beside them. A layer of the base to which a surgery gave other weights is `changed`, as `init` says.
+    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says.
     """
 
     index: int

@@ -41,7 +41,7 @@ class TextChoices:
     """The choices on one text of `tokens` tokens.
 
     `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
-    `RoutingReport.sites`. `gates` are by the layer's number and what stands there (`3.adapter`, `3.interpolator`).
+    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`).
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class TextChoices:
 class RoutingReport:
     """The choices of routers and gates, text by text.
 
-    `sites` are (layer, block) of the control states, `router_layer` is how many layers lie below PMoE's router.
+    `sites` are (layer, block) of the control states, `router_layer` is the number of layers below PMoE's router.
     """
 
     model: str

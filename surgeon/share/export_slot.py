@@ -81,7 +81,7 @@ def export_slot(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Exported:
-    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the base the slots stand on.
+    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the slots' base.
 
     `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
     slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
