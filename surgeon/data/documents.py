@@ -57,7 +57,7 @@ class Corpus(Protocol):
 
 
 class Documents:
-    """The documents of files, by number. The file of the last document read stays open."""
+    """The documents of files, by number. A parquet file stays open until another one is read."""
 
     def __init__(self, path: Path, *, key: str, chat: bool) -> None:
         """Index `path` (a file, or a folder of files); `key` holds the text or messages.
