@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.apply.compute import TORCH_DTYPES
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.grafted import ADAPTER, BRANCH
+from surgeon.models.load import stored_dtype
 
 # A spectrum takes time cubic in the width: in deep models, layers are chosen evenly.
 _LAYERS = 8
@@ -66,7 +66,7 @@ def _gate_part(anatomy: Anatomy) -> tuple[str, slice]:
 
 def _read(folder: CheckpointFolder, name: str) -> Tensor:
     info = folder.tensors[name]
-    return torch.frombuffer(folder.read(name), dtype=TORCH_DTYPES[info.dtype]).view(info.shape)
+    return torch.frombuffer(folder.read(name), dtype=stored_dtype(info.dtype)).view(info.shape)
 
 
 def _spectrum(matrix: Tensor) -> tuple[float, ...]:
