@@ -19,7 +19,7 @@ from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.families.grafted import native_config, owner_of
 from surgeon.grafts import Graft, bank_of, grafted_config, grafts_of
 from surgeon.recipes import Copy, Coupling, Recipe, numel
-from surgeon.runtime import RUNTIME_FILES
+from surgeon.runtime.bundle import CODE_FILE
 
 Promise = Literal["exact", "none"]
 
@@ -241,7 +241,7 @@ class Draft:
             layers=tuple(_finished(index, layer) for index, layer in enumerate(self.layers)),
             operations=tuple(self.records),
             config=self._finished_config(grafted=grafted),
-            code_files=RUNTIME_FILES[self.anatomy.family.model_type] if grafted else (),
+            code_files=(CODE_FILE,) if grafted else (),
         )
 
     def _per_layer_lists(self) -> dict[str, list[Any]]:

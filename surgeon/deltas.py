@@ -108,7 +108,7 @@ class AsItIs:
         """What is made; its files are known to the job."""
         return {"what": self.what}
 
-    def code(self, name: str) -> bytes:
+    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
         """No code but what is among the job's files."""
         raise AssertionError(name)
 

@@ -34,7 +34,7 @@ from surgeon.plan.loading import LoadedPlan
 from surgeon.ranks import Elsewhere, Ranks, Report
 from surgeon.readback import ReadBack, Sources
 from surgeon.recipes import Constant, Copy, Listed, is_computed, numel
-from surgeon.runtime import shipped_code
+from surgeon.runtime.bundle import bundle
 from surgeon.stopwatch import Stopwatch
 from surgeon.views.card import card
 
@@ -79,8 +79,8 @@ class Purpose(Protocol):
     def identity(self) -> dict[str, Any]:
         """What the output's bytes depend on beside the base and the blueprint, as JSON data."""
 
-    def code(self, name: str) -> bytes:
-        """The content of one of the blueprint's `code_files`."""
+    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
+        """The content of one of the blueprint's `code_files`, beside weights of this config."""
 
     def settle(self, job: Job, proof: ReadBack) -> None:
         """Everything is written and read back: raise BadInput where it must not be published."""
@@ -121,9 +121,9 @@ class Growth:
             "adapters": {name: adapter.facts.identity() for name, adapter in self.adapters.items()},
         }
 
-    def code(self, name: str) -> bytes:
+    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
         """As this version ships it."""
-        return shipped_code(name)
+        return bundle(config)
 
     def settle(self, job: Job, proof: ReadBack) -> None:
         """Hash what the output has no copy of, so that the manifest names the whole base."""
@@ -160,6 +160,10 @@ class Job:
     # Every file beside the shards, where that is known beforehand; None: config, index, code, side files and so on.
     files: Mapping[str, bytes] | None = None
 
+    def code(self, name: str) -> bytes:
+        """The content of one of the blueprint's `code_files`."""
+        return self.purpose.code(name, self.blueprint.config)
+
     @property
     def fingerprint(self) -> str:
         """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
@@ -168,7 +172,7 @@ class Job:
             "base": self.base.identity(),
             "config": self.base.config,
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
-            "code": {name: hashlib.sha256(self.purpose.code(name)).hexdigest() for name in self.blueprint.code_files},
+            "code": {name: hashlib.sha256(self.code(name)).hexdigest() for name in self.blueprint.code_files},
             "device": self.device,
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in (self.files or {}).items()},
             **self.purpose.identity(),
@@ -410,7 +414,7 @@ class _Run(_Share):
         if len(job.shards) > 1:
             self._small(INDEX_FILE, index_of(job.shards))
         for name in job.blueprint.code_files:
-            self._small(name, job.purpose.code(name))
+            self._small(name, job.code(name))
         for name in job.base.side_files:
             (folder / name).parent.mkdir(exist_ok=True)
             self._small(name, job.base.read_side_file(name))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted import BRANCH, PREFIX, GraftKind, Owner, is_grafted
+from surgeon.families.grafted import BRANCH, GraftKind, Owner, is_grafted
 from surgeon.recipes import Recipe
-from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, ENCODER_PREFIXES
+from surgeon.runtime.natives import NATIVES, PREFIX, Native
 
 # Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model. Where a config
 # names no class, it is the first.
@@ -140,8 +140,9 @@ def grafted_config(
         grown[key] = [*values, *(values[layer] for layer in twins)]
     grown["num_hidden_layers"] = len(grafts) + len(twins)
     grown["model_type"] = PREFIX + family
-    grown["architectures"] = [_architecture(config, family)]
-    grown["auto_map"] = dict(AUTO_MAP[family])
+    native = NATIVES[family]
+    grown["architectures"] = [_architecture(config, native)]
+    grown["auto_map"] = native.auto_map
     grown["surgery"] = surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
     return grown
 
@@ -158,8 +159,8 @@ def _kept(kind: GraftKind, entry: Mapping[str, Any]) -> dict[str, Any]:
             return kept | {"frozen": True}
 
 
-def _architecture(config: Mapping[str, Any], family: str) -> str:
-    heads = _ENCODER_HEADS if family in ENCODER_PREFIXES else _HEADS
+def _architecture(config: Mapping[str, Any], native: Native) -> str:
+    heads = _ENCODER_HEADS if native.encoder else _HEADS
     named = [str(name) for name in config.get("architectures") or ()] or [heads[0]]
     head = next((head for head in heads if named[0].endswith(head)), None)
     if len(named) > 1 or head is None:
@@ -168,4 +169,4 @@ def _architecture(config: Mapping[str, Any], family: str) -> str:
             f"config.json: `architectures` is {printable(repr(named))}; grafts are made for models with"
             f" {with_head} or no head (Model)"
         )
-    return (CLASS_PREFIXES | ENCODER_PREFIXES)[family] + head
+    return native.prefix + head

@@ -23,7 +23,7 @@ from surgeon.families.anatomy import renumbered
 from surgeon.layout import Shard
 from surgeon.plan.loading import LoadedPlan
 from surgeon.recipes import describe
-from surgeon.runtime import shipped_code
+from surgeon.runtime.bundle import bundle
 
 MANIFEST_FILE = "surgery.json"
 FORMAT = 1
@@ -257,7 +257,7 @@ def compose(
         },
         transport_maps=dict(sorted(maps.items())),
         lineage=_lineage(base),
-        code={name: hashlib.sha256(shipped_code(name)).hexdigest() for name in blueprint.code_files},
+        code={name: hashlib.sha256(bundle(blueprint.config)).hexdigest() for name in blueprint.code_files},
         texts=dict(texts),
         adapters={name: _imported(adapter) for name, adapter in adapters.items()},
     )

@@ -20,7 +20,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, printable
 from surgeon.manifest import MANIFEST_FILE, Manifest
 from surgeon.metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
-from surgeon.runtime import is_shipped_name
+from surgeon.runtime.bundle import CODE_FILE
 from surgeon.views.card import HUB_ID, card
 
 
@@ -135,4 +135,4 @@ def check_way(to: Destination, there: Repository, *, force: bool) -> None:
 def _is_loaded(name: str) -> bool:
     """Whether transformers may load a file of this name at the top of a repository as weights or code of a model."""
     # Nor would a delta's mark let surgeon take what lies beside it for a checkpoint.
-    return name in (INDEX_FILE, DELTA_FILE) or name.endswith(".safetensors") or is_shipped_name(name)
+    return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

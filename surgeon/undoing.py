@@ -19,12 +19,13 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.execute import Job
 from surgeon.families.anatomy import dissect, renumbered
-from surgeon.families.grafted import is_grafted, native_config
+from surgeon.families.grafted import is_grafted
 from surgeon.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
 from surgeon.metadata import NOTHING_KNOWN, Metadata
 from surgeon.readback import ReadBack
 from surgeon.recipes import Copy
-from surgeon.runtime import RUNTIME_FILES, is_shipped_name, shipped_code
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.natives import NATIVES, PREFIX
 
 _CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -80,7 +81,7 @@ class Return:
             "metadata": dataclasses.asdict(self.metadata),
         }
 
-    def code(self, name: str) -> bytes:
+    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
         """As the surgeries that stay put it there."""
         return self.state.code[name]
 
@@ -195,10 +196,10 @@ def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolde
         return {}
     known = kept.code if kept else {}
     found: dict[str, bytes] = {}
-    for name in known or RUNTIME_FILES.get(native_config(config)["model_type"], ()):
+    for name in known or (CODE_FILE,):
         if _CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
-        content = _same(known.get(name), out.read_code(name), _shipped(name))
+        content = _same(known.get(name), out.read_code(name), _shipped(name, config))
         if content is None or len(content) > MAX_CODE_BYTES:
             tool = kept.tool.version if kept else "(unknown)"
             raise BadInput(
@@ -216,8 +217,9 @@ def _same(digest: str | None, *candidates: bytes | None) -> bytes | None:
     return next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
 
 
-def _shipped(name: str) -> bytes | None:
-    return shipped_code(name) if is_shipped_name(name) else None
+def _shipped(name: str, config: Mapping[str, Any]) -> bytes | None:
+    known = str(config.get("model_type")).removeprefix(PREFIX) in NATIVES
+    return bundle(config) if known and name == CODE_FILE else None
 
 
 def _shown(name: str, place: str) -> str:

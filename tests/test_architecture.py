@@ -94,7 +94,7 @@ def test_only_the_command_line_prints_or_exits() -> None:
 
 
 def test_runtime_is_flat_and_knows_only_its_siblings() -> None:
-    """Remote code loads flat siblings by `from .surgeon_x import Y` and nothing else."""
+    """Parts know their siblings by `from .x import Y` and nothing else, so that they can be joined."""
     runtime = PACKAGE / "runtime"
     shipped = [path for path in runtime.glob("*.py") if path.name != "__init__.py"]
     for file in shipped:

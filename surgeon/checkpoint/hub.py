@@ -33,7 +33,7 @@ from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.source import LocalSource
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
 from surgeon.errors import BadInput, printable
-from surgeon.runtime import is_shipped_name
+from surgeon.runtime.bundle import CODE_FILE
 
 _T = TypeVar("_T")
 
@@ -284,7 +284,7 @@ def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     # The licence and languages that a card names go into the output's.
     if name == CARD_FILE:
         return size <= MAX_CARD_BYTES
-    return name in _SMALL or is_shipped_name(name) or (code and name.endswith(".py") and "/" not in name)
+    return name in (*_SMALL, CODE_FILE) or (code and name.endswith(".py") and "/" not in name)
 
 
 def offline() -> bool:

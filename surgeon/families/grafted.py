@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import per_layer_lists
-from surgeon.runtime.surgeon_surgery import read_surgery
+from surgeon.runtime.natives import NATIVES, PREFIX
+from surgeon.runtime.surgery import read_surgery
 
 # The last two are of the whole model: which layers carry control states is said by the layers, how they mix is not.
 GraftKind = Literal["control", "adapters", "experts", "expert_router", "control_states", "mixture"]
 
-PREFIX = "upcycled_"
 BRANCH = "expanded."
 ADAPTER = "mlp.adapter."
 INTERPOLATOR = "interpolator."
@@ -30,9 +30,6 @@ BANK = "control_bank."
 
 _SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")
 _COLUMN = re.compile(r"expert_router\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.(weight|mass)")
-
-# Native classes whose names do not begin as the upcycled ones do.
-_NATIVE_CLASSES = {"UpcycledGemma3TextForCausalLM": "Gemma3ForCausalLM"}
 
 
 def is_grafted(config: Mapping[str, Any]) -> bool:
@@ -53,8 +50,10 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
         native[key] = values[:trunk]
     native["num_hidden_layers"] = trunk
     native["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
+    known = NATIVES.get(native["model_type"])
     native["architectures"] = [
-        _NATIVE_CLASSES.get(str(name), str(name).removeprefix("Upcycled")) for name in native.get("architectures") or ()
+        str(name) if known is None else known.native_class(str(name).removeprefix(known.prefix))
+        for name in native.get("architectures") or ()
     ]
     del native["surgery"]
     native.pop("auto_map", None)

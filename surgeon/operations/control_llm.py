@@ -19,7 +19,7 @@ from surgeon.grafts import Graft
 from surgeon.operations.silence import silence
 from surgeon.plan.selectors import LayerSelector, select_layers, show
 from surgeon.recipes import Constant, Listed, Random, Recipe
-from surgeon.runtime.surgeon_specs import SCALAR_ALPHA
+from surgeon.runtime.specs import SCALAR_ALPHA
 
 
 class _Part(BaseModel):

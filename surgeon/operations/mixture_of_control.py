@@ -17,7 +17,7 @@ from surgeon.families.grafted import BANK
 from surgeon.grafts import Graft
 from surgeon.plan.selectors import LayerSelector, select_layers, show
 from surgeon.recipes import Constant, Random, Recipe
-from surgeon.runtime.surgeon_specs import SITES
+from surgeon.runtime.specs import SITES
 
 Site = Literal["attention", "ffn"]
 

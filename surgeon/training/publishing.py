@@ -133,7 +133,7 @@ class TrainedOutput:
         """What was trained to what values."""
         return {"train": self.final_digest, "entry": self.entry, "held": self.held}
 
-    def code(self, name: str) -> bytes:
+    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
         """As it lies beside the output's weights."""
         content = self.code_of.read_code(name)
         assert content is not None, name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.runtime import ENCODER_HEADS
+from surgeon.runtime.natives import ENCODER_HEADS
 from surgeon.verification.loading import load_model
 
 WHOLE = "whole sequences"

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from surgeon.runtime.surgeon_adapters import GatedAdapter, input_std
-from surgeon.runtime.surgeon_specs import GATES, AdapterSpec
+from surgeon.runtime.adapters import GatedAdapter, input_std
+from surgeon.runtime.specs import GATES, AdapterSpec
 from tests import tiny
 from tests.runtime.grafting import HIDDEN, adapters, grafted, perturbed, tokens
 

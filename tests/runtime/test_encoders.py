@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_losses import Flow
-from surgeon.runtime.surgeon_states import Mixing
+from surgeon.runtime.losses import Flow
+from surgeon.runtime.states import Mixing
 from tests import tiny
 from tests.runtime.grafting import classes, config, grafted, grafted_encoder, perturbed, states, tokens
 
@@ -229,7 +229,7 @@ def test_a_sequence_of_nothing_but_padding_is_no_trouble() -> None:
 
 
 def _frame() -> Any:
-    from surgeon.runtime.surgeon_frames import Frame
+    from surgeon.runtime.frames import Frame
 
     return Frame()
 

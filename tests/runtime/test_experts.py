@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_experts import ExpertLinear, ExpertRouter, task_loss
-from surgeon.runtime.surgeon_frames import Frame, enter_frame
-from surgeon.runtime.surgeon_specs import RouterSlotSpec, RouterSpec, SlotSpec
+from surgeon.runtime.experts import ExpertLinear, ExpertRouter, task_loss
+from surgeon.runtime.frames import Frame, enter_frame
+from surgeon.runtime.specs import RouterSlotSpec, RouterSpec, SlotSpec
 from tests import tiny
 from tests.runtime.grafting import TRUNK, classes, config, experts, grafted, perturbed, tokens
 

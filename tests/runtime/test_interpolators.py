@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_interpolators import Interpolator, build_interpolator, gate_std
-from surgeon.runtime.surgeon_specs import INTERPOLATORS, SCALAR_ALPHA, InterpolatorSpec
+from surgeon.runtime.interpolators import Interpolator, build_interpolator, gate_std
+from surgeon.runtime.specs import INTERPOLATORS, SCALAR_ALPHA, InterpolatorSpec
 
 WIDTH = 8
 ALPHA = 0.3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
-from surgeon.runtime.surgeon_losses import divergence, valid_tokens
+from surgeon.runtime.losses import divergence, valid_tokens
 from tests import tiny
 from tests.runtime.grafting import TRUNK, adapters, both, classes, config, control, grafted, perturbed, tokens
 

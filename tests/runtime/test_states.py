@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_frames import Frame
-from surgeon.runtime.surgeon_specs import MixtureSpec
-from surgeon.runtime.surgeon_states import ControlBank, Mixing, balance_loss
+from surgeon.runtime.frames import Frame
+from surgeon.runtime.specs import MixtureSpec
+from surgeon.runtime.states import ControlBank, Mixing, balance_loss
 from tests import tiny
 from tests.runtime.grafting import grafted, perturbed, states, tokens
 from tests.runtime.test_experts import normal, randomised

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surgeon import api
-from surgeon.runtime.surgeon_losses import LOSS_FIELDS
+from surgeon.runtime.losses import LOSS_FIELDS
 from surgeon.verification.loading import load_model
 from tests import tiny
 from tests.training.texts import add_tokenizer, corpus, text

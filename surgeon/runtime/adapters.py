@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .surgeon_specs import AdapterSpec
+from .specs import AdapterSpec
 
 
 class InputProjection(nn.Linear):

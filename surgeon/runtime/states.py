@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .surgeon_frames import Frame
-from .surgeon_low_rank import LowRank, product
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import MixtureSpec
+from .frames import Frame
+from .low_rank import LowRank, product
+from .precision import at_least_fp32
+from .specs import MixtureSpec
 
 
 class ControlState(LowRank):

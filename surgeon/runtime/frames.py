@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .surgeon_states import Mixing
+    from .states import Mixing
 
 
 class AdapterRecord(NamedTuple):

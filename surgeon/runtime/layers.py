@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .surgeon_experts import ExpertRouter, attach_experts, task_loss
-from .surgeon_frames import AdapterRecord, Frame, enter_frame
-from .surgeon_interpolators import build_interpolator
-from .surgeon_losses import Flow, divergence, local_losses
-from .surgeon_sites import AttentionSite, FeedForwardSite
-from .surgeon_states import Mixing
-from .surgeon_surgery import Surgery, read_surgery
+from .experts import ExpertRouter, attach_experts, task_loss
+from .frames import AdapterRecord, Frame, enter_frame
+from .interpolators import build_interpolator
+from .losses import Flow, divergence, local_losses
+from .sites import AttentionSite, FeedForwardSite
+from .states import Mixing
+from .surgery import Surgery, read_surgery
 
 
 class BranchLayer(nn.Module):

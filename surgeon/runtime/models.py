@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
-from .surgeon_adapters import BlockGate, GatedAdapter, InputProjection, OutputProjection
-from .surgeon_experts import LoraSlot, RouterColumn
-from .surgeon_interpolators import Interpolator
-from .surgeon_layers import BranchLayer, UpcycledLayer
-from .surgeon_losses import (
+from .adapters import BlockGate, GatedAdapter, InputProjection, OutputProjection
+from .experts import LoraSlot, RouterColumn
+from .interpolators import Interpolator
+from .layers import BranchLayer, UpcycledLayer
+from .losses import (
     Flow,
     UpcycledCausalLMOutput,
     UpcycledSequenceClassifierOutput,
@@ -23,8 +23,8 @@ from .surgeon_losses import (
     tell_of_lost_losses,
     valid_tokens,
 )
-from .surgeon_states import ControlBank, ControlState, Mixing, MixtureGate, RoutingCache
-from .surgeon_surgery import Surgery, read_surgery
+from .states import ControlBank, ControlState, Mixing, MixtureGate, RoutingCache
+from .surgery import Surgery, read_surgery
 
 BORN_WITH_VALUES = (
     Interpolator,

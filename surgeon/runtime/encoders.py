@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
-from .surgeon_frames import Frame, enter_frame
-from .surgeon_losses import LOSS_FIELDS, Flow, close_flow
-from .surgeon_models import UpcycledBase, UpcycledPreTrained, add_auto_map, given_inputs
-from .surgeon_sites import site_control
-from .surgeon_states import ControlBank, Mixing
-from .surgeon_surgery import read_surgery
+from .frames import Frame, enter_frame
+from .losses import LOSS_FIELDS, Flow, close_flow
+from .models import UpcycledBase, UpcycledPreTrained, add_auto_map, given_inputs
+from .sites import site_control
+from .states import ControlBank, Mixing
+from .surgery import read_surgery
 
 _BALANCE = LOSS_FIELDS.index("balance_loss")
 
@@ -66,18 +66,18 @@ class _Running(threading.local):
     flow: Flow | None = None
 
 
-_running = _Running()
+_thread = _Running()
 
 
 @contextmanager
 def running(flow: Flow | None) -> Iterator[None]:
     """Let the base model and the layers that this thread runs find `flow`."""
-    previous = _running.flow
-    _running.flow = flow
+    previous = _thread.flow
+    _thread.flow = flow
     try:
         yield
     finally:
-        _running.flow = previous
+        _thread.flow = previous
 
 
 class EncoderSite(nn.Module):
@@ -112,7 +112,7 @@ class UpcycledEncoderLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; the flow of this forward brings the bank and takes the balance loss."""
-        flow = _running.flow
+        flow = _thread.flow
         if flow is None or flow.mixing is None or not self.grafted:
             return super().__call__(*args, **kwargs)
         *output, balance = super().__call__(*args, mixing=flow.mixing, measured=flow.valid is not None, **kwargs)
@@ -171,7 +171,7 @@ class UpcycledEncoder(UpcycledBase):
         **kwargs: Any,
     ) -> Any:
         """The native forward. A flow given by the caller tells afterwards what was routed where."""
-        flow = surgery_flow or _running.flow
+        flow = surgery_flow or _thread.flow
         if self.control_bank is not None:
             flow = flow or Flow()
             inputs = given_inputs(input_ids, inputs_embeds)

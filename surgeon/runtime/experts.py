@@ -6,10 +6,10 @@ W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq.
 A stacked by rows, B by columns, G between them. Each group is a product of its own shape, so that adding a group
 leaves what the others compute as it was, to the bit.
 
-A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it and
-g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did and the
-new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g', as in
-the paper.
+A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it
+and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did and
+the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g', as
+in the paper.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .surgeon_frames import current_frame
-from .surgeon_low_rank import LowRank
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import ExpertsSpec, RouterSpec, SlotSpec
+from .frames import current_frame
+from .low_rank import LowRank
+from .precision import at_least_fp32
+from .specs import ExpertsSpec, RouterSpec, SlotSpec
 
 
 class LoraSlot(LowRank):

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .surgeon_specs import (
+from .specs import (
     AdapterSpec,
     ControlSpec,
     DivergenceSpec,

@@ -1,4 +1,4 @@
-"""What one graft's entry in `config.surgery` says, checked by itself; `surgeon_surgery` reads the whole."""
+"""What one graft's entry in `config.surgery` says, checked by itself; `surgery` reads the whole."""
 
 from __future__ import annotations
 

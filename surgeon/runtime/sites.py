@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .surgeon_adapters import GatedAdapter
-from .surgeon_frames import AdapterRecord, current_frame
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import AdapterSpec
+from .adapters import GatedAdapter
+from .frames import AdapterRecord, current_frame
+from .precision import at_least_fp32
+from .specs import AdapterSpec
 
 
 class AttentionSite(nn.Module):

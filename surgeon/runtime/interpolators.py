@@ -14,8 +14,8 @@ import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import InterpolatorSpec
+from .precision import at_least_fp32
+from .specs import InterpolatorSpec
 
 # Below this angle (radians) slerp's share differs from α by less than fp32 can hold.
 SMALL_ANGLE = 1e-3

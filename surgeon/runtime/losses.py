@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.utils import logging
 
-from .surgeon_frames import AdapterRecord
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import LocalLossSpec
-from .surgeon_states import Mixing
-from .surgeon_surgery import Surgery
+from .frames import AdapterRecord
+from .precision import at_least_fp32
+from .specs import LocalLossSpec
+from .states import Mixing
+from .surgery import Surgery
 
 logger = logging.get_logger(__name__)
 
