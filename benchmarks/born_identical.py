@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from surgeon import api
+import surgeon
 from surgeon.families import FAMILIES
 from tests import tiny
 
@@ -87,7 +87,7 @@ def next_slot(family: str, folder: Path) -> str:
     base = tiny.checkpoint(folder / "first", family)
     plan = folder / "first.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": [{"op": "pmoe_experts", "slots": 2}]}))
-    api.apply(plan, str(base), folder / "base")
+    surgeon.apply(plan, str(base), folder / "base")
     train(folder / "base", seed=1)
     return compared([{"op": "pmoe_experts", "rank": 3}], folder)
 
@@ -102,8 +102,8 @@ def compared(operations: list[dict[str, Any]], folder: Path) -> str:
     """What `verify` says of the operations on the checkpoint `base` in `folder`."""
     base, plan = folder / "base", folder / "plan.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
-    applied = api.apply(plan, str(base), folder / "out")
-    verified = api.verify(base, folder / "out", window=24, windows=2, dtypes=DTYPES)
+    applied = surgeon.apply(plan, str(base), folder / "out")
+    verified = surgeon.verify(base, folder / "out", window=24, windows=2, dtypes=DTYPES)
     if applied.manifest.promise != "exact" or not verified.holds:
         return "promise broken"
     different = [f"{c.mode} {c.dtype}" for c in verified.comparisons if not c.identical]

@@ -44,7 +44,7 @@ DECODED = 32
 
 def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
     """The model with exactly what is trained unfrozen."""
-    from surgeon.verification.loading import load_model
+    from surgeon.models.load import load_model
 
     model = load_model(folder, device=device, trust_remote_code=True)
     if kind == "full":
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--without", nargs="*", default=[], help="candidates to leave out")
     arguments = parser.parse_args()
-    from surgeon import api
+    import surgeon
 
     arguments.work.mkdir(parents=True, exist_ok=True)
     candidates = {name: kind for name, kind in CANDIDATES.items() if kind not in arguments.without}
@@ -134,7 +134,7 @@ def main() -> None:
             outs[kind] = arguments.base
             if kind != "full" and not kind.startswith("lora"):
                 outs[kind] = arguments.work / kind.replace("/", "-")
-                api.apply(kind, str(arguments.base), outs[kind])
+                surgeon.apply(kind, str(arguments.base), outs[kind])
         manifest = json.loads((outs["mixture-of-control"] / "surgery.json").read_text())
         numbers = _numbers(outs["mixture-of-control"], set(manifest["new_tensors"]))
         # In turn, so that a slow minute of the machine does not fall on one candidate alone.

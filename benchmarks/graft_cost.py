@@ -38,7 +38,7 @@ BATCH, LENGTH, DECODED = 4, 512, 16
 
 
 def load(folder: Path) -> Any:
-    from surgeon.verification.loading import load_model
+    from surgeon.models.load import load_model
 
     return load_model(folder, trust_remote_code=True)
 
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--training", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
-    from surgeon import api
+    import surgeon
 
     arguments.work.mkdir(parents=True, exist_ok=True)
     outs = {"base": arguments.base}
     try:
         for plan in arguments.plans:
             outs[plan] = arguments.work / plan.replace("/", "-")
-            api.apply(plan, str(arguments.base), outs[plan])
+            surgeon.apply(plan, str(arguments.base), outs[plan])
         load = os.getloadavg()[0]
         lines = [f"# What grafts cost on {arguments.base.name} ({machine()}, load {load:.1f})", ""]
         lines += speed_table(outs, arguments.rounds)

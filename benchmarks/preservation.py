@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from surgeon import api
+import surgeon
 from surgeon.plan import shipped
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -44,10 +44,10 @@ def rows(plan: str, base: Path, text: Path, windows: int) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         if (earlier := FOLLOWS.get(plan)) is not None:
-            api.apply(earlier, str(base), Path(folder) / "before")
+            surgeon.apply(earlier, str(base), Path(folder) / "before")
             base = Path(folder) / "before"
-        applied = api.apply(plan, str(base), out)
-        verified = api.verify(base, out, text=text, window=256, windows=windows, dtypes=("auto", "float32"))
+        applied = surgeon.apply(plan, str(base), out)
+        verified = surgeon.verify(base, out, text=text, window=256, windows=windows, dtypes=("auto", "float32"))
     assert verified.holds, f"{plan}: a promise does not hold"
     found = []
     for dtype in dict.fromkeys(c.dtype for c in verified.comparisons):

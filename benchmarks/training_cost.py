@@ -53,10 +53,10 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 def load(folder: Path, kind: str, device: str) -> Any:
     """The model with exactly what is trained unfrozen, in memory of its own."""
     from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.manifest import parse
-    from surgeon.training.names import trainable_set
-    from surgeon.training.trainable import unfreeze
-    from surgeon.verification.loading import load_model
+    from surgeon.manifest.manifest import parse
+    from surgeon.manifest.trainable import trainable_set
+    from surgeon.models.load import load_model
+    from surgeon.train.trainable import unfreeze
 
     model = load_model(folder, device=device, trust_remote_code=True)
     model.config.use_cache = False
@@ -84,8 +84,8 @@ class Bench:
     def __init__(self, folder: Path, kind: str, shape: tuple[int, int], device: str, cross_entropy: str) -> None:
         import torch
 
-        from surgeon.training.cross_entropy import FusedHead
-        from surgeon.training.optimizer import MasterAdamW
+        from surgeon.train.cross_entropy import FusedHead
+        from surgeon.train.optimizer import MasterAdamW
 
         self.torch = torch
         self.device = device
@@ -191,7 +191,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps: at least 2, of which the first makes the optimizer's state")
-    from surgeon import api
+    import surgeon
 
     if arguments.work.exists() and any(arguments.work.iterdir()):
         parser.error(f"--work {arguments.work}: not empty, and it is removed afterwards")
@@ -206,7 +206,7 @@ def main() -> None:
             outs[kind] = arguments.base
             if kind not in ON_THE_BASE:
                 outs[kind] = arguments.work / kind.replace("/", "-")
-                api.apply(kind, str(arguments.base), outs[kind])
+                surgeon.apply(kind, str(arguments.base), outs[kind])
         # In turn, so that a slow minute of the machine does not fall on one candidate alone.
         for _ in range(arguments.rounds):
             for name, kind in candidates.items():

@@ -22,8 +22,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.transport_cpu import REG, rows_like
-from surgeon.transport import TransportSettings, solve
-from surgeon.transport.product import product
+from surgeon.transport.cost import product
+from surgeon.transport.problem import TransportSettings
+from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -26,9 +26,9 @@ from measuring import processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from surgeon.transport import TransportMap, TransportSettings, solve
-from surgeon.transport.cost import distances
-from surgeon.transport.product import product
+from surgeon.transport.cost import distances, product
+from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REG = 0.06

@@ -25,11 +25,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.transport_cpu import SHAPES
-from surgeon import devices
+from surgeon.common import devices
 from surgeon.errors import BadInput
-from surgeon.transport import TransportMap, TransportSettings, sinkhorn, solve
+from surgeon.transport import sinkhorn
 from surgeon.transport.cost import distances
 from surgeon.transport.passes import TORCH, Passes, passes_for
+from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

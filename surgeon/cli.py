@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from surgeon import __version__
+import surgeon
+from surgeon._version import __version__
+from surgeon.common.distributed import joined, speaks
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.ranks import joined, speaks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from surgeon.progress import ProgressListener
+    from surgeon.common.progress import ProgressListener
 
 
 class _Result(Protocol):
@@ -137,12 +138,11 @@ def preview(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Show what a plan would do to a base, from headers and config alone."""
-    from surgeon import api
-    from surgeon.views.terminal import preview_view
+    from surgeon.apply.preview import preview_view
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        shown = api.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
+        shown = surgeon.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
@@ -169,20 +169,20 @@ def apply(
     Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) computed layers are dealt out over N processes.
     `surgeon apply --delta DELTA BASE OUT` puts a delta back onto its base instead.
     """
-    from surgeon import api
-    from surgeon.views.terminal import applied_delta_view, applied_view
+    from surgeon.apply.apply import applied_view
+    from surgeon.rework.apply_delta import applied_delta_view
 
     if delta:
         if not speaks():
             return
         with _listening(quiet) as listener:
-            put = api.apply_delta(
+            put = surgeon.apply_delta(
                 plan, base, out, revision=revision, trust_remote_code=trust_remote_code, listener=listener
             )
         _show(put, applied_delta_view, as_json=as_json, quiet=quiet)
         return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
-        applied = api.apply(
+        applied = surgeon.apply(
             plan,
             base,
             out,
@@ -220,11 +220,10 @@ def verify(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold."""
-    from surgeon import api
-    from surgeon.views.terminal import verification_view
+    from surgeon.verify.verify import verification_view
 
     with _listening(quiet) as listener:
-        result = api.verify(
+        result = surgeon.verify(
             base,
             out,
             logits=not static,
@@ -262,11 +261,10 @@ def train(
     Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) every step's sequences are dealt out over N
     processes.
     """
-    from surgeon import api
-    from surgeon.views.terminal import trained_view
+    from surgeon.train.train import trained_view
 
     with _listening(quiet or not speaks()) as listener:
-        trained = api.train(
+        trained = surgeon.train(
             out,
             config,
             to,
@@ -310,11 +308,10 @@ def evaluate(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Loss, perplexity and bits per byte of models on the same held-out text, beside the first, with intervals."""
-    from surgeon import api
-    from surgeon.views.evaluation import evaluation_view
+    from surgeon.evaluate.evaluate import evaluation_view
 
     with _listening(quiet) as listener:
-        found = api.evaluate(
+        found = surgeon.evaluate(
             models,
             data,
             base=base,
@@ -346,11 +343,10 @@ def continual(
 
     The same command continues a run that was cut off, between tasks and within one.
     """
-    from surgeon import api
-    from surgeon.views.course import continued_view
+    from surgeon.continual.continual import continued_view
 
     with _listening(quiet) as listener:
-        continued = api.continual(
+        continued = surgeon.continual(
             tasks,
             base,
             run,
@@ -378,11 +374,10 @@ def merge(
     quiet: QuietOption = False,
 ) -> None:
     """Fold the control blocks of OUT into one layer each: not function-preserving, so what it costs is measured."""
-    from surgeon import api
-    from surgeon.views.terminal import merged_view
+    from surgeon.rework.merge import merged_view
 
     with _listening(quiet) as listener:
-        merged = api.merge(
+        merged = surgeon.merge(
             out, dest, alpha=alpha, text=text, window=window, windows=windows, device=device, listener=listener
         )
     _show(merged, merged_view, as_json=as_json)
@@ -400,11 +395,10 @@ def revert(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Take the last surgery out of OUT, or all but the first N: every earlier tensor comes back, byte for byte."""
-    from surgeon import api
-    from surgeon.views.terminal import reverted_view
+    from surgeon.rework.revert import reverted_view
 
     with _listening(quiet) as listener:
-        reverted = api.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
+        reverted = surgeon.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
     _show(reverted, reverted_view, as_json=as_json, quiet=quiet)
 
 
@@ -420,11 +414,10 @@ def make_delta(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Write what OUT has and the base of its last surgery lacks; `apply --delta` puts it back onto that base."""
-    from surgeon import api
-    from surgeon.views.terminal import delta_view
+    from surgeon.rework.make_delta import delta_view
 
     with _listening(quiet) as listener:
-        made = api.make_delta(out, dest, base=base, trust_remote_code=trust_remote_code, listener=listener)
+        made = surgeon.make_delta(out, dest, base=base, trust_remote_code=trust_remote_code, listener=listener)
     _show(made, delta_view, as_json=as_json, quiet=quiet)
 
 
@@ -440,11 +433,10 @@ def export_slot(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above."""
-    from surgeon import api
-    from surgeon.views.terminal import exported_view
+    from surgeon.share.export_slot import exported_view
 
     with _listening(quiet) as listener:
-        exported = api.export_slot(out, slot, dest, trust_remote_code=trust_remote_code, listener=listener)
+        exported = surgeon.export_slot(out, slot, dest, trust_remote_code=trust_remote_code, listener=listener)
     _show(exported, exported_view, as_json=as_json, quiet=quiet)
 
 
@@ -476,11 +468,10 @@ def push(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
-    from surgeon import api
-    from surgeon.views.terminal import pushed_view
+    from surgeon.share.push import pushed_view
 
     with _listening(quiet) as listener:
-        pushed = api.push(
+        pushed = surgeon.push(
             out,
             repo_id,
             base=base,
@@ -509,11 +500,10 @@ def diff(
     quiet: QuietOption = False,
 ) -> None:
     """Tell what became of A in B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
-    from surgeon import api
-    from surgeon.views.terminal import difference_view
+    from surgeon.verify.diff import difference_view
 
     with _listening(quiet) as listener:
-        difference = api.diff(a, b, exact=exact, listener=listener)
+        difference = surgeon.diff(a, b, exact=exact, listener=listener)
     _show(difference, difference_view, as_json=as_json, quiet=quiet)
     if not difference.identical:
         raise typer.Exit(1)
@@ -530,11 +520,10 @@ def transport_report(
     quiet: QuietOption = False,
 ) -> None:
     """Tell how widely inserted layers' neurons correspond to their neighbours': entropies of transport maps."""
-    from surgeon import api
-    from surgeon.views.transport import transport_view
+    from surgeon.report.transport import transport_view
 
     with _listening(quiet) as listener:
-        found = api.transport_report(
+        found = surgeon.transport_report(
             out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say
         )
     _show(found, transport_view, as_json=as_json)
@@ -556,12 +545,11 @@ def routing_report(
     quiet: QuietOption = False,
 ) -> None:
     """Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains."""
-    from surgeon import api
-    from surgeon.views.routing import routing_view
+    from surgeon.report.routing import routing_view
 
     texts = _named_texts(text or [])
     with _listening(quiet) as listener:
-        report = api.routing_report(
+        report = surgeon.routing_report(
             out,
             texts,
             to=to,
@@ -597,12 +585,11 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Show what was done to OUT and what it does, as one page that needs no network; exit 3 on a broken promise."""
-    from surgeon import api
 
     if html is None and png is None and not as_json:
         html = Path(f"{out.resolve().name}.html")
     with _listening(quiet) as listener:
-        told = api.report(
+        told = surgeon.report(
             out,
             html=html,
             png=png,
@@ -634,10 +621,9 @@ def inspect(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Tell what a checkpoint is, what was done to it and which tensors are new."""
-    from surgeon import api
-    from surgeon.views.terminal import inspection_view
+    from surgeon.report.inspect import inspection_view
 
-    inspection = api.inspect(folder, trust_remote_code=trust_remote_code)
+    inspection = surgeon.inspect(folder, trust_remote_code=trust_remote_code)
     _show(inspection, inspection_view, as_json=as_json)
 
 
@@ -650,12 +636,12 @@ def schema(
     if tasks and training:
         raise BadInput("--training and --tasks: one schema at a time")
     if tasks:
-        from surgeon.tasks.config import json_schema as of_tasks
+        from surgeon.continual.config import json_schema as of_tasks
 
         _print_json(of_tasks())
         return
     if training:
-        from surgeon.training.config import json_schema as of_training
+        from surgeon.train.config import json_schema as of_training
 
         _print_json(of_training())
         return
@@ -689,11 +675,11 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Without network: make a small base, grow it, prove that nothing was lost, see what training learns, forgets."""
-    from surgeon.demo.run import run_demo
+    from surgeon.demo.demo import run_demo
 
     with _listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
-    from surgeon.views.demo import demo_view
+    from surgeon.demo.demo import demo_view
 
     _console().print(demo_view(shown))
     if not shown.holds:
@@ -719,7 +705,7 @@ def _console() -> Console:
 
 @contextmanager
 def _listening(quiet: bool) -> Iterator[ProgressListener]:
-    from surgeon.progress import ProgressListener
+    from surgeon.common.progress import ProgressListener
 
     with ProgressListener(quiet=quiet) as listener:
         yield listener

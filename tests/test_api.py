@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import surgeon
-from surgeon import api
 from surgeon.cli import app
 from tests import tiny
 
@@ -36,7 +35,7 @@ def test_every_command_is_a_function_with_its_options() -> None:
         name = command.callback.__name__
         if name in ("schema", "plans", "demo"):
             continue
-        offered = set(inspect.signature(getattr(api, name)).parameters)
+        offered = set(inspect.signature(getattr(surgeon, name)).parameters)
         asked = set(inspect.signature(command.callback).parameters)
         assert asked - renamed <= offered | {"folder"}, name
         assert name in surgeon.__all__
@@ -60,7 +59,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
         surgeon.transport_report(tmp_path / "fused"),
-        api.report(tmp_path / "out"),
+        surgeon.report(tmp_path / "out"),
         surgeon.routing_report(tmp_path / "out", {"probe": None}, window=16, windows=1),
     ]
     for result in results:

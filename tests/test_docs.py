@@ -23,11 +23,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
-from tests.verification.test_tokens import byte_tokenizer
+from tests.models.test_tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -141,9 +141,9 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     if "merge_branches" in block.text:
         # A plan that takes apart what another made.
         base = folder / f"base-{number}"
-        api.apply("control-llm", str(folder / "base-model"), base)
-    shown = api.preview(path, str(base))
-    applied = api.apply(path, str(base), folder / f"applied-{number}")
+        surgeon.apply("control-llm", str(folder / "base-model"), base)
+    shown = surgeon.preview(path, str(base))
+    applied = surgeon.apply(path, str(base), folder / f"applied-{number}")
     assert len(applied.manifest.layers) == len(shown.blueprint.layers), where
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from surgeon import api
+import surgeon
+from surgeon.blueprint.recipes import describe
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
-from surgeon.recipes import describe
 from tests import tiny
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -24,7 +24,7 @@ CASES = [(plan, "llama") for plan in shipped.names()] + [("opt-deus", f) for f i
 def blueprint(plan: str, family: str, folder: Path) -> str:
     """Preview, config and the recipe of every new tensor, one line each."""
     base = tiny.base_for(plan, folder) if family == "llama" else tiny.checkpoint(folder, family)
-    shown = api.preview(plan, str(base))
+    shown = surgeon.preview(plan, str(base))
     drawn = shown.blueprint
     lines = [
         {"preview": shown.to_json()},

@@ -14,8 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 from surgeon.cli import app
+from surgeon.common.progress import ProgressListener
 from surgeon.plan import shipped
-from surgeon.progress import ProgressListener
 from tests import tiny
 
 COMMANDS: dict[str, typer.core.TyperCommand] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

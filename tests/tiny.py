@@ -119,14 +119,14 @@ def checkpoint(
 def base_for(plan: str, folder: Path) -> Path:
     """A tiny base that the shipped plan `plan` can be tried on."""
     if plan == "control-llm/merge":
-        from surgeon import api
+        import surgeon
 
-        api.apply("control-llm/lerp8-mse-0-star", str(base_for("control-llm", folder / "before")), folder / "base")
+        surgeon.apply("control-llm/lerp8-mse-0-star", str(base_for("control-llm", folder / "before")), folder / "base")
         return folder / "base"
     if plan.startswith("pmoe/next-task"):
-        from surgeon import api
+        import surgeon
 
-        api.apply("pmoe", str(base_for("pmoe", folder / "before")), folder / "base")
+        surgeon.apply("pmoe", str(base_for("pmoe", folder / "before")), folder / "base")
         return folder / "base"
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")

@@ -92,7 +92,7 @@ class Bench:
             list(pool.map(self._run, specs))
 
     def _grow(self, method: Method, seed: int) -> None:
-        from surgeon import api
+        import surgeon
         from surgeon.checkpoint.folder import CheckpointFolder
         from surgeon.errors import BadInput
         from surgeon.plan import shipped
@@ -110,7 +110,7 @@ class Bench:
         file = out.with_suffix(".yaml")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(plan), encoding="utf-8")
-        api.apply(str(file), str(self.arguments.base), out)
+        surgeon.apply(str(file), str(self.arguments.base), out)
 
     def _spec(self, method: str, share: float, rate: float, seed: int, steps: int) -> dict[str, Any]:
         asked = self.arguments

@@ -15,16 +15,16 @@ from methods import BY_NAME, Method
 from torch.nn import functional as F
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.data.documents import Documents
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import IGNORED_LABEL, Batches, Mixture, Packer, SourceStream, batch_of, held_out
 from surgeon.families.anatomy import dissect
-from surgeon.manifest import MANIFEST_FILE, parse
-from surgeon.training.documents import Documents
-from surgeon.training.encoding import Encoder
-from surgeon.training.names import trainable_set
-from surgeon.training.optimizer import make_optimizer, make_schedule
-from surgeon.training.packing import IGNORED_LABEL, Batches, Mixture, Packer, SourceStream, batch_of, held_out
-from surgeon.training.settings import Settings
-from surgeon.training.trainable import unfreeze
-from surgeon.verification.loading import load_model
+from surgeon.manifest.manifest import MANIFEST_FILE, parse
+from surgeon.manifest.trainable import trainable_set
+from surgeon.models.load import load_model
+from surgeon.train.optimizer import make_optimizer, make_schedule
+from surgeon.train.settings import Settings
+from surgeon.train.trainable import unfreeze
 
 FRENCH = ("fr_man", "fr_gnome", "fr_handbook", "fr_office")
 REPLAYED = "en_office"

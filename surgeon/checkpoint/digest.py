@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 
-from surgeon.checkpoint.naming import name_of
+from surgeon.checkpoint.durable import name_of
 from surgeon.errors import BadInput
 
 # Two of them fit a core's cache, so that what was read is still there when it is hashed and compared.

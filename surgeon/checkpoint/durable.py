@@ -1,4 +1,4 @@
-"""What must outlast a kill or a power cut: flushing to disk, files replaced whole, folders one process works in."""
+"""Flushing, replacing files and holding a working folder, so that a kill leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -46,3 +46,11 @@ def working_in(folder: Path, *, target: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def name_of(fd: int) -> str:
+    """The file's path where the system tells it (Linux), else its inode number; fit for a terminal."""
+    try:
+        return printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
+    except OSError:
+        return f"file with inode {os.fstat(fd).st_ino}"

@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import Header, TensorInfo
-from surgeon.checkpoint.opening import read_range
-from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
-from surgeon.checkpoint.source import LocalSource, Source
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_range
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
 from surgeon.errors import BadInput, printable

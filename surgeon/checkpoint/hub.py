@@ -27,10 +27,8 @@ from surgeon.checkpoint.folder import (
     CheckpointFolder,
 )
 from surgeon.checkpoint.header import Header, header_length, parse_header
-from surgeon.checkpoint.opening import read_capped
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
-from surgeon.checkpoint.side_files import MAX_SIDE_FILE_BYTES, is_side_file
-from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE

@@ -14,8 +14,7 @@ from typing import Any
 
 from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
-from surgeon.checkpoint.opening import read_range
-from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.source import LocalSource, read_range
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 

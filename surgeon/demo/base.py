@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surgeon.demo.corpus import documentation
-from surgeon.verification.loading import load_model, quiet_transformers
+from surgeon.models.load import load_model, quiet_transformers
 
 Progress = Callable[[float, str], None]
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from surgeon import api
+from surgeon.common.listener import Listener
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import Batches, Mixture, Packer, SourceStream, held_out
+from surgeon.data.sources import open_source
 from surgeon.demo.base import one_thread, split
-from surgeon.execute import Listener
-from surgeon.training.config import LoadedConfig, load_config
-from surgeon.training.encoding import Encoder
-from surgeon.training.optimizer import make_optimizer, make_schedule
-from surgeon.training.packing import Batches, Mixture, Packer, SourceStream, held_out
-from surgeon.training.settings import Settings, settle
-from surgeon.training.sources import open_source
-from surgeon.training.trainer import losses_by_source
-from surgeon.verification.loading import load_model
+from surgeon.models.load import load_model
+from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.optimizer import make_optimizer, make_schedule
+from surgeon.train.settings import Settings, settle
+from surgeon.train.train import Trained, train
+from surgeon.train.trainer import losses_by_source
+from surgeon.verify.verify import Verification, verify
 
 KNOWN, NEW = "documentation", "code"
 _BATCH, _WINDOW, _RATE = 8, 64, 1e-3
@@ -36,8 +37,8 @@ class Learning:
     base.
     """
 
-    trained: api.Trained
-    verification: api.Verification
+    trained: Trained
+    verification: Verification
     steps: int
     tokens: int
     before: dict[str, float]
@@ -56,7 +57,7 @@ def learn(
     """
     config = _write_config(run.parent, known=known, new=new, steps=steps, seed=seed)
     with one_thread():
-        trained = api.train(out, config, run, device="cpu", listener=listener)
+        trained = train(out, config, run, device="cpu", listener=listener)
         assert trained is not None
         listener.say("training all of the base on the same text, for as many steps, to compare")
         began = time.monotonic()
@@ -64,7 +65,7 @@ def learn(
         seconds = time.monotonic() - began
     return Learning(
         trained=trained,
-        verification=api.verify(base, run, logits=False, listener=listener),
+        verification=verify(base, run, logits=False, listener=listener),
         steps=steps,
         tokens=trained.tokens,
         before={name: losses[0] for name, losses in trained.losses.items()},

@@ -1,6 +1,6 @@
-"""What each architecture calls its parts. One file a family, named after its `model_type`.
+"""What each architecture calls its parts.
 
-A new family is one file here and one line in `FAMILIES` or `ENCODERS`; see CONTRIBUTING.md for the checklist.
+A new family is one function and one entry in `decoders.py` (or `encoders.py`); docs/adding.md has the steps.
 """
 
 from __future__ import annotations
@@ -9,40 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgeon.errors import BadInput, printable
-from surgeon.families import (
-    deberta,
-    deberta_v2,
-    gemma,
-    gemma2,
-    gemma3_text,
-    llama,
-    mistral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    roberta,
-)
+from surgeon.families.decoders import DECODERS
+from surgeon.families.encoders import ENCODER_FAMILIES
 from surgeon.families.family import Family
 
-FAMILIES: dict[str, Family] = {
-    "llama": llama.FAMILY,
-    "mistral": mistral.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "gemma": gemma.FAMILY,
-    "gemma2": gemma2.FAMILY,
-    "gemma3_text": gemma3_text.FAMILY,
-    "olmo2": olmo2.FAMILY,
-    "phi3": phi3.FAMILY,
-}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in DECODERS}
 
-# Read in both directions; only operations of `surgeon.operations.ON_ENCODERS` work on them.
-ENCODERS: dict[str, Family] = {
-    "roberta": roberta.FAMILY,
-    "deberta": deberta.FAMILY,
-    "deberta-v2": deberta_v2.FAMILY,
-}
+# Read in both directions; only operations that know encoders work on them.
+ENCODERS: dict[str, Family] = {family.model_type: family for family in ENCODER_FAMILIES}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.grafted import BRANCH, INTERPOLATOR
-from surgeon.grafts import Graft
-from surgeon.operations.silence import silence
-from surgeon.plan.selectors import LayerSelector, select_layers, show
-from surgeon.recipes import Constant, Listed, Random, Recipe
+from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.specs import SCALAR_ALPHA
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from surgeon.blueprint import Draft
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads
 from surgeon.errors import BadInput
 from surgeon.families.family import Part, Role
-from surgeon.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads
 
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
 Heads = Literal["free", "blocks"]

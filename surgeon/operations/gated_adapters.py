@@ -11,12 +11,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.grafted import ADAPTER
-from surgeon.grafts import Graft
-from surgeon.plan.selectors import LayerSelector, select_layers, show
-from surgeon.recipes import Constant, Random, Recipe
+from surgeon.operations.selectors import LayerSelector, select_layers, show
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8

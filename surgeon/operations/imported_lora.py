@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.blueprint import Draft
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.recipes import Imported, Recipe
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
 # Conversions that lose nothing.

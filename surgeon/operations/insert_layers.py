@@ -10,13 +10,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
+from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
 from surgeon.errors import BadInput
 from surgeon.families.family import Family, Part
 from surgeon.operations.fusion import Flow, Heads, fuse_layers
-from surgeon.operations.silence import silence
-from surgeon.plan.selectors import GapSelector, select_gaps, show, spread
-from surgeon.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
+from surgeon.operations.selectors import GapSelector, select_gaps, show, spread
 
 
 class _Init(BaseModel):

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.blueprint import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.grafted import BRANCH, INTERPOLATOR
-from surgeon.grafts import Graft
-from surgeon.plan.selectors import show
-from surgeon.recipes import Interpolated, Recipe
+from surgeon.operations.selectors import show
 
 
 class MergeBranches(BaseModel):

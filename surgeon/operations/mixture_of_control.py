@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.grafted import BANK
-from surgeon.grafts import Graft
-from surgeon.plan.selectors import LayerSelector, select_layers, show
-from surgeon.recipes import Constant, Random, Recipe
+from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.specs import SITES
 
 Site = Literal["attention", "ffn"]

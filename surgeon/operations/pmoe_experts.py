@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted import ROUTER
-from surgeon.grafts import Graft
 from surgeon.operations.imported_lora import (
     ImportedModule,
     adapter_of,
@@ -27,8 +28,7 @@ from surgeon.operations.imported_lora import (
     slot_entry,
     slot_tensors,
 )
-from surgeon.plan.selectors import show
-from surgeon.recipes import Constant, Random, Recipe
+from surgeon.operations.selectors import show
 
 
 class RouterLoss(BaseModel):

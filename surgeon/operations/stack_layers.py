@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.blueprint import Claim, Draft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.errors import BadInput
-from surgeon.plan.selectors import show
+from surgeon.operations.selectors import show
 
 Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 

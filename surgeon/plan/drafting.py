@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from surgeon.blueprint import Blueprint, Draft
+from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy

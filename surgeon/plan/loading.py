@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
 from surgeon.errors import BadInput, printable
 from surgeon.operations import OPERATIONS
 from surgeon.plan.schema import Plan
-from surgeon.strict_yaml import Place, explain, kind_of, parse_yaml, read_text
 
 
 @dataclass(frozen=True)

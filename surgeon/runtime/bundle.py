@@ -148,8 +148,8 @@ def _defined(node: ast.stmt) -> set[str]:
             return {node.name}
         case ast.Assign():
             return {target.id for target in node.targets if isinstance(target, ast.Name)}
-        case ast.AnnAssign(target=ast.Name()):
-            return {node.target.id}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
     return set()
 
 

@@ -7,9 +7,9 @@ A stacked by rows, B by columns, G between them. Each group is a product of its 
 leaves what the others compute as it was, to the bit.
 
 A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it
-and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did and
-the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g', as
-in the paper.
+and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did,
+and the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g',
+as in the paper.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.transport.cost import distances
+from surgeon.transport.cost import distances, transposed_product
 from surgeon.transport.problem import Solution, TransportMap, TransportSettings
-from surgeon.transport.product import transposed_product
 from surgeon.transport.solving import check_rows, solve_cost
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from surgeon.transport.cost import product, transposed_product
 from surgeon.transport.problem import Solution, TransportMap
-from surgeon.transport.product import product, transposed_product
 
 
 class DenseMap(TransportMap):

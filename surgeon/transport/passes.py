@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,49 +37,6 @@ class Passes:
     make_kernel: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     sweep: Callable[[Tensor, Tensor], Tensor]
     finish: Callable[[Tensor, Tensor, float], Sums]
-
-
-def passes_for(matrix_NM: Tensor) -> Passes:
-    """The fused passes where the matrix lies on a GPU that they work on, torch's for any other."""
-    fits = matrix_NM.is_cuda and matrix_NM.dtype == torch.float32 and matrix_NM.is_contiguous()
-    if not fits or importlib.util.find_spec("triton") is None:
-        return TORCH
-    from surgeon.transport import fused
-
-    block = fused.block_of(matrix_NM.shape[1])
-    return fused.PASSES if block <= fused.WIDEST and _works(matrix_NM.device, block) else TORCH
-
-
-@functools.cache
-def _works(device: torch.device, block: int) -> bool:
-    """Whether the fused passes, compiled for this width, do on three rows what torch's do.
-
-    Compilers and cards differ (a C compiler is needed, and shared memory): a fusion is not to fail for that.
-    """
-    from surgeon.transport import fused
-
-    try:
-        agree = _agree(fused.PASSES, TORCH, device, block - block // 4)
-        told = "their sums are not torch's"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler or driver raises
-        agree, told = False, f"{type(error).__name__}: {error}"
-    if not agree:
-        warnings.warn(f"fused kernels are not used on {device}: {told.splitlines()[0]}", RuntimeWarning, stacklevel=2)
-    return agree
-
-
-def _agree(tried: Passes, known: Passes, device: torch.device, m: int) -> bool:
-    cost = torch.linspace(0, 1, 3 * m, device=device).mul_(40).sin_().view(3, m)
-    found = []
-    for passes in (tried, known):
-        kernel, v = cost.clone(), torch.linspace(0.5, 2, m, device=device)
-        f, shift = passes.make_kernel(kernel, v, 0.5)
-        swept = passes.sweep(kernel, v)
-        sums = passes.finish(kernel, v, 2.0)
-        found.append([f, shift, swept, kernel, sums.u_N, sums.row_mass_N, sums.column_mass_M, sums.log_kernel])
-    return all(torch.allclose(one.double(), other.double(), rtol=1e-4) for one, other in zip(*found, strict=True))
 
 
 def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

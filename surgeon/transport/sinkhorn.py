@@ -1,42 +1,95 @@
-"""Entropic optimal transport with uniform marginals: stabilised Sinkhorn with ε-scaling and Anderson acceleration.
-
-T_ij = u_i · K_ij · v_j with K = exp(−(C − f − g)/ε). The potentials f, g are references: they make the largest
-entry of every row and column of K one, so that nothing over- or underflows whatever the cost and ε. The unknown
-is x = log v; u follows from it, so that row sums are exact and a pass over K tells how far the column sums are off
-(the plain update that ends the iteration can only lessen that). When x leaves a safe range it is absorbed into g
-and K is made anew. K overwrites the cost, and T overwrites K.
-(Cuturi 2013; absorption and ε-scaling as in Schmitzer 2019, Algorithm 2.)
-"""
+"""Entropic transport: a stabilised Sinkhorn with Anderson acceleration, in one buffer."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from surgeon.transport.anderson import Anderson
 from surgeon.transport.maps import DenseMap
-from surgeon.transport.passes import Passes, passes_for
+from surgeon.transport.passes import TORCH, Passes
 from surgeon.transport.problem import Solution
+
+_MEMORY = 8
+
+
+# Keeps the little system solvable when past residuals are multiples of each other.
+_RIDGE = 1e-10
+
+
+class Anderson:
+    """The last few iterates and their residuals, in float64."""
+
+    def __init__(self, size: int, *, device: torch.device) -> None:
+        self._iterates = torch.zeros(_MEMORY, size, dtype=torch.float64, device=device)
+        self._residuals = torch.zeros_like(self._iterates)
+        self._count = 0
+
+    def forget(self) -> None:
+        """Start anew: the next step is a plain one."""
+        self._count = 0
+
+    def step(self, x_M: Tensor, residual_M: Tensor) -> Tensor:
+        """The next iterate, from x, F(x) − x and what is remembered of the steps before."""
+        known = min(self._count, _MEMORY)
+        if known:
+            residual_change = self._residuals[:known] - residual_M
+            change = self._iterates[:known] - x_M
+            scale = residual_change.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float64).tiny)
+            basis = residual_change / scale
+            gram = basis @ basis.T
+            gram.diagonal().add_(_RIDGE)
+            # The variant that does not check its result does not wait for the device; a caller sees what came of it.
+            weights, _ = torch.linalg.solve_ex(gram, -(basis @ residual_M))
+            following: Tensor = x_M + residual_M + (weights / scale[:, 0]) @ (change + residual_change)
+        else:
+            following = x_M + residual_M
+        slot = self._count % _MEMORY
+        self._iterates[slot] = x_M
+        self._residuals[slot] = residual_M
+        self._count += 1
+        return following
+
 
 # |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
 # of K at most one the sums of a cut scaling stay inside.
 _ABSORB_AT = 30.0
+
+
 _CUT_AT = 40.0
+
+
 # The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
 # saves fewer passes over K than making the cost anew takes.
 _FIRST_EPSILON = 0.01
+
+
 _EPSILON_STEP = 8.0
+
+
 _COARSE_TOLERANCE = 1e-2
+
+
 _COARSE_ITERATIONS = 100
+
+
 # An accelerated step that makes the error this much worse than the best is taken back.
 _WORSE = 2.0
+
+
 # This near to what rounding leaves, passes without a smaller error after which more would not help.
 _NEAR_ROUNDING = 3e-6
+
+
 _STAGNANT = 100
+
+
 # On a device a number is read back once in so many passes: reading waits for everything before it.
 _CHECK_EVERY_ON_DEVICE = 10
 
@@ -196,3 +249,46 @@ def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float,
     cost = float(sums.row_mass_N @ state.f_N.double() + sums.column_mass_M @ state.g_M.double()) - epsilon * shared
     row_error = float((sums.row_mass_N - 1 / n).abs().sum())
     return entropy, cost, row_error, float((sums.column_mass_M - 1 / m).abs().sum())
+
+
+def passes_for(matrix_NM: Tensor) -> Passes:
+    """The fused passes where the matrix lies on a GPU that they work on, torch's for any other."""
+    fits = matrix_NM.is_cuda and matrix_NM.dtype == torch.float32 and matrix_NM.is_contiguous()
+    if not fits or importlib.util.find_spec("triton") is None:
+        return TORCH
+    from surgeon.transport import fused
+
+    block = fused.block_of(matrix_NM.shape[1])
+    return fused.PASSES if block <= fused.WIDEST and _works(matrix_NM.device, block) else TORCH
+
+
+@functools.cache
+def _works(device: torch.device, block: int) -> bool:
+    """Whether the fused passes, compiled for this width, do on three rows what torch's do.
+
+    Compilers and cards differ (a C compiler is needed, and shared memory): a fusion is not to fail for that.
+    """
+    from surgeon.transport import fused
+
+    try:
+        agree = _agree(fused.PASSES, TORCH, device, block - block // 4)
+        told = "their sums are not torch's"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or driver raises
+        agree, told = False, f"{type(error).__name__}: {error}"
+    if not agree:
+        warnings.warn(f"fused kernels are not used on {device}: {told.splitlines()[0]}", RuntimeWarning, stacklevel=2)
+    return agree
+
+
+def _agree(tried: Passes, known: Passes, device: torch.device, m: int) -> bool:
+    cost = torch.linspace(0, 1, 3 * m, device=device).mul_(40).sin_().view(3, m)
+    found = []
+    for passes in (tried, known):
+        kernel, v = cost.clone(), torch.linspace(0.5, 2, m, device=device)
+        f, shift = passes.make_kernel(kernel, v, 0.5)
+        swept = passes.sweep(kernel, v)
+        sums = passes.finish(kernel, v, 2.0)
+        found.append([f, shift, swept, kernel, sums.u_N, sums.row_mass_N, sums.column_mass_M, sums.log_kernel])
+    return all(torch.allclose(one.double(), other.double(), rtol=1e-4) for one, other in zip(*found, strict=True))

@@ -16,7 +16,7 @@ import pytest
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import build_header
-from surgeon.checkpoint.side_files import is_side_file
+from surgeon.checkpoint.source import is_side_file
 from surgeon.errors import BadInput
 from tests.checkpoint.files import (
     INDEX,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.checkpoint.copying import ReadAhead, WriteBehind
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.overlap import ReadAhead, WriteBehind
 from surgeon.errors import BadInput
 from tests import tiny
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import surgeon.demo.base as demo
+from surgeon.demo import base as demo
 from surgeon.demo.base import DemoBase, make_base, sample
 from surgeon.demo.corpus import documentation
-from surgeon.verification.loading import load_model
-from surgeon.verification.tokens import token_batches
+from surgeon.models.load import load_model
+from surgeon.models.tokens import token_batches
 
 WHOLE = cache(documentation)
 FEW_STEPS = 0.5

@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import surgeon.demo.run as demo
-from surgeon.api import Quiet
+from surgeon.common.listener import Quiet
+from surgeon.data.encoding import Encoder
+from surgeon.demo import demo
 from surgeon.demo.corpus import code
+from surgeon.demo.demo import demo_view, run_demo
 from surgeon.demo.learning import KNOWN, NEW, _batches, _write_config
-from surgeon.demo.run import run_demo
-from surgeon.training.config import load_config
-from surgeon.training.encoding import Encoder
-from surgeon.training.session import _Data
-from surgeon.training.settings import settle
-from surgeon.views.demo import demo_view
+from surgeon.train.config import load_config
+from surgeon.train.session import _Data
+from surgeon.train.settings import settle
 from tests import tiny
 from tests.demo.test_base import FEW_STEPS, WHOLE
-from tests.training.texts import add_tokenizer, text
+from tests.train.texts import add_tokenizer, text
 
 
 def test_definitions_without_comments_and_documentation(tmp_path: Path) -> None:

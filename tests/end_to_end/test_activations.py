@@ -16,17 +16,17 @@ from scipy.spatial.distance import cdist
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from surgeon import api
-from surgeon.activations import activations
+import surgeon
+from surgeon.apply.activations import activations
+from surgeon.blueprint.recipes import TextSupport
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.families import FAMILIES
-from surgeon.recipes import TextSupport
-from surgeon.verification.tokens import token_batches
+from surgeon.models.tokens import token_batches
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_fusion_reference import relative_error
-from tests.verification.test_tokens import byte_tokenizer
+from tests.models.test_tokens import byte_tokenizer
 
 SAMPLES, WINDOW = 150, 16
 SUPPORT: dict[str, Any] = {"support": "activations", "text": "text.txt", "samples": SAMPLES, "window": WINDOW}
@@ -87,7 +87,7 @@ def test_fused_weights_agree_with_pot(plan: Callable[..., Path], tmp_path: Path)
     """Maps from activations, applied to weights by the flow of Table 1."""
     base = base_with_text(tmp_path, "llama")
     chosen = plan(where={"after": [2]}, init=INIT, zero_init=False)
-    applied = api.apply(chosen, str(base), tmp_path / "out")
+    applied = surgeon.apply(chosen, str(base), tmp_path / "out")
     roles = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj"}
     fired = hooked(base, tmp_path / "text.txt", [f"model.layers.{i}.{name}" for i in (2, 3) for name in roles.values()])
     tensors, grown = weights(base), weights(tmp_path / "out")
@@ -98,7 +98,7 @@ def test_fused_weights_agree_with_pot(plan: Callable[..., Path], tmp_path: Path)
         expected = (maps[role].T @ lower + upper) / 2
         assert relative_error(grown[f"model.layers.3.{name}.weight"].double().numpy(), expected) < 1e-4, role
     assert set(applied.manifest.texts) == {"text.txt"}
-    assert api.verify(base, tmp_path / "out", logits=False).holds
+    assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 
 
 def test_permuted_neurons_are_found_by_what_they_do(plan: Callable[..., Path], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_permuted_neurons_are_found_by_what_they_do(plan: Callable[..., Path], t
                 tensors[name] = before[f"model.layers.2.{norm}"].clone()
         save_file(tensors, path, metadata={"format": "pt"})
     chosen = plan(where={"after": [2]}, init=INIT | {"solver": "emd", "cost_scale": "mean"}, zero_init=False)
-    api.apply(chosen, str(base), tmp_path / "out")
+    surgeon.apply(chosen, str(base), tmp_path / "out")
     fused = weights(tmp_path / "out")[f"model.layers.3.{query}"]
     torch.testing.assert_close(fused, before[f"model.layers.2.{query}"][order], rtol=1e-5, atol=1e-6)
 
@@ -159,9 +159,9 @@ def test_layers_made_by_an_earlier_operation_have_no_activations(plan: Callable[
 def test_another_text_is_another_output(plan: Callable[..., Path], tmp_path: Path) -> None:
     base = base_with_text(tmp_path, "llama")
     chosen = plan(where={"after": [2]}, init=INIT)
-    api.apply(chosen, str(base), tmp_path / "one")
+    surgeon.apply(chosen, str(base), tmp_path / "one")
     (tmp_path / "text.txt").write_text("Something else was said here, and at some length. " * 8)
-    api.apply(chosen, str(base), tmp_path / "two")
+    surgeon.apply(chosen, str(base), tmp_path / "two")
     one, two = (json.loads((tmp_path / name / "surgery.json").read_text()) for name in ("one", "two"))
     assert one["texts"] != two["texts"]
     name = "model.layers.3.self_attn.q_proj.weight"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon import api
-from surgeon.verification.loading import load_model
+import surgeon
+from surgeon.models.load import load_model
 from tests import tiny
 from tests.end_to_end.conftest import weights
 
@@ -56,10 +56,10 @@ def test_four_surgeries_trained_between_and_all_taken_back(family: str, tmp_path
         plan = tmp_path / f"{number}.yaml"
         plan.write_text(json.dumps({"surgeon": 1, "operations": [operation]}))
         out = tmp_path / f"state-{number}"
-        applied = api.apply(plan, str(state), out)
+        applied = surgeon.apply(plan, str(state), out)
         promises.append(applied.manifest.promise)
         for dtype in ("auto", "float32"):
-            verification = api.verify(state, out, window=24, windows=2, dtypes=[dtype])
+            verification = surgeon.verify(state, out, window=24, windows=2, dtypes=[dtype])
             assert verification.holds
             assert verification.identical
         before = weights(out)
@@ -71,7 +71,7 @@ def test_four_surgeries_trained_between_and_all_taken_back(family: str, tmp_path
         assert {name for name in after if not torch.equal(after[name], before[name])} == new - lone
         state = out
     assert promises == ["exact"] * 4
-    api.revert(state, tmp_path / "back", to=0)
+    surgeon.revert(state, tmp_path / "back", to=0)
     expected, found = weights(base), weights(tmp_path / "back")
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)

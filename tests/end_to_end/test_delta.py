@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from surgeon import api
-from surgeon.api import learning
+import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.training.session import work_folder
+from surgeon.train import train as training
+from surgeon.train.session import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.end_to_end.conftest import ROOT
 from tests.end_to_end.test_push import hub as hub  # the fixture
 from tests.end_to_end.test_refusals import refused
 from tests.end_to_end.test_revert import ADAPTERS, CONTROL, INSERT, train, write_plan
-from tests.training.test_train import config, grown
-from tests.training.texts import add_tokenizer
+from tests.train.test_train import config, grown
+from tests.train.texts import add_tokenizer
 
 GRAFTS: list[dict[str, Any]] = [
     INSERT,
@@ -59,7 +59,7 @@ def make(folder: Path, operations: list[dict[str, Any]], family: str = "llama", 
     base = add_tokenizer(tiny.checkpoint(folder / "base", family))
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     (base / "LICENSE").write_text("terms")
-    api.apply(write_plan(folder / "plan.yaml", operations), str(base), folder / "out", **options)
+    surgeon.apply(write_plan(folder / "plan.yaml", operations), str(base), folder / "out", **options)
     return folder
 
 
@@ -67,7 +67,7 @@ def make(folder: Path, operations: list[dict[str, Any]], family: str = "llama", 
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, an output, and its delta."""
     folder = make(tmp_path_factory.mktemp("delta"), [INSERT])
-    api.make_delta(folder / "out", folder / "delta")
+    surgeon.make_delta(folder / "out", folder / "delta")
     return folder
 
 
@@ -92,8 +92,8 @@ def test_round_trip(tmp_path: Path, family: str, operations: list[dict[str, Any]
     if trained:
         train(tmp_path / "out", seed=1)
     out, delta, again = tmp_path / "out", tmp_path / "delta", tmp_path / "again"
-    made = api.make_delta(out, delta)
-    manifest = api.inspect(out).manifest
+    made = surgeon.make_delta(out, delta)
+    manifest = surgeon.inspect(out).manifest
     held = {name for shard in delta.glob("*.safetensors") for name in load_file(shard)}
     assert held == manifest.new_tensors.keys()
     assert (made.tensors, made.whole) == (len(held), len(held) + len(manifest.base.tensors))
@@ -101,18 +101,18 @@ def test_round_trip(tmp_path: Path, family: str, operations: list[dict[str, Any]
     assert "tokenizer.json" in made.from_base
     assert not {"tokenizer.json", "model.safetensors.index.json"} & files(delta).keys()
     assert (delta / "LICENSE").read_text() == "terms"
-    put = api.apply_delta(delta, str(tmp_path / "base"), again)
+    put = surgeon.apply_delta(delta, str(tmp_path / "base"), again)
     assert (put.tensors, put.whole) == (made.tensors, made.whole)
     # The very files, headers of shards included; of shards that another tool saved, every tensor.
     found, expected = files(again), files(out)
     if trained:
-        assert api.diff(out, again, exact=True).identical
+        assert surgeon.diff(out, again, exact=True).identical
         found, expected = (
             {name: content for name, content in each.items() if "safetensors" not in name} for each in (found, expected)
         )
     assert found == expected
-    verified = api.verify(tmp_path / "base", again, logits=not trained, window=24, windows=2)
-    assert verified.checks == api.verify(tmp_path / "base", out, logits=False).checks
+    verified = surgeon.verify(tmp_path / "base", again, logits=not trained, window=24, windows=2)
+    assert verified.checks == surgeon.verify(tmp_path / "base", out, logits=False).checks
     assert trained or verified.holds
 
 
@@ -124,25 +124,25 @@ def test_trained_base_tensors_go_along_and_one_shard_may_hold_both(tmp_path: Pat
     for file in [*out.glob("*.safetensors"), out / "model.safetensors.index.json"]:
         file.unlink()
     save_file(whole, out / "model.safetensors", metadata={"format": "pt"})
-    made = api.make_delta(out, tmp_path / "delta")
-    assert made.tensors == len(api.inspect(out).manifest.new_tensors) + 1
-    api.apply_delta(tmp_path / "delta", str(tmp_path / "base"), tmp_path / "again")
-    assert api.diff(out, tmp_path / "again", exact=True).identical
+    made = surgeon.make_delta(out, tmp_path / "delta")
+    assert made.tensors == len(surgeon.inspect(out).manifest.new_tensors) + 1
+    surgeon.apply_delta(tmp_path / "delta", str(tmp_path / "base"), tmp_path / "again")
+    assert surgeon.diff(out, tmp_path / "again", exact=True).identical
     assert files(out).keys() == files(tmp_path / "again").keys()
 
 
 def test_the_base_of_a_delta_is_that_of_the_last_surgery(tmp_path: Path) -> None:
     make(tmp_path, [INSERT])
     train(tmp_path / "out", seed=3)
-    api.apply(write_plan(tmp_path / "2.yaml", [ADAPTERS]), str(tmp_path / "out"), tmp_path / "second")
-    made = api.make_delta(tmp_path / "second", tmp_path / "delta")
+    surgeon.apply(write_plan(tmp_path / "2.yaml", [ADAPTERS]), str(tmp_path / "out"), tmp_path / "second")
+    made = surgeon.make_delta(tmp_path / "second", tmp_path / "delta")
     assert made.base == "out"
     assert "output of surgeon" in (tmp_path / "delta" / "README.md").read_text()
     told = put_back(tmp_path)
     assert "another checkpoint" in told
     assert "out" in told
-    api.apply_delta(tmp_path / "delta", str(tmp_path / "out"), tmp_path / "again")
-    assert api.diff(tmp_path / "second", tmp_path / "again", exact=True).identical
+    surgeon.apply_delta(tmp_path / "delta", str(tmp_path / "out"), tmp_path / "again")
+    assert surgeon.diff(tmp_path / "second", tmp_path / "again", exact=True).identical
     assert (tmp_path / "second" / "surgery.json").read_bytes() == (tmp_path / "again" / "surgery.json").read_bytes()
 
 
@@ -150,17 +150,17 @@ def test_a_run_kept_as_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The same run as a whole one's, also where it was cut off before the delta was made."""
     out = grown(tmp_path)
     settings = config(tmp_path, steps=2)
-    api.train(out, settings, tmp_path / "whole", device="cpu")
+    surgeon.train(out, settings, tmp_path / "whole", device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr(learning, "make_delta_of", lambda *_: 1 / 0)
+        patched.setattr(training, "make_delta_of", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            api.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
+            surgeon.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
     assert not (tmp_path / "run").exists()
     arguments = ["train", out, "--config", settings, "--to", tmp_path / "run", "--delta-only", "--device", "cpu"]
     ran = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert ran.exit_code == 0, ran.stderr
     assert not work_folder(tmp_path / "run").exists()
-    api.apply_delta(tmp_path / "run", str(tmp_path / "base"), tmp_path / "again")
+    surgeon.apply_delta(tmp_path / "run", str(tmp_path / "base"), tmp_path / "again")
     assert files(tmp_path / "again") == files(tmp_path / "whole")
 
 
@@ -183,12 +183,12 @@ def test_a_base_of_other_tensors(spoilt: Path) -> None:
 def test_a_tokenizer_that_differs(spoilt: Path, tmp_path: Path) -> None:
     (spoilt / "out" / "tokenizer_config.json").write_text("{}")
     shutil.rmtree(spoilt / "delta")
-    api.make_delta(spoilt / "out", spoilt / "delta")
+    surgeon.make_delta(spoilt / "out", spoilt / "delta")
     assert "tokenizer_config.json is not what the output had" in put_back(spoilt)
     shutil.rmtree(spoilt / "delta")
-    made = api.make_delta(spoilt / "out", spoilt / "delta", base=spoilt / "base")
+    made = surgeon.make_delta(spoilt / "out", spoilt / "delta", base=spoilt / "base")
     assert "tokenizer_config.json" not in made.from_base
-    api.apply_delta(spoilt / "delta", str(spoilt / "base"), tmp_path / "again")
+    surgeon.apply_delta(spoilt / "delta", str(spoilt / "base"), tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer_config.json").read_text() == "{}"
 
 
@@ -280,17 +280,17 @@ def test_the_documented_way(
     assert "surgeon apply --delta user/repo BASE OUT" in card
     assert "license: apache-2.0" in card
     assert "base tensors (against surgery.json)" in card
-    again = api.push("OUT", "user/repo", delta=True)
+    again = surgeon.push("OUT", "user/repo", delta=True)
     assert (again.sent, again.commit) == ((), account.commit)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".OUT")]
 
 
 def test_a_pushed_delta_is_no_base_and_gives_way_to_the_whole(account: Hub, made: Path, tmp_path: Path) -> None:
-    api.push(made / "out", "user/repo", delta=True)
+    surgeon.push(made / "out", "user/repo", delta=True)
     with pytest.raises(BadInput, match="a delta, which lacks"):
-        api.preview("llama-pro", "user/repo")
-    api.push(made / "out", "user/repo")
+        surgeon.preview("llama-pro", "user/repo")
+    surgeon.push(made / "out", "user/repo")
     assert "delta.json" not in account.files
-    assert api.preview("llama-pro", "user/repo").parameters_new
+    assert surgeon.preview("llama-pro", "user/repo").parameters_new
     with pytest.raises(BadInput, match=r"no delta\.json there"):
-        api.apply_delta("user/repo", str(made / "base"), tmp_path / "again")
+        surgeon.apply_delta("user/repo", str(made / "base"), tmp_path / "again")

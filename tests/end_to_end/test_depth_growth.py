@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon import api
+import surgeon
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
 from tests import tiny
@@ -29,8 +29,8 @@ def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_pat
     out = tmp_path / "out"
     before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
 
-    shown = api.preview(plan, str(base))
-    applied = api.apply(plan, str(base), out)
+    shown = surgeon.preview(plan, str(base))
+    applied = surgeon.apply(plan, str(base), out)
     assert [layer.base for layer in applied.preview.blueprint.layers] == [
         layer.base for layer in shown.blueprint.layers
     ]
@@ -43,10 +43,10 @@ def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_pat
     assert grown["told_uncached"] == native["told_uncached"]
 
     for dtypes in (["auto"], ["float32"]):
-        verification = api.verify(base, out, window=24, windows=2, dtypes=dtypes)
+        verification = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
         assert verification.holds
         assert verification.identical
-    streamed = api.verify(base, out, window=24, windows=2, streamed=True)
+    streamed = surgeon.verify(base, out, window=24, windows=2, streamed=True)
     assert streamed.holds
     assert streamed.identical
     assert before == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
@@ -55,9 +55,9 @@ def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_pat
 @pytest.mark.parametrize("plan", EXACT_PLANS)
 def test_exact_plans_verify_as_exact(plan: str, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    applied = api.apply(plan, str(base), out)
+    applied = surgeon.apply(plan, str(base), out)
     assert applied.manifest.promise == "exact"
-    verification = api.verify(base, out, window=24, windows=2)
+    verification = surgeon.verify(base, out, window=24, windows=2)
     assert verification.holds
     assert verification.identical
 
@@ -65,9 +65,9 @@ def test_exact_plans_verify_as_exact(plan: str, base: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("plan", CHANGING_PLANS)
 def test_plans_that_change_the_function_say_so(plan: str, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    applied = api.apply(plan, str(base), out)
+    applied = surgeon.apply(plan, str(base), out)
     assert applied.manifest.promise == "none"
-    verification = api.verify(base, out, window=24, windows=2)
+    verification = surgeon.verify(base, out, window=24, windows=2)
     assert verification.holds
     assert verification.identical is False
     load_elsewhere(out, cache=tmp_path)
@@ -75,7 +75,7 @@ def test_plans_that_change_the_function_say_so(plan: str, base: Path, tmp_path: 
 
 def test_solar_is_two_overlapping_copies(base: Path, tmp_path: Path) -> None:
     """Six layers, three quarters (rounded to 4) twice: 0 1 2 3 | 2 3 4 5."""
-    api.apply("solar", str(base), tmp_path / "out")
+    surgeon.apply("solar", str(base), tmp_path / "out")
     before, after = weights(base), weights(tmp_path / "out")
     for index, source in enumerate([0, 1, 2, 3, 2, 3, 4, 5]):
         name = "mlp.gate_proj.weight"
@@ -84,7 +84,7 @@ def test_solar_is_two_overlapping_copies(base: Path, tmp_path: Path) -> None:
 
 def test_llama_pro_copies_the_top_of_each_group(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     chosen = plan(where={"every": 3}, per_gap=2, init={"kind": "copy"}, zero_init=True)
-    applied = api.apply(chosen, str(base), tmp_path / "out")
+    applied = surgeon.apply(chosen, str(base), tmp_path / "out")
     assert [layer.base for layer in applied.manifest.layers] == [0, 1, 2, None, None, 3, 4, 5, None, None]
     before, after = weights(base), weights(tmp_path / "out")
     for index, source in {3: 1, 4: 2, 8: 4, 9: 5}.items():
@@ -95,7 +95,7 @@ def test_llama_pro_copies_the_top_of_each_group(base: Path, plan: Callable[..., 
 
 
 def test_new_tensors_live_in_shards_of_their_own(base: Path, tmp_path: Path) -> None:
-    applied = api.apply("opt-deus", str(base), tmp_path / "out")
+    applied = surgeon.apply("opt-deus", str(base), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     new = set(applied.manifest.new_tensors)
     assert {index[name] for name in new}.isdisjoint(index[name] for name in set(index) - new)
@@ -112,21 +112,21 @@ def test_operations_compose_and_selectors_see_what_came_before(
         "init": {"kind": "ot_fusion"},
         "zero_init": False,
     }
-    api.apply(plan(first, second, name="both.yaml"), str(base), tmp_path / "both")
-    api.apply(plan(first, name="first.yaml"), str(base), tmp_path / "first")
-    api.apply(plan(second, name="second.yaml"), str(tmp_path / "first"), tmp_path / "second")
+    surgeon.apply(plan(first, second, name="both.yaml"), str(base), tmp_path / "both")
+    surgeon.apply(plan(first, name="first.yaml"), str(base), tmp_path / "first")
+    surgeon.apply(plan(second, name="second.yaml"), str(tmp_path / "first"), tmp_path / "second")
     both, second_after_first = weights(tmp_path / "both"), weights(tmp_path / "second")
     assert both.keys() == second_after_first.keys()
     for name, tensor in both.items():
         assert torch.equal(tensor, second_after_first[name]), name
-    lineage = api.inspect(tmp_path / "second").manifest.lineage
+    lineage = surgeon.inspect(tmp_path / "second").manifest.lineage
     assert [ancestor.operations for ancestor in lineage] == [["insert_layers"]]
 
 
 def test_random_init_depends_on_seed_and_name_only(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     chosen = {"where": {"after": [1, 4]}, "init": {"kind": "random"}, "zero_init": False}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        api.apply(plan(seed=seed, name=f"{name}.yaml", **chosen), str(base), tmp_path / name)
+        surgeon.apply(plan(seed=seed, name=f"{name}.yaml", **chosen), str(base), tmp_path / name)
     a, b, c = (weights(tmp_path / name) for name in "abc")
     name = "model.layers.2.mlp.gate_proj.weight"
     assert torch.equal(a[name], b[name])
@@ -138,8 +138,8 @@ def test_random_init_depends_on_seed_and_name_only(base: Path, plan: Callable[..
 
 def test_shuffle_keeps_the_multiset_of_each_matrix(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     where = {"after": [2]}
-    api.apply(plan(where=where, init={"kind": "ot_fusion"}, name="ot.yaml"), str(base), tmp_path / "ot")
-    api.apply(plan(where=where, init={"kind": "shuffle"}, name="s.yaml"), str(base), tmp_path / "shuffled")
+    surgeon.apply(plan(where=where, init={"kind": "ot_fusion"}, name="ot.yaml"), str(base), tmp_path / "ot")
+    surgeon.apply(plan(where=where, init={"kind": "shuffle"}, name="s.yaml"), str(base), tmp_path / "shuffled")
     ot, shuffled = weights(tmp_path / "ot"), weights(tmp_path / "shuffled")
     for module in ("self_attn.q_proj", "mlp.gate_proj"):
         name = f"model.layers.3.{module}.weight"
@@ -153,7 +153,7 @@ def test_side_files_are_carried_and_foreign_ones_left(base: Path, tmp_path: Path
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"):
         (base / name).write_text(f"content of {name}")
     (base / "training_args.bin").write_bytes(b"pickle")
-    applied = api.apply("copy", str(base), tmp_path / "out")
+    applied = surgeon.apply("copy", str(base), tmp_path / "out")
     for name in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -173,7 +173,7 @@ def test_config_keeps_every_field_it_had(base: Path, tmp_path: Path) -> None:
         "no_rope_layers": [0] * 6,
     }
     (base / "config.json").write_text(json.dumps(config))
-    api.apply("copy", str(base), tmp_path / "out")
+    surgeon.apply("copy", str(base), tmp_path / "out")
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     layers = after["num_hidden_layers"]
     assert after == config | {"num_hidden_layers": layers, "no_rope_layers": [0] * layers}
@@ -182,10 +182,10 @@ def test_config_keeps_every_field_it_had(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
 def test_layer_types_follow_their_layers(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
-    api.apply("llama-pro", str(base), tmp_path / "out")
+    surgeon.apply("llama-pro", str(base), tmp_path / "out")
     before = json.loads((base / "config.json").read_text())["layer_types"]
     after = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
-    manifest = api.inspect(tmp_path / "out").manifest
+    manifest = surgeon.inspect(tmp_path / "out").manifest
     sources = [layer.base if layer.base is not None else before_source(manifest, layer) for layer in manifest.layers]
     assert after == [before[source] for source in sources]
 
@@ -197,7 +197,7 @@ def before_source(manifest, layer) -> int:
 def test_single_file_base_and_float32(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32", shard="1GB")
     assert (base / "model.safetensors").exists()
-    api.apply("opt-deus", str(base), tmp_path / "out")
-    verification = api.verify(base, tmp_path / "out", window=24, windows=2)
+    surgeon.apply("opt-deus", str(base), tmp_path / "out")
+    verification = surgeon.verify(base, tmp_path / "out", window=24, windows=2)
     assert verification.holds
     assert verification.identical

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.results import Difference
+from surgeon.verify.diff import Difference
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_config, refused
@@ -46,17 +46,17 @@ def assert_accounts_for_all(found: Difference, a: Path, b: Path) -> None:
 
 def test_inserted_layers_move_the_others(llama: list[Path]) -> None:
     """New layers after 0 and 3: told from the manifest, read with `exact`, and read without any manifest alike."""
-    found = api.diff(llama[0], llama[1])
+    found = surgeon.diff(llama[0], llama[1])
     assert found.told == llama[0]
     assert_accounts_for_all(found, llama[0], llama[1])
-    assert set(found.added) == set(api.inspect(llama[1]).manifest.new_tensors)
+    assert set(found.added) == set(surgeon.inspect(llama[1]).manifest.new_tensors)
     assert {found.moved[UP.format(i)] for i in range(1, 6)} == {UP.format(i) for i in (2, 3, 4, 6, 7)}
     assert UP.format(0) in found.same
     assert "lm_head.weight" in found.same
     assert not found.changed
     assert not found.removed
     assert found.config == {"num_hidden_layers": (6, 8)}
-    exact = api.diff(llama[0], llama[1], exact=True)
+    exact = surgeon.diff(llama[0], llama[1], exact=True)
     assert exact.told is None
     assert kinds(exact) == kinds(found)
 
@@ -64,13 +64,13 @@ def test_inserted_layers_move_the_others(llama: list[Path]) -> None:
 def test_without_a_manifest_layers_are_matched_by_their_bytes(llama: list[Path], tmp_path: Path) -> None:
     grown = copied(llama[1], tmp_path / "grown")
     (grown / "surgery.json").unlink()
-    found = api.diff(llama[0], grown)
+    found = surgeon.diff(llama[0], grown)
     assert found.told is None
-    assert kinds(found) == kinds(api.diff(llama[0], llama[1]))
+    assert kinds(found) == kinds(surgeon.diff(llama[0], llama[1]))
 
 
 def test_the_other_way_round(llama: list[Path]) -> None:
-    there, back = api.diff(llama[1], llama[2]), api.diff(llama[2], llama[1])
+    there, back = surgeon.diff(llama[1], llama[2]), surgeon.diff(llama[2], llama[1])
     assert back.told == there.told == llama[1]
     assert set(back.removed) == set(there.added) > set()
     assert {b: a for a, b in back.moved.items()} == there.moved
@@ -78,7 +78,7 @@ def test_the_other_way_round(llama: list[Path]) -> None:
 
 
 def test_an_earlier_ancestor_is_read(llama: list[Path]) -> None:
-    found = api.diff(llama[0], llama[3])
+    found = surgeon.diff(llama[0], llama[3])
     assert found.told is None
     assert_accounts_for_all(found, llama[0], llama[3])
     assert found.moved[UP.format(4)] == UP.format(7)
@@ -90,16 +90,16 @@ def test_trained_tensors_are_changed(llama: list[Path], tmp_path: Path) -> None:
     """In the output they are seen at once; in a base that is told from the manifest only by `exact`."""
     grown, base = copied(llama[1], tmp_path / "grown"), copied(llama[0], tmp_path / "base")
     train(grown, UP.format(4), "model.norm.weight", seed=1)
-    found = api.diff(llama[0], grown)
+    found = surgeon.diff(llama[0], grown)
     assert found.told == llama[0]
     assert found.changed == {UP.format(3): UP.format(4), "model.norm.weight": "model.norm.weight"}
     assert_accounts_for_all(found, llama[0], grown)
 
     train(base, UP.format(5), seed=2)
-    assert not api.diff(base, llama[1]).changed
-    assert api.diff(base, llama[1], exact=True).changed == {UP.format(5): UP.format(7)}
+    assert not surgeon.diff(base, llama[1]).changed
+    assert surgeon.diff(base, llama[1], exact=True).changed == {UP.format(5): UP.format(7)}
 
-    every = api.diff(llama[1], grown)
+    every = surgeon.diff(llama[1], grown)
     assert every.told is None
     assert every.changed == {UP.format(4): UP.format(4), "model.norm.weight": "model.norm.weight"}
     assert not every.moved
@@ -110,28 +110,28 @@ def test_whole_layers_trained_keep_their_numbers(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama")
     other = copied(base, tmp_path / "other")
     train(other, *weights(other), seed=4)
-    found = api.diff(base, other)
+    found = surgeon.diff(base, other)
     assert found.changed == {name: name for name in weights(base)}
 
 
 @pytest.mark.parametrize("change", ["config", "names", "earlier"])
 def test_a_base_that_does_not_fit_the_manifest_is_read(change: str, llama: list[Path], tmp_path: Path) -> None:
     base = copied(llama[1], tmp_path / "base")
-    assert api.diff(base, llama[2]).told == base
+    assert surgeon.diff(base, llama[2]).told == base
     if change == "config":
         edit_config(base, rope_theta=7.0)
     elif change == "earlier":
         (base / "surgery.json").unlink()
     else:
         base = llama[0]
-    assert api.diff(base, llama[2]).told is None
+    assert surgeon.diff(base, llama[2]).told is None
 
 
 def test_merged_branches_are_changed(tmp_path: Path) -> None:
     states = chain(tmp_path, "llama", [[{"op": "control_llm", "layers": [1]}]])
     merged = tmp_path / "merged"
-    api.apply(write_plan(tmp_path / "merge.yaml", [{"op": "merge_branches", "alpha": 0.5}]), str(states[1]), merged)
-    found = api.diff(states[1], merged)
+    surgeon.apply(write_plan(tmp_path / "merge.yaml", [{"op": "merge_branches", "alpha": 0.5}]), str(states[1]), merged)
+    found = surgeon.diff(states[1], merged)
     assert found.told == states[1]
     assert found.removed == tuple(sorted(name for name in weights(states[1]) if "expanded" in name))
     assert set(found.changed) == {name for name in weights(merged) if name.startswith("model.layers.1.")}
@@ -141,7 +141,7 @@ def test_other_dtype_is_changed(tmp_path: Path) -> None:
     """The same weights, cast: nothing is the same."""
     a = tiny.checkpoint(tmp_path / "a", "llama")
     b = tiny.checkpoint(tmp_path / "b", "llama", dtype="float32")
-    assert len(api.diff(a, b).changed) == len(weights(a))
+    assert len(surgeon.diff(a, b).changed) == len(weights(a))
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -178,4 +178,4 @@ def test_bad_input_is_refused(llama: list[Path], tmp_path: Path) -> None:
     assert "`layers`" in refused("diff", llama[0], out)
     (out / "surgery.json").write_text("{}")
     with pytest.raises(BadInput, match="not a surgeon manifest"):
-        api.diff(llama[0], out)
+        surgeon.diff(llama[0], out)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.plan import shipped
@@ -65,8 +65,8 @@ def test_every_head_is_exact_and_loads_where_surgeon_is_not(family: str, tmp_pat
     arguments, pairs = [], []
     for head in tiny.ENCODER_HEADS:
         base, out = saved(tmp_path / f"base-{head}", family, head=head), tmp_path / f"out-{head}"
-        api.apply("mixture-of-control", str(base), out)
-        verification = api.verify(base, out, window=32, windows=3, dtypes=("bfloat16", "float32"))
+        surgeon.apply("mixture-of-control", str(base), out)
+        verification = surgeon.verify(base, out, window=32, windows=3, dtypes=("bfloat16", "float32"))
         assert verification.holds and verification.identical
         assert [c.dtype for c in verification.comparisons] == ["bfloat16", "float32"]
         config = json.loads((out / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_every_head_is_exact_and_loads_where_surgeon_is_not(family: str, tmp_pat
 def test_a_pretrained_output_takes_a_new_head(family: str, tmp_path: Path) -> None:
     """As for GLUE: surgery on the masked language model, then a classifier on top of it."""
     base, out = saved(tmp_path / "base", family, head="ForMaskedLM"), tmp_path / "out"
-    api.apply("mixture-of-control", str(base), out)
+    surgeon.apply("mixture-of-control", str(base), out)
     kind = classes(family, "ForSequenceClassification")
     model, info = kind.from_pretrained(out, num_labels=2, output_loading_info=True)
     assert info["missing_keys"] and not any("control_bank" in name for name in info["missing_keys"])
@@ -112,18 +112,18 @@ def test_a_checkpoint_of_old_names_passes_through(tmp_path: Path) -> None:
     old["roberta.embeddings.position_ids"] = torch.arange(136)[None]
     old["roberta.pooler.dense.weight"] = torch.randn(32, 32).bfloat16()
     save_file(old, base / "model.safetensors", metadata={"format": "pt"})
-    api.apply("mixture-of-control", str(base), tmp_path / "out")
+    surgeon.apply("mixture-of-control", str(base), tmp_path / "out")
     kept = weights(tmp_path / "out")
     assert all(torch.equal(kept[name], tensor) for name, tensor in old.items())
-    verification = api.verify(base, tmp_path / "out", window=32, windows=3)
+    verification = surgeon.verify(base, tmp_path / "out", window=32, windows=3)
     assert verification.holds and verification.identical
 
 
 def test_a_broken_output_is_told(tmp_path: Path) -> None:
-    from surgeon.verification.encoders import compare_encoders
+    from surgeon.models.encoders import compare_encoders
 
     base, out = saved(tmp_path / "base", "deberta-v2"), tmp_path / "out"
-    api.apply("mixture-of-control", str(base), out)
+    surgeon.apply("mixture-of-control", str(base), out)
     for shard in out.glob("*.safetensors"):
         held = load_file(shard)
         for name in [name for name in held if name.endswith("lora_B")]:
@@ -141,15 +141,15 @@ def test_a_broken_output_is_told(tmp_path: Path) -> None:
 
 def test_an_output_is_no_base_for_a_second_bank_and_can_be_taken_back(tmp_path: Path) -> None:
     base, out = saved(tmp_path / "base", "deberta"), tmp_path / "out"
-    api.apply("mixture-of-control", str(base), out)
+    surgeon.apply("mixture-of-control", str(base), out)
     with pytest.raises(BadInput, match="the model has control states already"):
-        api.apply("mixture-of-control", str(out), tmp_path / "twice")
+        surgeon.apply("mixture-of-control", str(out), tmp_path / "twice")
     assert not (tmp_path / "twice").exists()
-    api.revert(out, tmp_path / "back")
+    surgeon.revert(out, tmp_path / "back")
     before, after = weights(base), weights(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(after[name], t) for name, t in before.items())
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((base / "config.json").read_text())
-    difference = api.diff(base, out)
+    difference = surgeon.diff(base, out)
     assert not difference.removed and not difference.changed
     assert all("control_bank." in name for name in difference.added)
 
@@ -170,30 +170,30 @@ def test_what_cannot_be_done_to_an_encoder_is_told(tmp_path: Path, plan: Callabl
     with pytest.raises(
         BadInput, match=r"`routing.inference: prefix_mean` on an encoder, .* write sequence_mean or token"
     ):
-        api.preview(asked, str(base))
+        surgeon.preview(asked, str(base))
     ahead = plan({"op": "mixture_of_control", "routing": {"inference": "sequence_mean"}}, name="ahead.yaml")
     decoder = tiny.checkpoint(tmp_path / "decoder", "llama")
     with pytest.raises(
         BadInput, match=r"`routing.inference: sequence_mean` on a decoder, .* write prefix_mean or token"
     ):
-        api.preview(ahead, str(decoder))
-    api.apply("mixture-of-control", str(base), tmp_path / "out")
+        surgeon.preview(ahead, str(decoder))
+    surgeon.apply("mixture-of-control", str(base), tmp_path / "out")
     with pytest.raises(BadInput, match=r"an encoder \(roberta\), which is compared whole; leave out --streamed"):
-        api.verify(base, tmp_path / "out", streamed=True)
+        surgeon.verify(base, tmp_path / "out", streamed=True)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"architectures": ["RobertaForTokenClassification"]}))
     with pytest.raises(BadInput, match="grafts are made for models with ForMaskedLM, ForSequenceClassification or no"):
-        api.preview("mixture-of-control", str(base))
+        surgeon.preview("mixture-of-control", str(base))
 
 
 def test_routing_report_tells_what_an_encoder_chose(tmp_path: Path) -> None:
     for family in tiny.ENCODERS:
-        api.apply("mixture-of-control", str(saved(tmp_path / family, family)), tmp_path / f"{family}-out")
-        report = api.routing_report(tmp_path / f"{family}-out", {"probe": None}, window=20, windows=2)
+        surgeon.apply("mixture-of-control", str(saved(tmp_path / family, family)), tmp_path / f"{family}-out")
+        report = surgeon.routing_report(tmp_path / f"{family}-out", {"probe": None}, window=20, windows=2)
         assert report.sites == tuple((layer, kind) for layer in range(6) for kind in ("attention", "ffn"))
         assert all(abs(sum(row) - 1) < 1e-6 for row in report.texts["probe"].states)
     with pytest.raises(BadInput, match="a window has 400 tokens; use a smaller window"):
-        api.routing_report(tmp_path / "roberta-out", {"probe": None}, window=400, windows=1)
+        surgeon.routing_report(tmp_path / "roberta-out", {"probe": None}, window=400, windows=1)
 
 
 def test_a_config_that_names_no_class_is_the_base_model(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_config_that_names_no_class_is_the_base_model(tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     del config["architectures"]
     (base / "config.json").write_text(json.dumps(config))
-    api.apply("mixture-of-control", str(base), tmp_path / "out")
+    surgeon.apply("mixture-of-control", str(base), tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["UpcycledDebertaV2Model"]
-    verification = api.verify(base, tmp_path / "out", window=32, windows=2)
+    verification = surgeon.verify(base, tmp_path / "out", window=32, windows=2)
     assert verification.holds and [c.output for c in verification.comparisons] == ["last_hidden_state"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon import api
+import surgeon
 from tests import tiny
 from tests.end_to_end.test_refusals import refused
 from tests.end_to_end.test_revert import train
@@ -55,7 +55,7 @@ def test_what_cannot_stand_together(base: Path, plan: Write, tmp_path: Path) -> 
     assert "control states already" in refused("preview", plan(STATES, STATES), base)
     control = {"op": "control_llm", "layers": [1]}
     assert "attach control blocks first" in refused("preview", plan(STATES, control), base)
-    api.preview(plan(control, STATES), str(base))
+    surgeon.preview(plan(control, STATES), str(base))
     again = EXPERTS | {"threshold": 2}
     assert "router stands above 4 layers" in refused("preview", plan(EXPERTS, again), base)
     merge = {"op": "merge_branches"}
@@ -65,10 +65,10 @@ def test_what_cannot_stand_together(base: Path, plan: Write, tmp_path: Path) -> 
 def test_a_twin_of_trained_experts_is_born_equal(base: Path, plan: Write, tmp_path: Path) -> None:
     """The twin must hold what the layer computes by now, slots included, routed alike."""
     one, two = tmp_path / "one", tmp_path / "two"
-    api.apply(plan(EXPERTS | {"slots": 2, "threshold": 3}), str(base), one)
+    surgeon.apply(plan(EXPERTS | {"slots": 2, "threshold": 3}), str(base), one)
     train(one, seed=3)
-    api.apply(plan({"op": "control_llm", "layers": [1, 4]}), str(one), two)
-    verification = api.verify(one, two, window=24, windows=2)
+    surgeon.apply(plan({"op": "control_llm", "layers": [1, 4]}), str(one), two)
+    verification = surgeon.verify(one, two, window=24, windows=2)
     assert verification.holds
     assert verification.identical
 
@@ -76,11 +76,11 @@ def test_a_twin_of_trained_experts_is_born_equal(base: Path, plan: Write, tmp_pa
 def test_slots_are_added_over_inserted_layers(base: Path, plan: Write, tmp_path: Path) -> None:
     """The router moves with its layer; a layer inserted above it gets the next slot like every other."""
     one, two = tmp_path / "one", tmp_path / "two"
-    api.apply(plan(EXPERTS), str(base), one)
+    surgeon.apply(plan(EXPERTS), str(base), one)
     train(one, seed=3)
     insert = {"op": "insert_layers", "where": {"after": [1, 4]}, "init": {"kind": "copy"}}
-    api.apply(plan(insert, EXPERTS | {"rank": 2}), str(one), two)
-    verification = api.verify(one, two, window=24, windows=2)
+    surgeon.apply(plan(insert, EXPERTS | {"rank": 2}), str(one), two)
+    verification = surgeon.verify(one, two, window=24, windows=2)
     assert verification.holds
     assert verification.identical
     surgery = json.loads((two / "config.json").read_text())["surgery"]
@@ -93,19 +93,19 @@ def test_slots_are_added_over_inserted_layers(base: Path, plan: Write, tmp_path:
 
 def test_the_papers_next_task_says_that_it_moves_mass(base: Path, plan: Write, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    api.apply(plan(EXPERTS), str(base), one)
+    surgeon.apply(plan(EXPERTS), str(base), one)
     train(one, seed=3)
     chosen = plan(EXPERTS | {"new_slot_mass": "paper", "trains_also": ["router", "shared"]})
-    applied = api.apply(chosen, str(one), two)
+    applied = surgeon.apply(chosen, str(one), two)
     assert applied.manifest.promise == "none"
-    verification = api.verify(one, two, window=24, windows=2)
+    verification = surgeon.verify(one, two, window=24, windows=2)
     assert verification.holds
     assert verification.identical is False
     new = set(applied.manifest.new_tensors)
     assert "model.layers.4.expert_router.slots.0.weight" in new
     assert "model.layers.0.self_attn.q_proj.slots.0.lora_A" in new
     assert "model.layers.4.self_attn.q_proj.slots.0.lora_A" not in new
-    api.revert(two, tmp_path / "untrained")
+    surgeon.revert(two, tmp_path / "untrained")
     train(two, seed=4)
     # The router has trained on: there is no way back.
     assert "trained or edited" in refused("revert", two, tmp_path / "back")
@@ -114,7 +114,7 @@ def test_the_papers_next_task_says_that_it_moves_mass(base: Path, plan: Write, t
 @pytest.mark.parametrize("family", ["phi3", "gemma2"])
 def test_default_targets_are_query_and_value_whatever_they_are_called(family: str, plan: Write, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
-    api.apply(plan(EXPERTS), str(base), tmp_path / "out")
+    surgeon.apply(plan(EXPERTS), str(base), tmp_path / "out")
     surgery = json.loads((tmp_path / "out" / "config.json").read_text())["surgery"]
     expected = ["self_attn.qkv_proj"] if family == "phi3" else ["self_attn.q_proj", "self_attn.v_proj"]
     assert surgery["experts"][0]["slots"][0]["targets"] == expected
@@ -160,7 +160,7 @@ def test_a_grafted_base_whose_config_disagrees(
     change: Callable[[dict[str, Any]], object], words: list[str], base: Path, plan: Write, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    api.apply(plan(EXPERTS | {"slots": 2}, STATES), str(base), out)
+    surgeon.apply(plan(EXPERTS | {"slots": 2}, STATES), str(base), out)
     edited(out, change)
     message = refused("apply", "neutral-residues", out, tmp_path / "next")
     for word in words:
@@ -170,7 +170,7 @@ def test_a_grafted_base_whose_config_disagrees(
 
 def test_a_manifest_of_the_future_is_refused_before_any_work(base: Path, plan: Write, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    api.apply(plan(EXPERTS), str(base), out)
+    surgeon.apply(plan(EXPERTS), str(base), out)
     edited(out, lambda data: data.update(surgeon_manifest=2), "surgery.json")
     for command in (("preview", "pmoe/next-task", out), ("apply", "pmoe/next-task", out, tmp_path / "next")):
         assert "manifest format 2, this surgeon reads 1" in refused(*command)
@@ -178,11 +178,11 @@ def test_a_manifest_of_the_future_is_refused_before_any_work(base: Path, plan: W
 
 def test_slots_hold_still_while_others_train(base: Path, plan: Write, tmp_path: Path) -> None:
     """Earlier slots, shared LoRA and old columns are frozen in the config that any trainer reads."""
-    from surgeon.verification.loading import load_model
+    from surgeon.models.load import load_model
 
     one, two = tmp_path / "one", tmp_path / "two"
-    api.apply(plan(EXPERTS), str(base), one)
-    applied = api.apply(plan(EXPERTS, STATES), str(one), two)
+    surgeon.apply(plan(EXPERTS), str(base), one)
+    applied = surgeon.apply(plan(EXPERTS, STATES), str(one), two)
     model = load_model(two, trust_remote_code=True)
     assert set(model.freeze_base()) == set(applied.manifest.new_tensors)
     assert not any(".slots.0." in name for name in model.freeze_base())

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from surgeon import api
+import surgeon
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
-from tests.training.texts import add_tokenizer, corpus
+from tests.train.texts import add_tokenizer, corpus
 
 
-def surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
@@ -32,24 +32,24 @@ def surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subpro
 def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
     home, out, again = tmp_path / "home", tmp_path / "out", tmp_path / "again"
     with serve(Hub(files_of(base))) as hub:
-        shown = surgeon(hub, home, "preview", "llama-pro", "user/model", "--json")
+        shown = run_surgeon(hub, home, "preview", "llama-pro", "user/model", "--json")
         assert shown.returncode == 0, shown.stderr
         assert json.loads(shown.stdout)["parameters"]["before"] > 0
         whole = sum(path.stat().st_size for path in base.glob("*.safetensors"))
         assert sum(count for _, name, count in hub.sent if name.endswith(".safetensors")) < whole / 2
 
-        refused = surgeon(hub, home, "apply", "stack-of-nothing.yaml", "user/model", str(out))
+        refused = run_surgeon(hub, home, "apply", "stack-of-nothing.yaml", "user/model", str(out))
         assert refused.returncode == 2
-        applied = surgeon(hub, home, "apply", "llama-pro", "user/model", str(out))
+        applied = run_surgeon(hub, home, "apply", "llama-pro", "user/model", str(out))
         assert applied.returncode == 0, applied.stderr
-    manifest = api.inspect(out).manifest
+    manifest = surgeon.inspect(out).manifest
     assert (manifest.base.id, manifest.base.revision) == ("user/model", COMMIT)
-    assert api.verify(base, out, logits=False).holds
+    assert surgeon.verify(base, out, logits=False).holds
 
     # The server is gone: what is cached serves offline, what is not is one clear line.
-    offline = surgeon(hub, home, "apply", "llama-pro", "user/model", str(again), HF_HUB_OFFLINE="1")
+    offline = run_surgeon(hub, home, "apply", "llama-pro", "user/model", str(again), HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
-    missing = surgeon(hub, tmp_path / "empty", "preview", "llama-pro", "user/model", HF_HUB_OFFLINE="1")
+    missing = run_surgeon(hub, tmp_path / "empty", "preview", "llama-pro", "user/model", HF_HUB_OFFLINE="1")
     assert missing.returncode == 2
     assert missing.stderr.startswith("surgeon: ")
     assert "Traceback" not in missing.stderr
@@ -58,11 +58,11 @@ def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
 def test_an_output_on_the_hub_is_evaluated_beside_its_base_here(base: Path, tmp_path: Path) -> None:
     """Its code, which is what this version ships, comes along and runs unasked."""
     add_tokenizer(base)
-    api.apply("neutral-residues", str(base), tmp_path / "out")
+    surgeon.apply("neutral-residues", str(base), tmp_path / "out")
     corpus(tmp_path / "fr.jsonl", documents=12)
     with serve(Hub(files_of(tmp_path / "out"))) as hub:
         given = ["evaluate", f"user/model@{COMMIT}", "--base", str(base), "--data", str(tmp_path / "fr.jsonl")]
-        ran = surgeon(hub, tmp_path / "home", *given, "--json", "--device", "cpu")
+        ran = run_surgeon(hub, tmp_path / "home", *given, "--json", "--device", "cpu")
         assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert [row["model"] for row in found["models"]] == [str(base), f"user/model@{COMMIT}"]
@@ -80,9 +80,9 @@ def test_a_continual_run_from_the_hub(base: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").write_text(tasks, encoding="utf-8")
     with serve(Hub(files_of(base))) as hub:
         given = [str(tmp_path / "tasks.yaml"), "user/model", str(tmp_path / "run")]
-        ran = surgeon(hub, tmp_path / "home", "continual", *given, "--json", "--device", "cpu")
+        ran = run_surgeon(hub, tmp_path / "home", "continual", *given, "--json", "--device", "cpu")
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["base"] == "user/model"
-    manifest = api.inspect(tmp_path / "run").manifest
+    manifest = surgeon.inspect(tmp_path / "run").manifest
     assert [(ancestor.base, ancestor.revision) for ancestor in manifest.lineage] == [("user/model", COMMIT)]
-    assert api.verify(base, tmp_path / "run", logits=False).holds
+    assert surgeon.verify(base, tmp_path / "run", logits=False).holds

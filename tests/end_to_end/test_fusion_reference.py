@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surgeon import api
+import surgeon
 from tests import reference, tiny
 from tests.end_to_end.conftest import weights
 
@@ -75,7 +75,7 @@ def test_fused_layer_agrees_module_by_module(
     family, overrides = CASES[case]
     base = tiny.checkpoint(tmp_path / "base", family, dtype="float32", **overrides)
     init = {"kind": "ot_fusion", "rescale": rescale}
-    api.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
+    surgeon.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
     first, second = modules(layer(base, 2), family), modules(layer(base, 3), family)
     fused = modules(layer(tmp_path / "out", 3), family)
     expected = reference.fuse(first, second, marginal=rescale == "marginal")
@@ -88,7 +88,7 @@ def test_fused_layer_agrees_module_by_module(
 def test_other_flows(flow: str, plan: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
     init = {"kind": "ot_fusion", "flow": flow}
-    api.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
+    surgeon.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
     first, second = modules(layer(base, 2), "llama"), modules(layer(base, 3), "llama")
     fused = modules(layer(tmp_path / "out", 3), "llama")
     expected = reference.fuse(first, second, flow=flow)
@@ -101,7 +101,7 @@ def test_other_flows(flow: str, plan: Callable[..., Path], tmp_path: Path) -> No
 def test_exact_transport(plan: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
     init = {"kind": "ot_fusion", "solver": "emd"}
-    api.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
+    surgeon.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
     first, second = modules(layer(base, 2), "llama"), modules(layer(base, 3), "llama")
     expected = reference.fuse(first, second, solver="emd")
     fused = modules(layer(tmp_path / "out", 3), "llama")
@@ -112,7 +112,7 @@ def test_what_zero_init_leaves_of_the_fused_layer(plan: Callable[..., Path], tmp
     """Without post-norms o and down are zero and the rest is as fused; down's map is not even solved."""
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
     init = {"kind": "ot_fusion"}
-    applied = api.apply(plan(where={"after": [2]}, init=init), str(base), tmp_path / "out")
+    applied = surgeon.apply(plan(where={"after": [2]}, init=init), str(base), tmp_path / "out")
     fused = modules(layer(tmp_path / "out", 3), "llama")
     expected = reference.fuse(modules(layer(base, 2), "llama"), modules(layer(base, 3), "llama"))
     for name in ("q", "k", "v", "gate", "up", "pre_attn", "pre_mlp"):
@@ -125,7 +125,7 @@ def test_what_zero_init_leaves_of_the_fused_layer(plan: Callable[..., Path], tmp
 
 def test_post_norm_families_keep_their_fused_projections(plan: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "gemma2", dtype="float32")
-    api.apply(plan(where={"after": [2]}, init={"kind": "ot_fusion"}), str(base), tmp_path / "out")
+    surgeon.apply(plan(where={"after": [2]}, init={"kind": "ot_fusion"}), str(base), tmp_path / "out")
     fused = modules(layer(tmp_path / "out", 3), "gemma2")
     expected = reference.fuse(modules(layer(base, 2), "gemma2"), modules(layer(base, 3), "gemma2"))
     for name in ("o", "down", "gate"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
@@ -43,9 +43,9 @@ def test_every_family_from_preview_to_generation(family: str, plan: Callable[...
     base = tiny.checkpoint(tmp_path / "base", family)
     out = tmp_path / "out"
     chosen = plan(INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS, EXPERTS, STATES)
-    shown = api.preview(chosen, str(base))
+    shown = surgeon.preview(chosen, str(base))
     assert not shown.blueprint.native
-    applied = api.apply(chosen, str(base), out)
+    applied = surgeon.apply(chosen, str(base), out)
     assert applied.manifest.promise == "exact"
 
     (native,) = load_elsewhere(base, cache=tmp_path)
@@ -57,18 +57,18 @@ def test_every_family_from_preview_to_generation(family: str, plan: Callable[...
     assert grown["told_uncached"] == native["told_uncached"]
 
     for dtypes in (["auto"], ["float32"]):
-        verification = api.verify(base, out, window=24, windows=2, dtypes=dtypes)
+        verification = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
         assert verification.holds
         assert verification.identical
-    assert api.verify(base, out, window=24, windows=1, streamed=True).identical
+    assert surgeon.verify(base, out, window=24, windows=1, streamed=True).identical
 
 
 @pytest.mark.parametrize("name", GRAFT_PLANS)
 def test_shipped_plans_verify_as_exact(name: str, tmp_path: Path) -> None:
     base, out = tiny.base_for(name, tmp_path), tmp_path / "out"
-    applied = api.apply(name, str(base), out)
+    applied = surgeon.apply(name, str(base), out)
     assert applied.manifest.promise == "exact"
-    verification = api.verify(base, out, window=24, windows=2)
+    verification = surgeon.verify(base, out, window=24, windows=2)
     assert verification.holds
     assert verification.identical
 
@@ -107,7 +107,7 @@ def test_what_is_new_and_nothing_else_trains_without_surgeon(
 ) -> None:
     out = tmp_path / "out"
     chosen = plan(INSERT, CONTROL | {"interpolator": {"kind": "dlerp", "learnable": True}}, ADAPTERS)
-    applied = api.apply(chosen, str(base), out)
+    applied = surgeon.apply(chosen, str(base), out)
     ran = run_elsewhere(TRAINER, str(out), str(tmp_path / "saved"), cache=tmp_path)
     assert set(ran["new"]) == set(applied.manifest.new_tensors)
     assert set(ran["moved"]) == set(ran["new"])
@@ -119,11 +119,11 @@ def test_what_is_new_and_nothing_else_trains_without_surgeon(
 def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     """Grafts move with their layers; what an earlier surgery made does not train again; trained grafts stay exact."""
     first, second = tmp_path / "first", tmp_path / "second"
-    api.apply(plan(ADAPTERS | {"gate": "sigmoid"}, CONTROL, name="first.yaml"), str(base), first)
-    tell(first, list(api.inspect(first).manifest.new_tensors))
+    surgeon.apply(plan(ADAPTERS | {"gate": "sigmoid"}, CONTROL, name="first.yaml"), str(base), first)
+    tell(first, list(surgeon.inspect(first).manifest.new_tensors))
     chosen = plan(INSERT | {"where": {"after": [0]}}, CONTROL | {"layers": [1]}, name="second.yaml")
-    applied = api.apply(chosen, str(first), second)
-    verification = api.verify(first, second, window=24, windows=2)
+    applied = surgeon.apply(chosen, str(first), second)
+    verification = surgeon.verify(first, second, window=24, windows=2)
     assert verification.holds
     assert verification.identical
     surgery = json.loads((second / "config.json").read_text())["surgery"]
@@ -152,9 +152,9 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     """Against the mean of both branches' weights in float64; a native model whose logits differ, as promised."""
     out, merged = tmp_path / "out", tmp_path / "merged"
     star = {"interpolator": {"kind": "lerp", "alpha": 1.0, "inference_alpha": 0.25}}
-    api.apply(plan(CONTROL | star), str(base), out)
-    tell(out, list(api.inspect(out).manifest.new_tensors))
-    result = api.merge(out, merged, window=24, windows=2)
+    surgeon.apply(plan(CONTROL | star), str(base), out)
+    tell(out, list(surgeon.inspect(out).manifest.new_tensors))
+    result = surgeon.merge(out, merged, window=24, windows=2)
     assert result.applied.manifest.native
     assert result.measured.promise == "none"
     assert result.measured.identical is False
@@ -209,7 +209,7 @@ def test_tensors_are_born_as_the_shipped_code_bears_them(
     tmp_path: Path,
 ) -> None:
     """Names, shapes, constants and standard deviations are those of the module's own initialisation."""
-    api.apply(plan(operation), str(base), tmp_path / "out")
+    surgeon.apply(plan(operation), str(base), tmp_path / "out")
     prefix = f"model.layers.1.{owner}"
     found = {k.removeprefix(prefix): v.float() for k, v in weights(tmp_path / "out").items() if k.startswith(prefix)}
     module = build()
@@ -230,12 +230,12 @@ def test_tensors_are_born_as_the_shipped_code_bears_them(
 
 def test_code_is_copied_verbatim_and_checked(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    api.apply(plan(ADAPTERS), str(base), out)
+    surgeon.apply(plan(ADAPTERS), str(base), out)
     assert [path.name for path in out.glob("*.py")] == [CODE_FILE]
     assert (out / CODE_FILE).read_bytes() == bundle(json.loads((out / "config.json").read_text()))
     (out / CODE_FILE).write_text("raise SystemExit('run')\n")
     assert CliRunner().invoke(app, ["verify", str(base), str(out)]).exit_code == 2
-    trusted = api.verify(base, out, trust_remote_code=True, logits=False)
+    trusted = surgeon.verify(base, out, trust_remote_code=True, logits=False)
     assert not trusted.holds
     assert [check.name for check in trusted.checks if not check.holds] == ["code"]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon import api
+import surgeon
 from tests import tiny
 from tests.end_to_end.conftest import weights
 
@@ -76,7 +76,7 @@ def fused(plan: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, 
     def run(base: Path, **init: Any) -> dict[str, Tensor]:
         written = plan(where={"after": [LOWER]}, init={"kind": "ot_fusion", "heads": "blocks", **init}, zero_init=False)
         out = tmp_path / f"out-{next(numbers)}"
-        api.apply(written, str(base), out)
+        surgeon.apply(written, str(base), out)
         return weights(out)
 
     return run
@@ -145,7 +145,7 @@ def scores(family: str, weights_of_layer: Layer) -> Tensor:
 
 def test_all_three_maps_are_reported_with_their_own_rows(plan: Callable[..., Path], base: Path, tmp_path: Path) -> None:
     written = plan(where={"after": [2]}, init={"kind": "ot_fusion", "heads": "blocks"})
-    maps = api.apply(written, str(base), tmp_path / "out").manifest.transport_maps
+    maps = surgeon.apply(written, str(base), tmp_path / "out").manifest.transport_maps
     rows = {name.rpartition(".")[2]: report["rows"] for name, report in maps.items()}
     assert rows == {"query": 32, "key": 16, "value": 16, "output": 32, "gate": 48, "up": 48}
     assert all(report["converged"] for report in maps.values())
@@ -155,6 +155,6 @@ def test_maps_of_a_fused_layer_serve_the_next(plan: Callable[..., Path], base: P
     """A second operation fuses a layer that the first one made: its heads' maps come first."""
     first = {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "ot_fusion", "heads": "blocks"}}
     second = first | {"where": {"after": [2, 3]}}
-    applied = api.apply(plan(first, second), str(base), tmp_path / "out")
+    applied = surgeon.apply(plan(first, second), str(base), tmp_path / "out")
     assert len(applied.manifest.transport_maps) == 18
-    assert api.verify(base, tmp_path / "out", window=24, windows=2).identical
+    assert surgeon.verify(base, tmp_path / "out", window=24, windows=2).identical

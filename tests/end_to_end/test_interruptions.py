@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests.end_to_end.conftest import weights
@@ -50,19 +50,19 @@ def test_a_disk_that_fails_in_the_middle(
     said = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
     assert said.exit_code == 0
     assert "continuing an earlier run" in said.stderr
-    assert api.verify(base, out, logits=False).holds
+    assert surgeon.verify(base, out, logits=False).holds
 
 
 def test_a_disk_that_is_full_while_layers_are_computed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed tensors are written by a thread: its error ends the run, and what it left out is written later."""
-    import surgeon.checkpoint.overlap as overlap
+    from surgeon.checkpoint import copying
 
     expected, out = tmp_path / "expected", tmp_path / "out"
     arguments = ["apply", "opt-deus", str(base), str(out), "--max-shard-size", "20KB"]
-    api.apply("opt-deus", str(base), expected, max_shard_bytes=20_000)
-    real, left = overlap.write_all, [9]
+    surgeon.apply("opt-deus", str(base), expected, max_shard_bytes=20_000)
+    real, left = copying.write_all, [9]
 
     def full(*arguments: Any) -> None:
         left[0] -= 1
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_while_layers_are_computed(
         real(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(overlap, "write_all", full)
+        patched.setattr(copying, "write_all", full)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "the disk is full" in result.stderr
@@ -97,9 +97,9 @@ def test_too_little_room_is_told_beforehand(base: Path, tmp_path: Path, monkeypa
 
 
 def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import surgeon.execute
+    from surgeon.apply import write
 
-    real = surgeon.execute.copy_range
+    real = write.copy_range
     touched = []
 
     def touch(*arguments: object, **named: object) -> None:
@@ -109,9 +109,9 @@ def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: 
             os.utime(shard, ns=(1, 1))
             touched.append(shard)
 
-    monkeypatch.setattr(surgeon.execute, "copy_range", touch)
+    monkeypatch.setattr(write, "copy_range", touch)
     with pytest.raises(BadInput, match="model-0000"):
-        api.apply("llama-pro", str(base), tmp_path / "out")
+        surgeon.apply("llama-pro", str(base), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
@@ -119,13 +119,13 @@ SLOW_APPLY = """
 import os, signal, sys, time
 # A shell that starts jobs in the background has them ignore Ctrl-C, and so would this one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import surgeon.execute
+from surgeon.apply import write
 from surgeon.cli import main
-real = surgeon.execute.copy_range
+real = write.copy_range
 def slow(*arguments, **named):
     time.sleep(0.1)
     return real(*arguments, **named)
-surgeon.execute.copy_range = slow
+write.copy_range = slow
 sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[1:]]
 main()
 """
@@ -158,8 +158,8 @@ def test_control_c(base: Path, tmp_path: Path) -> None:
     assert note.startswith("no licence known")
     assert rest == ["surgeon: interrupted; the same command continues where it stopped"]
     assert not out.exists()
-    api.apply("llama-pro", str(base), out)
-    assert api.verify(base, out, logits=False).holds
+    surgeon.apply("llama-pro", str(base), out)
+    assert surgeon.verify(base, out, logits=False).holds
 
 
 def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
     assert str(process.pid) in second.stderr
     _, told = process.communicate(timeout=60)
     assert process.returncode == 0, told
-    assert api.verify(base, out, logits=False).holds
+    assert surgeon.verify(base, out, logits=False).holds
 
 
 def test_another_plan_s_leftovers_are_set_aside(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +183,6 @@ def test_another_plan_s_leftovers_are_set_aside(base: Path, tmp_path: Path, monk
     assert ".out.surgeon.old-1" in result.stderr
     assert (tmp_path / ".out.surgeon.old-1").is_dir()
     expected = tmp_path / "expected"
-    api.apply("copy", str(base), expected)
+    surgeon.apply("copy", str(base), expected)
     assert weights(out).keys() == weights(expected).keys()
     assert (out / "surgery.json").read_bytes() == (expected / "surgery.json").read_bytes()

@@ -14,8 +14,8 @@ from tests import tiny
 TRIALS = """
 import hashlib, json, os, random, shutil, signal, sys, time
 from pathlib import Path
-from surgeon import api
-import surgeon.execute, surgeon.verification.static
+import surgeon
+import surgeon.apply.apply, surgeon.apply.write, surgeon.verify.static
 
 base, work, trials = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 out, staging = work / "out", work / ".out.surgeon"
@@ -24,7 +24,7 @@ def digest(folder):
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 def apply():
-    api.apply("llama-pro", base, out)
+    surgeon.apply("llama-pro", base, out)
 
 durations = []
 for _ in range(3):
@@ -52,10 +52,10 @@ for trial in range(trials):
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the run after a kill failed"
     if out.exists():
         assert digest(out) == expected
-        assert api.verify(base, out, logits=False).holds
+        assert surgeon.verify(base, out, logits=False).holds
         seen["complete"] += 1
         if rng.random() < 0.5:
-            api.apply("llama-pro", base, out) if staging.exists() else None
+            surgeon.apply("llama-pro", base, out) if staging.exists() else None
         shutil.rmtree(out)
         shutil.rmtree(staging, ignore_errors=True)
     else:

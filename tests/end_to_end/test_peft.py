@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_from_the_hub import surgeon
+from tests.end_to_end.test_from_the_hub import run_surgeon
 from tests.end_to_end.test_refusals import refused
 
 # peft asks transformers for what transformers deprecates.
@@ -112,13 +113,13 @@ def test_an_adapter_as_the_only_slot_computes_what_peft_computes(
     tiny.checkpoint(base, family, dtype="float32")
     expected = train(base, adapter, **config)
     native = logits(load(base))
-    applied = api.apply(plan(IMPORT), str(base), out)
+    applied = surgeon.apply(plan(IMPORT), str(base), out)
     assert applied.manifest.promise == "none"
     assert (expected - native).abs().max() > 0.1
     close(logits(load(out)), expected)
-    assert api.verify(base, out, window=24, windows=1).holds
+    assert surgeon.verify(base, out, window=24, windows=1).holds
     assert_exports(out, 0, tmp_path / "exported", base, adapter)
-    api.apply(plan(IMPORT | {"from_peft": "exported"}, name="again.yaml"), str(base), tmp_path / "again")
+    surgeon.apply(plan(IMPORT | {"from_peft": "exported"}, name="again.yaml"), str(base), tmp_path / "again")
     assert_equal(weights(tmp_path / "again"), weights(out))
     assert (tmp_path / "again" / "config.json").read_bytes() == (out / "config.json").read_bytes()
     close(logits(load(out, "bfloat16")).float(), expected, atol=0.5)
@@ -130,7 +131,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, *, atol: float = 1e-4) ->
 
 def assert_exports(out: Path, slot: int, dest: Path, base: Path, adapter: Path) -> None:
     """Bit for bit the tensors of `adapter`, and the same logits where peft loads them on `base`."""
-    exported = api.export_slot(out, slot, dest)
+    exported = surgeon.export_slot(out, slot, dest)
     assert exported.base == base.name
     assert sorted(path.name for path in dest.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, dest))
@@ -143,7 +144,7 @@ def assert_exports(out: Path, slot: int, dest: Path, base: Path, adapter: Path) 
 def test_shallow_layers_become_the_shared_lora(plan: Callable[..., Path], base32: Path, tmp_path: Path) -> None:
     out, adapter = tmp_path / "out", tmp_path / "adapter"
     expected = train(base32, adapter, target_modules=["q_proj", "v_proj"], r=4, lora_alpha=3)
-    api.apply(plan(IMPORT | {"threshold": 2}), str(base32), out)
+    surgeon.apply(plan(IMPORT | {"threshold": 2}), str(base32), out)
     entries = json.loads((out / "config.json").read_text())["surgery"]["experts"]
     assert [entry["routed"] for entry in entries] == [False, False, True, True, True, True]
     close(logits(load(out)), expected)
@@ -178,22 +179,22 @@ def test_two_adapters_beside_each_other_and_taken_out_again(
         plan(INSERT, name="3.yaml"),
     ]
     for chosen, before, after in zip(plans, states, states[1:], strict=False):
-        api.apply(chosen, str(before), after)
+        surgeon.apply(chosen, str(before), after)
     for slot, adapter in enumerate((first, second)):
         for number in (2, 3):
             close(logits(on_slot(load(states[number]), slot, 2)), told[slot])
             assert_exports(states[number], slot, tmp_path / f"exported-{number}-{slot}", base32, adapter)
-    digests = {name: entry.sha256 for name, entry in api.inspect(states[2]).manifest.new_tensors.items()}
+    digests = {name: entry.sha256 for name, entry in surgeon.inspect(states[2]).manifest.new_tensors.items()}
     shutil.rmtree(first)
     shutil.rmtree(second)
     for before, after in itertools.pairwise(states):
-        assert api.verify(before, after, window=24, windows=1).holds
-    api.revert(states[3], tmp_path / "reverted", to=2)
-    assert api.verify(states[1], tmp_path / "reverted", logits=False).holds
-    assert digests == {n: e.sha256 for n, e in api.inspect(tmp_path / "reverted").manifest.new_tensors.items()}
-    api.revert(states[3], tmp_path / "native", to=0)
+        assert surgeon.verify(before, after, window=24, windows=1).holds
+    surgeon.revert(states[3], tmp_path / "reverted", to=2)
+    assert surgeon.verify(states[1], tmp_path / "reverted", logits=False).holds
+    assert digests == {n: e.sha256 for n, e in surgeon.inspect(tmp_path / "reverted").manifest.new_tensors.items()}
+    surgeon.revert(states[3], tmp_path / "native", to=0)
     assert_equal(weights(tmp_path / "native"), weights(base32))
-    assert not api.diff(states[1], states[2]).identical
+    assert not surgeon.diff(states[1], states[2]).identical
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -206,10 +207,10 @@ def test_a_new_slot_beside_an_imported_one(plan: Callable[..., Path], base32: Pa
     """An ordinary slot takes the imported one's targets and leaves the function as it is, to the bit."""
     out, grown = tmp_path / "out", tmp_path / "grown"
     train(base32, tmp_path / "adapter", target_modules=["o_proj"], layers_to_transform=[2, 3])
-    api.apply(plan(IMPORT), str(base32), out)
-    applied = api.apply(plan({"op": "pmoe_experts"}, name="next.yaml"), str(out), grown)
+    surgeon.apply(plan(IMPORT), str(base32), out)
+    applied = surgeon.apply(plan({"op": "pmoe_experts"}, name="next.yaml"), str(out), grown)
     assert applied.manifest.promise == "exact"
-    assert api.verify(out, grown, window=24, windows=1).identical
+    assert surgeon.verify(out, grown, window=24, windows=1).identical
     assert "model.layers.0.self_attn.o_proj.slots.1.lora_A" in applied.manifest.new_tensors
 
 
@@ -217,7 +218,7 @@ def test_values_are_rounded_to_the_base(plan: Callable[..., Path], base: Path, t
     """A float32 adapter on a bfloat16 base: to nearest, said so; the manifest keeps the adapter's own digests."""
     out, adapter = tmp_path / "out", tmp_path / "adapter"
     expected = train(base, adapter, target_modules=["q_proj"])
-    applied = api.apply(plan(IMPORT), str(base), out)
+    applied = surgeon.apply(plan(IMPORT), str(base), out)
     assert "F32 values are rounded to BF16" in applied.manifest.operations[0].reason
     found, given = weights(out), load_file(adapter / "adapter_model.safetensors")
     for layer in range(6):
@@ -231,7 +232,7 @@ def test_values_are_rounded_to_the_base(plan: Callable[..., Path], base: Path, t
 def test_layers_inserted_before_the_import_have_none(plan: Callable[..., Path], base32: Path, tmp_path: Path) -> None:
     out, adapter = tmp_path / "out", tmp_path / "adapter"
     expected = train(base32, adapter, target_modules=["v_proj"])
-    api.apply(plan(INSERT, IMPORT), str(base32), out)
+    surgeon.apply(plan(INSERT, IMPORT), str(base32), out)
     close(logits(load(out)), expected)
     assert_exports(out, 0, tmp_path / "exported", base32, adapter)
 
@@ -242,31 +243,31 @@ def test_an_adapter_on_the_hub_is_pinned(plan: Callable[..., Path], base: Path, 
     chosen = plan(IMPORT | {"from_peft": "user/adapter"})
     files = files_of(adapter) | {"adapter_model.bin": b"never", "README.md": b"-"}
     with serve(Hub(files, repo_id="user/adapter")) as hub:
-        shown = surgeon(hub, home, "preview", str(chosen), str(base))
+        shown = run_surgeon(hub, home, "preview", str(chosen), str(base))
         assert shown.returncode == 0, shown.stderr
-        applied = surgeon(hub, home, "apply", str(chosen), str(base), str(tmp_path / "out"))
+        applied = run_surgeon(hub, home, "apply", str(chosen), str(base), str(tmp_path / "out"))
         assert applied.returncode == 0, applied.stderr
         assert hub.bytes_sent("adapter_model.bin") == 0
         unknown = plan(IMPORT | {"from_peft": "user/adapter@gone"}, name="gone.yaml")
-        told = surgeon(hub, home, "preview", str(unknown), str(base))
+        told = run_surgeon(hub, home, "preview", str(unknown), str(base))
         assert told.returncode == 2
         assert "gone" in told.stderr
-    kept = api.inspect(tmp_path / "out").manifest.adapters["user/adapter"]
+    kept = surgeon.inspect(tmp_path / "out").manifest.adapters["user/adapter"]
     assert (kept.id, kept.revision) == ("user/adapter", COMMIT)
-    offline = surgeon(hub, home, "apply", str(chosen), str(base), str(tmp_path / "again"), HF_HUB_OFFLINE="1")
+    offline = run_surgeon(hub, home, "apply", str(chosen), str(base), str(tmp_path / "again"), HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
-    assert api.verify(base, tmp_path / "out", logits=False).holds
+    assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 
 
 def test_a_changed_adapter_is_refused(plan: Callable[..., Path], base: Path, adapter: Path, tmp_path: Path) -> None:
     """Between looking and writing: nothing is published. Another adapter is another job."""
 
-    class Meddler(api.Quiet):
+    class Meddler(Quiet):
         def begin(self, stage: str, total: int) -> None:
             edit_tensors(adapter, lambda tensors: {name: value + 1 for name, value in tensors.items()})
 
     with pytest.raises(BadInput, match="changed"):
-        api.apply(plan(IMPORT), str(base), tmp_path / "out", listener=Meddler())
+        surgeon.apply(plan(IMPORT), str(base), tmp_path / "out", listener=Meddler())
     assert not (tmp_path / "out").exists()
 
 
@@ -397,23 +398,23 @@ def test_refusals_of_import_are_one_line(
 
 def test_refusals_of_export_are_one_line(plan: Callable[..., Path], base: Path, adapter: Path, tmp_path: Path) -> None:
     out, dest = tmp_path / "out", tmp_path / "dest"
-    api.apply(plan(IMPORT), str(base), out)
+    surgeon.apply(plan(IMPORT), str(base), out)
     assert "no slot 3; there is slot 0" in refused("export-slot", out, 3, dest)
     assert "lies in" in refused("export-slot", out, 0, out / "adapter")
     assert "exists" in refused("export-slot", out, 0, adapter)
     assert "not an output" in refused("export-slot", base, 0, dest)
     native = tmp_path / "native"
-    api.apply(plan(INSERT, name="native.yaml"), str(base), native)
+    surgeon.apply(plan(INSERT, name="native.yaml"), str(base), native)
     assert "has no slots" in refused("export-slot", native, 0, dest)
 
     inserted = tmp_path / "inserted"
-    api.apply(plan(INSERT, {"op": "pmoe_experts"}, name="inserted.yaml"), str(base), inserted)
+    surgeon.apply(plan(INSERT, {"op": "pmoe_experts"}, name="inserted.yaml"), str(base), inserted)
     told = refused("export-slot", inserted, 0, dest)
     assert "layer 1" in told
     assert "lacks" in told
 
     branched = tmp_path / "branched"
-    api.apply(plan({"op": "control_llm", "layers": [2]}, name="branch.yaml"), str(out), branched)
+    surgeon.apply(plan({"op": "control_llm", "layers": [2]}, name="branch.yaml"), str(out), branched)
     assert "side branch of layer 2" in refused("export-slot", branched, 0, dest)
     (out / "surgery.json").unlink()
     assert "surgery.json" in refused("export-slot", out, 0, dest)
@@ -422,7 +423,7 @@ def test_refusals_of_export_are_one_line(plan: Callable[..., Path], base: Path, 
 
 def test_export_from_the_command_line(plan: Callable[..., Path], base: Path, adapter: Path, tmp_path: Path) -> None:
     out, dest = tmp_path / "out", tmp_path / "dest"
-    api.apply(plan(IMPORT), str(base), out)
+    surgeon.apply(plan(IMPORT), str(base), out)
     result = CliRunner().invoke(app, ["export-slot", str(out), "0", str(dest), "--json", "--quiet"])
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
@@ -436,7 +437,7 @@ def test_a_manifest_that_lost_or_changed_its_adapter(
     plan: Callable[..., Path], base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    api.apply(plan(IMPORT), str(base), out)
+    surgeon.apply(plan(IMPORT), str(base), out)
     file = out / "surgery.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"adapters": {}}))
@@ -446,4 +447,4 @@ def test_a_manifest_that_lost_or_changed_its_adapter(
     assert "surgery.json" in refused("verify", "--static", base, out)
     manifest["adapters"]["adapter"] |= {"alpha_pattern": {}, "alpha": 99.0}
     file.write_text(json.dumps(manifest))
-    assert not api.verify(base, out, logits=False).holds
+    assert not surgeon.verify(base, out, logits=False).holds

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests import tiny
@@ -36,8 +36,8 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tiny.checkpoint(folder / "base", "llama")
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     (base / "LICENSE").write_text("terms")
-    api.apply("llama-pro", str(base), folder / "native")
-    api.apply("neutral-residues", str(base), folder / "grafted")
+    surgeon.apply("llama-pro", str(base), folder / "native")
+    surgeon.apply("neutral-residues", str(base), folder / "grafted")
     return folder
 
 
@@ -63,7 +63,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def refused(out: Path, **options: Any) -> str:
     with pytest.raises(BadInput) as caught:
-        api.push(out, "user/model", **options)
+        surgeon.push(out, "user/model", **options)
     message = str(caught.value)
     assert "\n" not in message
     assert TOKEN not in message
@@ -156,21 +156,21 @@ def test_large_files_go_to_a_store_of_their_own(grown: Path, tmp_path: Path) -> 
 
 
 def test_a_push_again_sends_nothing(hub: Hub, out: Path) -> None:
-    first = api.push(out, "user/model", private=True)
+    first = surgeon.push(out, "user/model", private=True)
     assert hub.private
     assert first.commit == hub.commit
     assert [path for method, path in hub.posted if path.endswith("/commit/main")] == [f"{MODEL}/commit/main"]
     hub.posted.clear()
-    again = api.push(out, "user/model")
+    again = surgeon.push(out, "user/model")
     assert (again.sent, again.commit, again.url) == ((), hub.commit, None)
     assert not hub.posted
 
 
 def test_only_what_changed_is_sent(hub: Hub, out: Path) -> None:
-    api.push(out, "user/model")
+    surgeon.push(out, "user/model")
     hub.posted.clear()
     (out / "generation_config.json").write_text('{"do_sample": false}')
-    pushed = api.push(out, "user/model")
+    pushed = surgeon.push(out, "user/model")
     assert [(file.name, file.state) for file in pushed.sent] == [("generation_config.json", "changed")]
     assert not hub.uploads
     assert hub.files["generation_config.json"] == b'{"do_sample": false}'
@@ -180,7 +180,7 @@ def test_a_dry_run_sends_nothing(hub: Hub, out: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("HF_TOKEN")
     (out / "notes.txt").write_text("mine")
     (out / "evil.pkl").write_bytes(b"0")
-    shown = api.push(out, "user/model", dry_run=True)
+    shown = surgeon.push(out, "user/model", dry_run=True)
     assert not hub.posted
     assert not hub.exists
     assert {file.state for file in shown.files} == {"new"}
@@ -198,7 +198,7 @@ def test_what_would_be_loaded_beside_it_is_taken_out(hub: Hub, out: Path) -> Non
         "notes.md": b"kept",
         "original/model.safetensors": b"kept",
     }
-    pushed = api.push(out, "user/model")
+    pushed = surgeon.push(out, "user/model")
     assert pushed.stale == ("model.safetensors", "modeling_surgeon.py")
     assert {"notes.md", "original/model.safetensors"} <= hub.files.keys()
     assert not {"model.safetensors", "modeling_surgeon.py"} & hub.files.keys()
@@ -207,23 +207,23 @@ def test_what_would_be_loaded_beside_it_is_taken_out(hub: Hub, out: Path) -> Non
 def test_a_branch_and_a_pull_request(hub: Hub, out: Path) -> None:
     hub.exists, hub.files = True, {"README.md": b"---\nlicense: mit\n---\n", "model.safetensors": b"somebody's"}
     before = dict(hub.files)
-    opened = api.push(out, "user/model", pull_request=True)
+    opened = surgeon.push(out, "user/model", pull_request=True)
     assert opened.pull_request == f"{hub.endpoint}/user/model/discussions/1"
     assert "surgery.json" in hub.pull_requests[0]
     # Its shards lie there by now.
     hub.posted.clear()
     (out / "generation_config.json").write_text("{}")
-    api.push(out, "user/model", revision="refs/pr/1")
+    surgeon.push(out, "user/model", revision="refs/pr/1")
     assert not hub.uploads
     assert "--force" in refused(out, revision="grown")
     # The branch begins as main, whose weights would be loaded in place of these.
-    assert api.push(out, "user/model", revision="grown", force=True).stale == ("model.safetensors",)
+    assert surgeon.push(out, "user/model", revision="grown", force=True).stale == ("model.safetensors",)
     assert hub.files == before
     there = hub.history[hub.branches["grown"]]
     assert "surgery.json" in there
     assert "model.safetensors" not in there
     hub.posted.clear()
-    assert not api.push(out, "user/model", revision="grown").sent
+    assert not surgeon.push(out, "user/model", revision="grown").sent
     assert not hub.posted
     for revision in (COMMIT, "refs/pr/7"):
         assert "--revision" in refused(out, revision=revision)
@@ -231,7 +231,7 @@ def test_a_branch_and_a_pull_request(hub: Hub, out: Path) -> None:
 
 
 def test_a_branch_of_a_new_repository(hub: Hub, out: Path) -> None:
-    api.push(out, "user/model", revision="grown")
+    surgeon.push(out, "user/model", revision="grown")
     assert "surgery.json" in hub.history[hub.branches["grown"]]
     assert not hub.files
 
@@ -249,7 +249,7 @@ def test_what_does_not_verify_stays_here(hub: Hub, out: Path) -> None:
     assert "does not hold" in message
     assert "--force" in message
     assert not hub.posted
-    forced = api.push(out, "user/model", force=True)
+    forced = surgeon.push(out, "user/model", force=True)
     assert not all(check.holds for check in forced.checks)
     assert b"DOES NOT HOLD" in hub.files["README.md"]
 
@@ -262,7 +262,7 @@ def test_trained_tensors_are_no_broken_promise(hub: Hub, out: Path) -> None:
     shard = out / manifest["new_tensors"][name]["shard"]
     held = load_file(shard)
     save_file(held | {name: held[name] + 1}, shard, metadata={"format": "pt"})
-    pushed = api.push(out, "user/model")
+    pushed = surgeon.push(out, "user/model")
     assert all(check.holds for check in pushed.checks)
     assert "1 trained since" in pushed.checks[-1].detail
 
@@ -281,7 +281,7 @@ def test_foreign_code_and_hostile_names_stay_here(hub: Hub, out: Path, grown: Pa
     manifest["code"]["../secret.py"] = hashlib.sha256(b"secret").hexdigest()
     (grafted / "surgery.json").write_text(json.dumps(manifest))
     assert "code" in refused(grafted)
-    api.push(grafted, "user/model", force=True)
+    surgeon.push(grafted, "user/model", force=True)
     assert not any("secret" in name for name in hub.files)
 
 
@@ -305,7 +305,7 @@ def test_private_is_kept(hub: Hub, out: Path) -> None:
 
 
 def test_licence_and_base_go_into_the_card(hub: Hub, out: Path) -> None:
-    api.push(out, "user/model", license="mit", base_model="user/base")
+    surgeon.push(out, "user/model", license="mit", base_model="user/base")
     head = hub.files["README.md"].decode().split("---")[1]
     assert "license: mit\n" in head
     assert "base_model: user/base\nbase_model_relation: finetune\n" in head
@@ -317,7 +317,7 @@ def test_an_edited_card_goes_up_as_it_is(hub: Hub, out: Path) -> None:
     card = (out / "README.md").read_text() + "\nAnd then I trained it.\n"
     (out / "README.md").write_text(card)
     assert "--license" in refused(out, license="mit")
-    api.push(out, "user/model")
+    surgeon.push(out, "user/model")
     assert hub.files["README.md"].decode() == card
     (out / "README.md").write_text("---\nlicense: [a, b]\n---\n")
     assert '"license" must be a string' in refused(out)
@@ -401,7 +401,7 @@ def test_a_refusal_is_one_line_and_a_rerun_completes(
     uploaded = len(hub.uploads)
     hub.refuse.clear()
     hub.posted.clear()
-    pushed = api.push(out, "user/model")
+    pushed = surgeon.push(out, "user/model")
     assert pushed.commit == hub.commit
     shards = len(list(out.glob("*.safetensors")))
     assert len(hub.uploads) + uploaded == shards
@@ -416,7 +416,7 @@ def test_a_connection_cut_within_a_file(hub: Hub, out: Path) -> None:
     assert "again" in message
     assert "surgery.json" not in hub.files
     hub.cuts = 2
-    assert api.push(out, "user/model").commit == hub.commit
+    assert surgeon.push(out, "user/model").commit == hub.commit
     assert "surgery.json" in hub.files
 
 
@@ -428,14 +428,14 @@ def test_one_blob_lacks(hub: Hub, out: Path) -> None:
     hub.refuse.clear()
     sent = len(hub.uploads)
     assert sent == len(shards) - 1
-    api.push(out, "user/model")
+    surgeon.push(out, "user/model")
     assert len(hub.uploads) == len(shards)
 
 
 def test_somebody_else_commits_meanwhile(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from surgeon.checkpoint import uploading
 
-    api.push(out, "user/model")
+    surgeon.push(out, "user/model")
     (out / "generation_config.json").write_text("{}")
     send = uploading.send
 
@@ -447,7 +447,7 @@ def test_somebody_else_commits_meanwhile(hub: Hub, out: Path, monkeypatch: pytes
     monkeypatch.setattr(uploading, "send", late)
     assert "A commit has happened since" in refused(out)
     monkeypatch.setattr(uploading, "send", send)
-    assert api.push(out, "user/model").sent
+    assert surgeon.push(out, "user/model").sent
 
 
 def test_nobody_answers(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,5 +495,5 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize("name", ["model", "user/", "../x", "user/model/x", "user/a--b", "user/a b"])
 def test_names_the_hub_does_not_know(hub: Hub, out: Path, name: str) -> None:
     with pytest.raises(BadInput, match="user/name"):
-        api.push(out, name)
+        surgeon.push(out, name)
     assert not hub.posted

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon import api
+import surgeon
 from tests import tiny
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -38,7 +38,7 @@ def test_two_processes_write_what_one_writes(shard: str, tmp_path: Path) -> None
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("done") == 1  # one process speaks
     limit = {"20KB": 20_000, "2GB": 2_000_000_000}[shard]
-    api.apply("opt-deus", str(base), tmp_path / "one", max_shard_bytes=limit)
+    surgeon.apply("opt-deus", str(base), tmp_path / "one", max_shard_bytes=limit)
     names = {path.name for path in (tmp_path / "one").iterdir()}
     assert names == {path.name for path in (tmp_path / "two").iterdir()}
     for name in names:

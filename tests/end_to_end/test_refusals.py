@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from surgeon import __version__
-from surgeon.api import Verification
+from surgeon._version import __version__
 from surgeon.cli import app
-from surgeon.verification.logits import LogitComparison
+from surgeon.models.compare import LogitComparison
+from surgeon.verify.verify import Verification
 
 INDEX = "model.safetensors.index.json"
 
@@ -225,7 +225,7 @@ def test_a_bug_is_one_line_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def boom(*_: object, **__: object) -> None:
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr("surgeon.api.inspect", boom)
+    monkeypatch.setattr("surgeon.inspect", boom, raising=False)
     assert "a bug of surgeon's: RuntimeError: first line (" in refused("inspect", base, code=1)
 
 

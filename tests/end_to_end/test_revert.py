@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
-from surgeon.manifest import parse
+from surgeon.manifest.manifest import parse
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_interruptions import fail_after
@@ -34,7 +35,7 @@ SURGERIES = [[INSERT], [ADAPTERS], [INSERT | {"where": {"after": [1]}}, CONTROL]
 
 def train(folder: Path, *names: str, seed: int) -> None:
     """Other values for tensors of a checkpoint (without names: for every new one), as training would give them."""
-    chosen = set(names or api.inspect(folder).manifest.new_tensors)
+    chosen = set(names or surgeon.inspect(folder).manifest.new_tensors)
     generator = torch.Generator().manual_seed(seed)
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard)
@@ -57,7 +58,7 @@ def chain(folder: Path, family: str, surgeries: list[list[dict[str, Any]]] = SUR
     states = [tiny.checkpoint(folder / "state-0", family)]
     for number, operations in enumerate(surgeries, 1):
         out = folder / f"state-{number}"
-        api.apply(write_plan(folder / f"{number}.yaml", operations), str(states[-1]), out)
+        surgeon.apply(write_plan(folder / f"{number}.yaml", operations), str(states[-1]), out)
         train(out, seed=number)
         states.append(out)
     return states
@@ -91,7 +92,7 @@ def assert_same_state(found: Path, state: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_state_of_a_chain_comes_back(number: int, llama: list[Path], tmp_path: Path) -> None:
-    reverted = api.revert(llama[3], tmp_path / "back", to=number)
+    reverted = surgeon.revert(llama[3], tmp_path / "back", to=number)
     assert_same_state(tmp_path / "back", llama[number])
     assert (reverted.to, reverted.surgeries, len(reverted.undone)) == (number, 3, 3 - number)
     assert reverted.tensors + reverted.dropped == len(weights(llama[3]))
@@ -104,27 +105,27 @@ def test_states_taken_back_one_by_one(llama: list[Path], tmp_path: Path) -> None
     """Without `--to` the last surgery is taken out; the state before is an output like any other."""
     here = llama[3]
     for number in (2, 1, 0):
-        api.revert(here, tmp_path / str(number))
+        surgeon.revert(here, tmp_path / str(number))
         here = tmp_path / str(number)
         assert_same_state(here, llama[number])
     assert len(list(here.glob("*.safetensors"))) == len(list(llama[0].glob("*.safetensors"))) > 1
     with pytest.raises(BadInput, match=r"no surgery\.json"):
-        api.revert(here, tmp_path / "further")
+        surgeon.revert(here, tmp_path / "further")
 
 
 def test_a_state_taken_back_verifies_and_grows_again(llama: list[Path], tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    api.revert(llama[3], first, to=1)
-    applied = api.apply(llama[0].parent / "2.yaml", str(first), again)
-    assert api.verify(first, again, logits=False).holds
-    assert applied.manifest.lineage == api.inspect(llama[2]).manifest.lineage
+    surgeon.revert(llama[3], first, to=1)
+    applied = surgeon.apply(llama[0].parent / "2.yaml", str(first), again)
+    assert surgeon.verify(first, again, logits=False).holds
+    assert applied.manifest.lineage == surgeon.inspect(llama[2]).manifest.lineage
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen2"])
 def test_layer_types_and_tied_embeddings(family: str, tmp_path: Path) -> None:
     states = chain(tmp_path, family)
     for number in (0, 2):
-        api.revert(states[3], tmp_path / f"back-{number}", to=number)
+        surgeon.revert(states[3], tmp_path / f"back-{number}", to=number)
         assert_same_state(tmp_path / f"back-{number}", states[number])
     assert "lm_head.weight" not in weights(tmp_path / "back-0")
 
@@ -132,8 +133,8 @@ def test_layer_types_and_tied_embeddings(family: str, tmp_path: Path) -> None:
 def test_stacked_layers_come_out_again(tmp_path: Path) -> None:
     base, grown = tiny.checkpoint(tmp_path / "base", "llama"), tmp_path / "grown"
     chosen = write_plan(tmp_path / "plan.yaml", [{"op": "stack_layers", "bottom": 5, "top": 4}])
-    api.apply(chosen, str(base), grown)
-    api.revert(grown, tmp_path / "back")
+    surgeon.apply(chosen, str(base), grown)
+    surgeon.revert(grown, tmp_path / "back")
     assert_same_state(tmp_path / "back", base)
 
 
@@ -228,8 +229,8 @@ def test_what_was_trained_between_surgeries_is_told_from_the_manifests(llama: li
     first = Path(shutil.copytree(llama[1], tmp_path / "first"))
     train(first, "model.norm.weight", seed=5)
     second = tmp_path / "second"
-    api.apply(write_plan(tmp_path / "plan.yaml", [ADAPTERS]), str(first), second)
-    api.revert(second, tmp_path / "back", to=1)
+    surgeon.apply(write_plan(tmp_path / "plan.yaml", [ADAPTERS]), str(first), second)
+    surgeon.revert(second, tmp_path / "back", to=1)
     assert_same_state(tmp_path / "back", first)
     told = refused("revert", second, tmp_path / "base", "--to", "0")
     assert "model.norm.weight: trained or edited when surgery 2 began" in told
@@ -238,7 +239,7 @@ def test_what_was_trained_between_surgeries_is_told_from_the_manifests(llama: li
 def test_merged_branches_are_lost(tmp_path: Path) -> None:
     states = chain(tmp_path, "llama", [[CONTROL]])
     merged = tmp_path / "merged"
-    api.apply(write_plan(tmp_path / "merge.yaml", [{"op": "merge_branches", "alpha": 0.5}]), str(states[1]), merged)
+    surgeon.apply(write_plan(tmp_path / "merge.yaml", [{"op": "merge_branches", "alpha": 0.5}]), str(states[1]), merged)
     for number in ("0", "1"):
         told = refused("revert", merged, tmp_path / "back", "--to", number)
         assert "surgery 2 (merge_branches) gave it another value" in told
@@ -263,7 +264,7 @@ def test_code_is_the_one_of_then(out: Path, llama: list[Path], tmp_path: Path) -
     assert f"{name}: neither" in refused("revert", out, tmp_path / "back")
     (out / name).write_bytes(changed)
     assert "--trust-remote-code" in refused("revert", out, tmp_path / "back")
-    api.revert(out, tmp_path / "back", trust_remote_code=True)
+    surgeon.revert(out, tmp_path / "back", trust_remote_code=True)
     assert (tmp_path / "back" / name).read_bytes() == changed
 
 
@@ -282,8 +283,8 @@ def test_manifests_of_older_versions_still_parse_and_keep_their_digests(llama: l
     assert parsed.lineage[0].manifest is None
     assert json.loads(parsed.to_bytes()) == data
     grown = tmp_path / "grown"
-    api.apply(write_plan(tmp_path / "plan.yaml", SURGERIES[2]), str(old), grown)
-    api.revert(grown, tmp_path / "back")
+    surgeon.apply(write_plan(tmp_path / "plan.yaml", SURGERIES[2]), str(old), grown)
+    surgeon.revert(grown, tmp_path / "back")
     assert_json_same(tmp_path / "back", old)
     assert "older" in refused("revert", grown, tmp_path / "first", "--to", "1")
 
@@ -316,10 +317,10 @@ def test_killed_after_it_was_complete(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "_clean_up", lambda self: None)
-        api.revert(llama[3], tmp_path / "back", to=number)
+        surgeon.revert(llama[3], tmp_path / "back", to=number)
     assert (tmp_path / ".back.surgeon").exists()
-    listener = api.Quiet()
-    api.revert(llama[3], tmp_path / "back", to=number, listener=listener)
+    listener = Quiet()
+    surgeon.revert(llama[3], tmp_path / "back", to=number, listener=listener)
     assert any("already complete" in line for line in listener.said)
     assert [path.name for path in tmp_path.iterdir()] == ["back"]
     assert_same_state(tmp_path / "back", llama[number])
@@ -330,6 +331,6 @@ def test_a_grafted_base_without_a_manifest_keeps_its_code(llama: list[Path], tmp
     saved = Path(shutil.copytree(llama[2], tmp_path / "saved"))
     (saved / "surgery.json").unlink()
     (saved / "README.md").unlink()
-    api.apply(write_plan(tmp_path / "plan.yaml", [INSERT]), str(saved), tmp_path / "grown")
-    api.revert(tmp_path / "grown", tmp_path / "back")
+    surgeon.apply(write_plan(tmp_path / "plan.yaml", [INSERT]), str(saved), tmp_path / "grown")
+    surgeon.revert(tmp_path / "grown", tmp_path / "back")
     assert_same_state(tmp_path / "back", saved)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from surgeon import api
+import surgeon
 from surgeon.cli import app
-from surgeon.verification.loading import load_model
-from surgeon.verification.tokens import token_batches
+from surgeon.models.load import load_model
+from surgeon.models.tokens import token_batches
 from tests import tiny
 from tests.end_to_end.test_refusals import refused
 from tests.end_to_end.test_revert import train
-from tests.verification.test_tokens import byte_tokenizer
+from tests.models.test_tokens import byte_tokenizer
 
 OPERATIONS: tuple[dict[str, Any], ...] = (
     {"op": "control_llm", "layers": [1], "interpolator": {"kind": "dlerp"}},
@@ -32,13 +32,13 @@ OPERATIONS: tuple[dict[str, Any], ...] = (
 def out(plan: Callable[..., Path], tmp_path: Path) -> Path:
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32", vocab_size=300)
     byte_tokenizer(base, eos=False)
-    api.apply(plan(*OPERATIONS), str(base), tmp_path / "out")
+    surgeon.apply(plan(*OPERATIONS), str(base), tmp_path / "out")
     train(tmp_path / "out", seed=4)
     return tmp_path / "out"
 
 
 def test_what_is_recorded_is_what_the_model_computes(out: Path, tmp_path: Path) -> None:
-    report = api.routing_report(out, {"probe": None}, window=16, windows=3, to=tmp_path / "routing.json")
+    report = surgeon.routing_report(out, {"probe": None}, window=16, windows=3, to=tmp_path / "routing.json")
     told = report.texts["probe"]
     assert told.tokens == 48
 
@@ -88,5 +88,5 @@ def test_command_line_and_refusals(out: Path, tmp_path: Path) -> None:
 
 def test_grafts_that_choose_nothing_are_refused(plan: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama")
-    api.apply(plan({"op": "gated_adapters", "gate": "none", "size": 8}), str(base), tmp_path / "out")
+    surgeon.apply(plan({"op": "gated_adapters", "gate": "none", "size": 8}), str(base), tmp_path / "out")
     assert "neither router nor gate" in refused("routing-report", tmp_path / "out")

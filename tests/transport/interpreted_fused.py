@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.transport import TransportSettings, fused, passes, sinkhorn, solve
+from surgeon.transport import fused, passes, sinkhorn
 from surgeon.transport.passes import TORCH
+from surgeon.transport.problem import TransportSettings
+from surgeon.transport.solving import solve
 from tests.transport.problems import PROBLEMS, seeded
 
 SHAPES = [(1, 1), (1, 40), (40, 1), (37, 53), (300, 17), (5, 1025), (130, 64), (6, 4097), (3, 14336), (2, 16384)]
@@ -96,15 +98,15 @@ def test_solutions(
 
 def test_a_trial_finds_kernels_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert passes._works(cpu, 64)
+    assert sinkhorn._works(cpu, 64)
     wrong = passes.Passes(TORCH.make_kernel, lambda kernel, v: TORCH.sweep(kernel, v) * 1.01, TORCH.finish)
     monkeypatch.setattr(fused, "PASSES", wrong)
     with pytest.warns(RuntimeWarning, match="fused kernels are not used on cpu: their sums are not torch's"):
-        assert not passes._works(cpu, 128)
+        assert not sinkhorn._works(cpu, 128)
 
     def uncompiled(*_: object) -> Tensor:
         raise RuntimeError("Failed to find C compiler.\nSecond line")
 
     monkeypatch.setattr(fused, "PASSES", passes.Passes(TORCH.make_kernel, uncompiled, TORCH.finish))
     with pytest.warns(RuntimeWarning, match="RuntimeError: Failed to find C compiler.$"):
-        assert not passes._works(cpu, 256)
+        assert not sinkhorn._works(cpu, 256)

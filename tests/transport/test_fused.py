@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.transport.passes import TORCH, passes_for
+from surgeon.transport.passes import TORCH
+from surgeon.transport.sinkhorn import passes_for
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.transport import AttentionWeights, TransportSettings, head_maps
+from surgeon.transport.heads import AttentionWeights, head_maps
+from surgeon.transport.problem import TransportSettings
 from tests.transport.problems import seeded
 
 HEAD_DIM, WIDTH = 8, 24
@@ -108,7 +109,7 @@ def test_order_of_heads_does_not_matter(layout: tuple[int, int], solver: str) ->
 
 def test_rows_matched_freely_tear_heads_apart() -> None:
     """The fault this is for: the plain method's maps of Q and of K differ, and the scores are lost."""
-    from surgeon.transport import solve
+    from surgeon.transport.solving import solve
 
     layout = (4, 2)
     first, second = layer(*layout, seed=1), layer(*layout, seed=9)

@@ -10,7 +10,9 @@ import ot
 import pytest
 import torch
 
-from surgeon.transport import TransportMap, TransportSettings, half_identity, identity, solve
+from surgeon.transport.maps import half_identity, identity
+from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.solving import solve
 from tests.transport.problems import cost64, gaussian, permuted, seeded, uneven
 
 SOLVERS = ["sinkhorn", "emd"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surgeon.transport import product as room
+from surgeon.transport import cost as room
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.transport import TransportSettings, solve
+from surgeon.transport.problem import TransportSettings
 from surgeon.transport.sinkhorn import schedule
+from surgeon.transport.solving import solve
 from tests.transport.problems import PROBLEMS, cost64, permuted, pot_log, solved_by_pot, uneven
 
 # Powers of two near 1e-3 and 1e3: rows scaled by them are the same rows, to the last bit.

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.transport import TransportSettings, solve, solving
+from surgeon.transport import solving
+from surgeon.transport.problem import TransportSettings
+from surgeon.transport.solving import solve
 from tests.transport.problems import uneven
 
 ROWS = torch.ones(3, 4)

@@ -1,0 +1,1 @@
+"""From a plan to a written checkpoint: preview, preflight, writing, computing, reading back."""

@@ -1,0 +1,333 @@
+"""Cooking recipes: the part of an execution that needs weights in memory, and torch.
+
+Arithmetic is in float32; each result is rounded once to its dtype. One output at a time is made, transport
+maps are computed at their first use and freed after their last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surgeon.apply.activations import activations
+from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.recipes import (
+    Average,
+    Block,
+    Constant,
+    Copy,
+    Coupling,
+    Fused,
+    Imported,
+    Interpolated,
+    Listed,
+    MapRef,
+    Random,
+    Recipe,
+    Shuffled,
+    TextSupport,
+    WholeHeads,
+    is_computed,
+    leaves,
+    maps_used,
+)
+from surgeon.checkpoint.copying import ReadAhead
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.common.timing import Stopwatch
+from surgeon.errors import BadInput, printable
+from surgeon.transport.heads import AttentionWeights, head_maps
+from surgeon.transport.maps import half_identity
+from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.solving import solve
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class Workshop:
+    """Makes the tensors of a blueprint from a base, one after the other, sharing its transport maps."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        base: CheckpointFolder,
+        *,
+        device: str = "cpu",
+        stopwatch: Stopwatch | None = None,
+        plan_source: str = "",
+        adapters: Mapping[str, AdapterFolder] | None = None,
+    ) -> None:
+        self.blueprint = blueprint
+        self.plan_source = plan_source
+        self.base = base
+        self.adapters = adapters or {}
+        self.device = torch.device(device)
+        self.stopwatch = stopwatch or Stopwatch()
+        self.reports: dict[str, dict[str, Any]] = {}
+        self._ahead = ReadAhead(base)
+        self._maps: dict[str, TransportMap] = {}
+        # The lower layer's rows after T_in: the cost needs them and so does the fusion.
+        self._aligned: dict[str, Tensor] = {}
+        self._fired: dict[TextSupport, dict[str, Tensor]] = {}
+        self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
+        self._users = Counter(name for names in self._needs.values() for name in names)
+
+    def expect(self, now: Sequence[Output], then: Sequence[Output]) -> None:
+        """Have the base's tensors read while others are computed: for the outputs made now, and those made next."""
+        self._ahead.expect(self._tensors_of(now), self._tensors_of(then))
+
+    def close(self) -> None:
+        """Read ahead no more."""
+        self._ahead.close()
+
+    def take_reports(self) -> dict[str, dict[str, Any]]:
+        """Reports of the maps solved since the last call, by the name of their coupling."""
+        taken, self.reports = self.reports, {}
+        return taken
+
+    def make(self, output: Output) -> memoryview:
+        """The bytes of the output's tensor in its dtype. BadInput names what stands in the way."""
+        try:
+            made = self._cook(output.recipe).to("cpu", TORCH_DTYPES[output.recipe.dtype]).contiguous()
+        except ValueError as error:
+            raise BadInput(f"{printable(output.name)}: {error}") from error
+        if not bool(torch.isfinite(made).all()):
+            raise BadInput(
+                f"{printable(output.name)}: the new values leave the range of {output.recipe.dtype}; use a base in a"
+                " wider dtype"
+            )
+        self.skip(output)
+        return made.view(-1).view(torch.uint8).numpy().data
+
+    def skip(self, output: Output) -> None:
+        """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
+        for name in self._needs.get(output.name, ()):
+            self._users[name] -= 1
+            if self._users[name] == 0:
+                self._maps.pop(name, None)
+                self._aligned.pop(name, None)
+
+    def map_of(self, name: str) -> TransportMap:
+        """The map of the coupling `name`, solved now if it is not yet; its report is in `reports`."""
+        return self._map(MapRef(name))
+
+    def _tensors_of(self, outputs: Sequence[Output]) -> list[str]:
+        """The base's tensors that computing `outputs` takes, each once, about in the order of their use."""
+        found: dict[str, None] = {}
+        for output in outputs:
+            if is_computed(output.recipe):
+                made_from = [output.recipe]
+                for name in sorted(self._needs.get(output.name, ())):
+                    coupling = self.blueprint.couplings[name]
+                    made_from.extend((coupling.first, coupling.second))
+                found.update((leaf.source, None) for top in made_from for leaf in leaves(top) if isinstance(leaf, Copy))
+        return list(found)
+
+    def _all_maps(self, recipe: Recipe) -> frozenset[str]:
+        """Couplings a recipe needs, those included that other couplings are made with."""
+        found: set[str] = set()
+        waiting = list(maps_used(recipe))
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            coupling = self.blueprint.couplings[name]
+            made_from = [coupling.first, coupling.second]
+            if coupling.whole_heads is not None:
+                waiting.extend(coupling.whole_heads.names)
+                made_from.extend(coupling.whole_heads.output)
+            for source in made_from:
+                waiting.extend(maps_used(source))
+            if coupling.t_in.coupling is not None:
+                waiting.append(coupling.t_in.coupling)
+        return frozenset(found)
+
+    def _cook(self, recipe: Recipe) -> Tensor:
+        match recipe:
+            case Copy(source):
+                return self._read(source)
+            case Constant(value, dtype, shape):
+                return torch.full(shape, value, dtype=TORCH_DTYPES[dtype])
+            case Listed(listed, dtype, shape):
+                return torch.tensor(listed, dtype=TORCH_DTYPES[dtype]).view(shape)
+            case Random(key, std, dtype, shape):
+                values = self._generator(key).standard_normal(shape, dtype=np.float32)
+                return torch.from_numpy(values).mul_(std).to(TORCH_DTYPES[dtype])
+            case Imported():
+                return self._rounded(self._imported(recipe), recipe.dtype)
+            case Average(first, second):
+                lower, upper = self._working(first), self._working(second)
+                return self._rounded(lower.add_(upper).mul_(0.5), recipe.dtype)
+            case Fused():
+                return self._rounded(self._fuse(recipe), recipe.dtype)
+            case Interpolated(first, second, alpha):
+                share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
+                return self._rounded(self._working(first).lerp_(self._working(second), share), recipe.dtype)
+            case Shuffled(of, key):
+                # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
+                flat = self._cook(of).to("cpu").contiguous().flatten().clone()
+                width = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[flat.element_size()]
+                bits = flat.view(torch.uint8).numpy().view(width)
+                self._generator(key).shuffle(bits)
+                return flat.view(recipe.shape)
+
+    def _fuse(self, recipe: Fused) -> Tensor:
+        upper = self._working(recipe.second)
+        lower = self._working(recipe.first)
+        for block in recipe.blocks:
+            rows = slice(block.start, block.stop)
+            aligned = lower[rows]
+            if aligned.ndim == 2:
+                upper[rows] += self._fused_rows(aligned, block)
+            else:
+                upper[rows] += self._align_rows(aligned.unsqueeze(1), block.t_out).squeeze(1)
+        return upper.mul_(0.5)
+
+    def _fused_rows(self, lower: Tensor, block: Block) -> Tensor:
+        if block.t_out.coupling is None:
+            return self._align_columns(lower, block.t_in)
+        solved = self._map(block.t_out)
+        with self.stopwatch.stage("align rows"):
+            return solved.align_rows(self._aligned[block.t_out.coupling])
+
+    def _align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        if ref.coupling is None:
+            return matrix
+        found = self._map(ref)
+        with self.stopwatch.stage("align columns"):
+            return found.align_columns(matrix)
+
+    def _align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        if ref.coupling is None:
+            return matrix
+        return self._map(ref).align_rows(matrix)
+
+    def _map(self, ref: MapRef) -> TransportMap:
+        assert ref.coupling is not None
+        if ref.coupling not in self._maps:
+            coupling = self.blueprint.couplings[ref.coupling]
+            if coupling.whole_heads is None:
+                self._solve(coupling)
+            else:
+                self._solve_heads(coupling.whole_heads)
+        found = self._maps[ref.coupling]
+        return half_identity(found) if ref.half_identity else found
+
+    def _solve(self, coupling: Coupling) -> None:
+        lower, upper = self._rows(coupling)
+        compared = (lower, upper) if coupling.support is None else self._activations(coupling, coupling.support)
+        try:
+            with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
+                solved = solve(*compared, TransportSettings(**dict(coupling.settings)))
+        except ValueError as error:
+            raise BadInput(f"transport map {coupling.name}: {error}") from error
+        self._keep(coupling.name, solved, lower)
+
+    def _solve_heads(self, whole: WholeHeads) -> None:
+        """The maps of query, key and value at once: a choice of heads is one for all three."""
+        couplings = [self.blueprint.couplings[name] for name in whole.names]
+        (query, key, value) = [self._rows(coupling) for coupling in couplings]
+        outputs = [self._working(recipe) for recipe in whole.output]
+        first, second = (AttentionWeights(query[i], key[i], value[i], outputs[i]) for i in (0, 1))
+        try:
+            with self.stopwatch.stage("solve heads"):
+                found = head_maps(
+                    first,
+                    second,
+                    TransportSettings(**dict(couplings[0].settings)),
+                    n_heads=whole.heads,
+                    n_kv_heads=whole.kv_heads,
+                    head_dim=whole.head_dim,
+                )
+        except ValueError as error:
+            raise BadInput(f"transport maps {', '.join(whole.names)}: {error}") from error
+        self._keep(whole.query, found.query, query[0])
+        self._keep(whole.key, found.key, key[0])
+        self._keep(whole.value, found.value, value[0])
+
+    def _rows(self, coupling: Coupling) -> tuple[Tensor, Tensor]:
+        """What a coupling compares: rows of the lower layer after T_in, and of the upper layer."""
+        rows = slice(coupling.start, coupling.stop)
+        lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
+        return lower, self._working(coupling.second)[rows]
+
+    def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
+        """What the coupling's rows put out on its text; the base is run once for all couplings of that text."""
+        if support not in self._fired:
+            wanted = [c for c in self.blueprint.couplings.values() if c.support == support]
+            names = {recipe.source for c in wanted for recipe in (c.first, c.second) if isinstance(recipe, Copy)}
+            with self.stopwatch.stage("run the base"):
+                self._fired[support] = activations(
+                    self.base,
+                    sorted(names),
+                    support,
+                    text=Path(self.plan_source).parent / support.text,
+                    device=self.device,
+                )
+        rows = slice(coupling.start, coupling.stop)
+        assert isinstance(coupling.first, Copy), coupling.name
+        assert isinstance(coupling.second, Copy), coupling.name
+        fired = self._fired[support]
+        return fired[coupling.first.source][rows].to(self.device), fired[coupling.second.source][rows].to(self.device)
+
+    def _keep(self, name: str, solved: TransportMap, lower: Tensor) -> None:
+        self._maps[name] = solved
+        self._aligned[name] = lower
+        self.reports[name] = solved.solution.to_report()
+
+    def _working(self, recipe: Recipe) -> Tensor:
+        """A recipe's result in float32 (float64 stays) on the working device, a copy of its own."""
+        made = self._cook(recipe)
+        dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
+        return made.to(self.device, dtype, copy=True)
+
+    def _rounded(self, made: Tensor, dtype: str) -> Tensor:
+        return made.to(TORCH_DTYPES[dtype])
+
+    def _read(self, name: str) -> Tensor:
+        info = self.base.tensors[name]
+        with self.stopwatch.stage("read"):
+            raw = self._ahead.read(name)
+        if math.prod(info.shape) == 0:
+            return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        tensor = torch.frombuffer(raw, dtype=TORCH_DTYPES[info.dtype]).view(info.shape)
+        finite = torch.isfinite(tensor)
+        if not bool(finite.all()):
+            where = [int(i) for i in (~finite).nonzero()[0]]
+            raise BadInput(
+                f"{printable(name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at {where}; new"
+                " layers cannot be computed from it (a copy of this layer would be as broken)"
+            )
+        return tensor
+
+    def _imported(self, recipe: Imported) -> Tensor:
+        adapter = self.adapters[recipe.adapter]
+        with self.stopwatch.stage("read"):
+            raw = adapter.read(recipe.tensor)
+        dtype = TORCH_DTYPES[adapter.facts.tensors[recipe.tensor].dtype]
+        tensor = torch.frombuffer(raw, dtype=dtype).view(recipe.shape)
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadInput(
+                f"{printable(recipe.adapter)}: tensor {printable(recipe.tensor)} holds NaN or infinity; the adapter is"
+                " broken, get it again"
+            )
+        return tensor
+
+    def _generator(self, key: str) -> np.random.Generator:
+        # Philox, seeded by hash: the same numbers on every platform, in any order of tensors and processes.
+        digest = hashlib.sha256(f"{self.blueprint.seed}:{key}".encode()).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

@@ -1,0 +1,67 @@
+"""Before a byte is written: the shipped code, built without weights, must want exactly the tensors of the blueprint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from surgeon.blueprint.draft import Blueprint
+from surgeon.errors import BadInput, printable
+from surgeon.families import ENCODERS
+from surgeon.families.anatomy import OLD_NORMS, layer_of
+from surgeon.families.grafted import BANK
+from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.runtime.joined import import_bundle
+from surgeon.runtime.natives import PREFIX
+
+
+def check_skeleton(blueprint: Blueprint) -> None:
+    """Build the grafted model on the meta device and compare names and shapes, so that planner and code cannot drift.
+
+    Raises BadInput naming the first tensor that one of them has and the other lacks, or has in another shape.
+    """
+    model = _build(blueprint.config)
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
+    planned = {output.name: tuple(output.recipe.shape) for output in blueprint.outputs}
+    if blueprint.config["model_type"].removeprefix(PREFIX) in ENCODERS:
+        # Heads come and go on encoders, and a pooler nothing reads: surgery touches neither.
+        base = f"{model.base_model_prefix}."
+        wanted, planned = ({n: s for n, s in held.items() if _of_layers(n, base)} for held in (wanted, planned))
+        # By the names of the base model, which a checkpoint of it alone may have or not.
+        wanted, planned = ({_present(n, base): s for n, s in held.items()} for held in (wanted, planned))
+    tied = set(model.all_tied_weights_keys)
+    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    for name, shape in wanted.items():
+        if name not in planned:
+            if name not in tied:
+                raise BadInput(f"{name}: the shipped code needs this tensor, the plan does not make it")
+        elif planned[name] != shape:
+            raise BadInput(
+                f"{name}: the plan makes it of shape {list(planned[name])}, the shipped code needs {list(shape)}"
+            )
+    for name in planned:
+        # Old buffers, which transformers passes over, may stay.
+        if name not in wanted and "rotary_emb" not in name and not any(part in name for part in ignored):
+            raise BadInput(f"{printable(name)}: the plan makes this tensor, the shipped code has no place for it")
+
+
+def _of_layers(name: str, base: str) -> bool:
+    return layer_of(name) is not None or name.removeprefix(base).startswith(BANK)
+
+
+def _present(name: str, base: str) -> str:
+    """Without the base model's prefix, and as norms' parts are called today."""
+    present = name.removeprefix(base)
+    for old, new in OLD_NORMS.items():
+        present = present.removesuffix(old) + new if present.endswith(old) else present
+    return present
+
+
+def _build(config: dict[str, Any]) -> Any:
+    kind = getattr(import_bundle(config), config["architectures"][0])
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return kind(kind.config_class.from_dict(dict(config)))
+    except LOAD_FAILURES as error:
+        raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error

@@ -1,0 +1,329 @@
+"""`surgeon preview`: what a plan would do to a base, from headers and config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.blueprint.draft import Blueprint, Layer
+from surgeon.blueprint.recipes import Copy, is_computed, leaves, numel
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
+from surgeon.checkpoint.card_metadata import metadata_of
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate_adapter, remote_folder
+from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.common.formatting import PROMISE_STYLES, count, size, span
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import dissect
+from surgeon.manifest.manifest import manifest_of
+from surgeon.operations.pmoe_experts import PMoEExperts
+from surgeon.plan.drafting import draw
+from surgeon.plan.loading import LoadedPlan, load_plan
+from surgeon.plan.shipped import find_plan
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a plan would do to a base, from headers and config alone.
+
+    Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data; `bytes_holes` is
+    the part of the output that is zeros and takes no room on disk. `peak_memory` is an estimate in bytes.
+    """
+
+    plan: LoadedPlan
+    blueprint: Blueprint
+    shards: tuple[Shard, ...]
+    model_type: str
+    parameters_before: int
+    parameters_after: int
+    parameters_new: int
+    parameters_trainable: int
+    bytes_to_read: int
+    bytes_to_write: int
+    bytes_holes: int
+    peak_memory: int
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        layers = f"{sum(e.base is not None for e in self.blueprint.layers)} → {len(self.blueprint.layers)} layers"
+        return (
+            f"Preview({self.model_type}, {layers}, {self.parameters_before:,} → {self.parameters_after:,} parameters,"
+            f" {self.parameters_new:,} new, promise {self.blueprint.promise!r})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        blueprint = self.blueprint
+        return {
+            "model_type": self.model_type,
+            "native": blueprint.native,
+            "promise": blueprint.promise,
+            "operations": [
+                {
+                    "op": r.op,
+                    "matched": r.matched,
+                    "promise": r.claim.promise,
+                    "reason": r.claim.reason,
+                    "trains": r.trains,
+                }
+                for r in blueprint.operations
+            ],
+            "layers": [
+                {
+                    "layer": e.index,
+                    "base": e.base,
+                    "init": e.init or None,
+                    "sources": list(e.sources),
+                    "grafts": [graft.text for graft in e.grafts],
+                }
+                for e in blueprint.layers
+            ],
+            "parameters": {
+                "before": self.parameters_before,
+                "after": self.parameters_after,
+                "new": self.parameters_new,
+                "trainable": self.parameters_trainable,
+            },
+            "bytes": {"read": self.bytes_to_read, "written": self.bytes_to_write, "holes": self.bytes_holes},
+            "peak_memory": self.peak_memory,
+            "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
+            "notes": list(self.notes),
+        }
+
+
+# What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
+_STREAMING_MEMORY = 90_000_000
+
+
+_TORCH_MEMORY = 450_000_000
+
+
+_NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"
+
+
+def preview(
+    plan: str | Path | LoadedPlan, base: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Preview:
+    """Show what `apply` would do, reading headers and config only.
+
+    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
+    (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
+    """
+    base = str(base)
+    loaded = loaded_plan(plan)
+    if Path(base).exists():
+        folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    else:
+        folder = remote_folder(base, revision, trust_remote_code=trust_remote_code)
+    return preview_of(loaded, folder, adapters_of_plan(loaded))
+
+
+def loaded_plan(plan: str | Path | LoadedPlan) -> LoadedPlan:
+    """The plan as read: a file, the name of a shipped plan, or one that was parsed already. Raises BadInput."""
+    return plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+
+
+def preview_of(
+    loaded: LoadedPlan,
+    folder: CheckpointFolder,
+    adapters: Mapping[str, AdapterFolder],
+    *,
+    max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
+) -> Preview:
+    """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput."""
+    if folder.manifest is not None:
+        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        manifest_of(folder)
+    anatomy = dissect(folder.config, folder.tensors)
+    known = {name: adapter.facts for name, adapter in adapters.items()}
+    blueprint = draw(loaded, anatomy, folder.config, known)
+    shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
+    texts = texts_of(blueprint, loaded)
+    notes = [*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())]
+    if metadata_of(folder).license is None:
+        notes.append(_NO_LICENSE)
+    outputs = blueprint.outputs
+    new = sum(numel(output.recipe) for output in outputs if output.new)
+    after = sum(numel(output.recipe) for output in outputs)
+    trains_all = any(record.trains == "all" for record in blueprint.operations)
+    read = {
+        leaf.source: folder.tensors[leaf.source].nbytes
+        for output in outputs
+        for leaf in leaves(output.recipe)
+        if isinstance(leaf, Copy)
+    }
+    return Preview(
+        plan=loaded,
+        blueprint=blueprint,
+        shards=shards,
+        model_type=anatomy.family.model_type,
+        parameters_before=sum(info.numel for info in folder.tensors.values()),
+        parameters_after=after,
+        parameters_new=new,
+        parameters_trainable=after if trains_all else new,
+        bytes_to_read=sum(read.values()),
+        bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
+        bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        peak_memory=_peak_memory(blueprint),
+        notes=tuple(notes),
+    )
+
+
+def texts_of(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
+    """The texts that the plan has the base run on, by their names in the plan; BadInput where one is missing."""
+    found: dict[str, Path] = {}
+    for coupling in blueprint.couplings.values():
+        if coupling.support is not None:
+            path = Path(loaded.source).parent / coupling.support.text
+            if not path.is_file():
+                raise BadInput(
+                    f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"
+                )
+            found[coupling.support.text] = path
+    return found
+
+
+def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
+    """The PEFT adapters that the plan imports, opened, by their names in the plan."""
+    opened: dict[str, AdapterFolder] = {}
+    for operation in loaded.plan.operations:
+        if not isinstance(operation, PMoEExperts) or operation.from_peft is None:
+            continue
+        name = operation.from_peft
+        beside = Path(loaded.source).parent / name
+        path = beside if beside.exists() else Path(name)
+        if path.exists():
+            opened[name] = AdapterFolder.open(path, id=path.resolve().name)
+        else:
+            located = locate_adapter(name)
+            opened[name] = AdapterFolder.open(located.path, id=located.repo_id or name, revision=located.revision)
+    return opened
+
+
+def _peak_memory(blueprint: Blueprint) -> int:
+    """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes."""
+    computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
+    if not computed:
+        return _STREAMING_MEMORY if blueprint.native else _TORCH_MEMORY
+    # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
+    # the lower source after T_in, and the map of the attention output that stays for gate and up.
+    largest = max(4 * 4 * numel(recipe) for recipe in computed)
+    # Maps of whole heads are a number for each pair of heads.
+    rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
+    maps = sorted((4 * n * n for n in rows), reverse=True)
+    # One layer's sources, read ahead, and finished tensors that wait to be written.
+    new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
+    waiting = 2 * max(sum(map(nbytes, layer)) for layer in new) + 3 * max(nbytes(o) for layer in new for o in layer)
+    return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0) + waiting
+
+
+def preview_view(preview: Preview, base: str) -> RenderableType:
+    """The new layer list beside the old, what each operation promises, and what it costs."""
+    blueprint = preview.blueprint
+    return Group(
+        Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),
+        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes),
+        Text(),
+        _stack(blueprint),
+        Text(),
+        _operations(blueprint),
+        Text(),
+        _budget(preview),
+    )
+
+
+def _stack(blueprint: Blueprint) -> Table:
+    """Old and new layers side by side, from the top of the stack down; runs of kept layers take one row."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("base", justify="right", style="cyan")
+    table.add_column("")
+    table.add_column("output", justify="right")
+    table.add_column("")
+    for run in reversed(list(_runs(blueprint.layers))):
+        first, last = run[0], run[-1]
+        if first.base is not None and last.base is not None:
+            table.add_row(span(first.base, last.base), "──▶", span(first.index, last.index), _kept(first))
+        else:
+            table.add_row(
+                "",
+                Text("✚", style="bold green"),
+                Text(span(first.index, last.index), style="green"),
+                _made(run),
+            )
+    return table
+
+
+def _runs(layers: Iterable[Layer]) -> Iterable[list[Layer]]:
+    run: list[Layer] = []
+    for layer in layers:
+        if run and not _joins(run[-1], layer):
+            yield run
+            run = []
+        run.append(layer)
+    if run:
+        yield run
+
+
+def _joins(below: Layer, above: Layer) -> bool:
+    if below.grafts != above.grafts:
+        return False
+    if below.base is not None and above.base is not None:
+        return above.base == below.base + 1 and above.init == below.init
+    return below.base is above.base is None and below.operation == above.operation and below.init == above.init
+
+
+def _kept(layer: Layer) -> Text:
+    return _with_grafts(Text(layer.init, style="yellow") if layer.init else Text("kept", style="dim"), layer)
+
+
+def _with_grafts(text: Text, layer: Layer) -> Text:
+    for graft in layer.grafts:
+        text.append(f" + {graft.text}", style="green")
+        told = "the base's" if graft.operation is None else f"operation {graft.operation}"
+        text.append(f" ({told})", style="dim")
+    return text
+
+
+def _made(run: list[Layer]) -> Text:
+    first, last = run[0], run[-1]
+    text = Text(f"new: {first.init}", style="green")
+    if first.sources and len(run) == 1:
+        text.append(f" of {' and '.join(str(s) for s in first.sources)}")
+    elif first.sources and last.sources:
+        text.append(f" of {span(first.sources[0], last.sources[-1])}")
+    if first.operation is not None:
+        text.append(f"  (operation {first.operation})", style="dim")
+    return _with_grafts(text, first)
+
+
+def _operations(blueprint: Blueprint) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("operation", "matched", "promise", "why", "trains"):
+        table.add_column(column, overflow="fold")
+    for number, record in enumerate(blueprint.operations):
+        claim = record.claim
+        table.add_row(
+            f"{number} {record.op}", record.matched, PROMISE_STYLES[claim.promise], claim.reason, record.trains
+        )
+    return table
+
+
+def _budget(preview: Preview) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    grown = preview.parameters_after / preview.parameters_before
+    table.add_row("parameters", f"{count(preview.parameters_before)} → {count(preview.parameters_after)}, ×{grown:.3g}")
+    table.add_row("new", count(preview.parameters_new))
+    table.add_row("trainable", count(preview.parameters_trainable))
+    holes = f" and {size(preview.bytes_holes)} of zeros as holes" if preview.bytes_holes else ""
+    table.add_row("reads", size(preview.bytes_to_read))
+    table.add_row("writes", f"{size(preview.bytes_to_write)}{holes}, {len(preview.shards)} shards")
+    table.add_row("peak memory", f"about {size(preview.peak_memory)}")
+    native = "native: loads without custom code" if preview.blueprint.native else "loads with trust_remote_code=True"
+    table.add_row("output", native)
+    return table

@@ -1,0 +1,352 @@
+"""Writing a job's output: shard by shard from the base into a staged folder, published by one rename.
+
+Copied tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and
+only then is torch imported). While the next shard is written, other threads read the last one back and compare
+it with the base (readback.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.apply.job import Job
+from surgeon.apply.readback import ReadBack, Sources
+from surgeon.blueprint.draft import Output
+from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
+from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
+from surgeon.checkpoint.copying import WriteBehind, copy_range, reserve, write_all
+from surgeon.checkpoint.folder import CARD_FILE
+from surgeon.checkpoint.header import ALIGNMENT, build_header
+from surgeon.checkpoint.staging import Staging
+from surgeon.common.distributed import Elsewhere, Ranks, Report
+from surgeon.common.listener import Listener
+from surgeon.common.timing import Stopwatch
+from surgeon.errors import SurgeonError, printable
+from surgeon.manifest.card import card
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+
+if TYPE_CHECKING:
+    from surgeon.apply.compute import Workshop
+
+_ALONE = Ranks()
+
+
+# The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
+_WRITERS = 2
+
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Manifest | None:
+    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
+
+    With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
+    is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
+    what was read back is not what was written.
+    """
+    with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
+        if staging.already_published:
+            listener.say(f"{printable(str(out))} was already complete; nothing to do")
+            ranks.send(Order("", ()))
+            ranks.gather(Report({}))
+            return _published_manifest(out)
+        listener.begin("writing", job.bytes_to_write)
+        try:
+            with ReadBack(job.base, staging, compare=job.read_back) as proof:
+                run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof)
+                run.all_shards()
+                with stopwatch.stage("wait for read-back"):
+                    proof.settle()
+                    job.purpose.settle(job, proof)
+            job.base.check_unchanged()
+        except SurgeonError as error:
+            # The base or the plan is at fault, not the moment: the same command would fail again.
+            if not (isinstance(error, Elsewhere) and error.momentary):
+                staging.abandon()
+            raise
+        manifest = run.small_files()
+        staging.publish()
+    return manifest
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 asks of the others: the folder with the staged shards, and the shards whose layers to compute."""
+
+    folder: str
+    files: tuple[str, ...]
+
+
+def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+    """On every rank but 0: compute a share of the layers that rank 0 asks for, and wait until it has published."""
+    order: Order = ranks.receive()
+    share = _Share(job, Path(order.folder), listener, stopwatch, ranks)
+    ranks.gather(share.of([shard for shard in job.shards if shard.file in order.files]))
+    ranks.receive()
+
+
+class _Share:
+    """One process's part of an execution: it writes tensors into shards that are begun."""
+
+    def __init__(self, job: Job, folder: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+        self.job = job
+        self.folder = folder
+        self.listener = listener
+        self.stopwatch = stopwatch
+        self.ranks = ranks
+        self._workshop: Workshop | None = None
+
+    @property
+    def workshop(self) -> Workshop:
+        """Made at first need: it brings torch."""
+        if self._workshop is None:
+            from surgeon.apply.compute import Workshop
+
+            self._workshop = Workshop(
+                self.job.blueprint,
+                self.job.base,
+                device=self.job.device,
+                stopwatch=self.stopwatch,
+                plan_source=self.job.purpose.source,
+                adapters=self.job.purpose.adapters,
+            )
+        return self._workshop
+
+    def of(self, shards: Sequence[Shard]) -> Report:
+        """Write this rank's layers of `shards`; an error is told, not raised, as the other ranks wait for it."""
+        maps: dict[str, dict[str, Any]] = {}
+        dealt = 0
+        mine: list[list[Output]] = []
+        for shard in shards:
+            layers = group_by_layer(shard.outputs)
+            mine.append(
+                [o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer]
+            )
+            dealt += len(layers)
+        try:
+            for number, (shard, outputs) in enumerate(zip(shards, mine, strict=True)):
+                self.skip([output for output in shard.outputs if output not in outputs])
+                maps[shard.file] = self.write(shard, outputs, _first_layer(mine[number + 1 :])) if outputs else {}
+        except SurgeonError as error:
+            return Report({}, str(error), error.exit_code)
+        except OSError as error:
+            told = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
+            return Report({}, told, momentary=True)
+        finally:
+            self.close()
+        return Report(maps)
+
+    def begin(self, shard: Shard) -> None:
+        """Make a shard's file: its header, and room for its tensors."""
+        header, places = self._header(shard)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            reserve(target, places[-1][1])
+            write_all(target, header, 0)
+        finally:
+            os.close(target)
+
+    def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
+        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them.
+
+        Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
+        is the layer that comes after these outputs.
+        """
+        _, places = self._header(shard)
+        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        computes = any(is_computed(output.recipe) for output in outputs)
+        target = os.open(self.folder / shard.file, os.O_RDWR)
+        try:
+            with Sources(self.job.base) as sources, WriteBehind(target, self.listener.advance) as behind:
+                for layer, following in pairwise([*group_by_layer(outputs), then]):
+                    if computes:
+                        self.workshop.expect(layer, following)
+                    for output in layer:
+                        _write_tensor(self, output, target, *place_of[output.name], sources, behind)
+        finally:
+            os.close(target)
+        return self.workshop.take_reports() if computes else {}
+
+    def close(self) -> None:
+        """Nothing more is computed: what was to be read for it is not."""
+        if self._workshop is not None:
+            self._workshop.close()
+
+    def skip(self, outputs: Sequence[Output]) -> None:
+        """Count tensors as done that an earlier run or another rank makes."""
+        for output in outputs:
+            if is_computed(output.recipe):
+                self.workshop.skip(output)
+
+    def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
+        entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
+        # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
+        # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
+        begins = self.job.base.headers[shard.twin].data_begin if shard.twin else 0
+        return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
+
+
+class _Run(_Share):
+    """An execution under way on rank 0: it holds the staged folder and has everything read back."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        listener: Listener,
+        stopwatch: Stopwatch,
+        ranks: Ranks,
+        staging: Staging,
+        proof: ReadBack,
+    ) -> None:
+        super().__init__(job, folder, listener, stopwatch, ranks)
+        self.staging = staging
+        self.proof = proof
+
+    def all_shards(self) -> None:
+        """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
+        computed = [shard for shard in self.job.shards if any(is_computed(o.recipe) for o in shard.outputs)]
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
+            try:
+                copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
+                if self.ranks.size == 1:
+                    for number, shard in enumerate(computed):
+                        self.shard(
+                            shard,
+                            _first_layer(
+                                [
+                                    later.outputs
+                                    for later in computed[number + 1 :]
+                                    if not self.staging.is_done(later.file)
+                                ]
+                            ),
+                        )
+                else:
+                    self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
+                for copy in as_completed(copies):
+                    copy.result()
+            except BaseException:
+                writers.shutdown(wait=False, cancel_futures=True)
+                raise
+            finally:
+                self.close()
+
+    def _among_ranks(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            self.begin(shard)
+        self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
+        reports = self.ranks.gather(self.of(shards))
+        for shard in shards:
+            self.proof.add(shard, {name: told for r in reports for name, told in r.maps.get(shard.file, {}).items()})
+
+    def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
+        """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""
+        if not self._done_earlier(shard):
+            self.begin(shard)
+            self.proof.add(shard, self.write(shard, shard.outputs, then))
+
+    def _done_earlier(self, shard: Shard) -> bool:
+        record = self.staging.is_done(shard.file)
+        if record is None:
+            return False
+        self.proof.remember(record)
+        self.skip(shard.outputs)
+        self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
+        return True
+
+    def small_files(self) -> Manifest | None:
+        """Config, index, side files, manifest and card, each journalled; an output without a manifest has no card."""
+        job, folder = self.job, self.staging.folder
+        if job.files is not None:
+            for name, content in job.files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                self._small(name, content)
+            return job.purpose.manifest(job, self.proof)
+        self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
+        if len(job.shards) > 1:
+            self._small(INDEX_FILE, index_of(job.shards))
+        for name in job.blueprint.code_files:
+            self._small(name, job.code(name))
+        for name in job.base.side_files:
+            (folder / name).parent.mkdir(exist_ok=True)
+            self._small(name, job.base.read_side_file(name))
+        manifest = job.purpose.manifest(job, self.proof)
+        if manifest is not None:
+            self._small(MANIFEST_FILE, manifest.to_bytes())
+            sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
+            self._small(CARD_FILE, card(manifest, job.blueprint.config, sizes, job.purpose.metadata))
+        return manifest
+
+    def _small(self, name: str, content: bytes) -> None:
+        (self.staging.folder / name).write_bytes(content)
+        self.staging.done(name, {})
+
+
+def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
+    """The layer that is computed next, when `shards` are the outputs still to come."""
+    return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
+
+
+def _write_tensor(
+    run: _Share, output: Output, target: int, begin: int, end: int, sources: Sources, behind: WriteBehind
+) -> None:
+    match output.recipe:
+        case Copy(source):
+            info = run.job.base.tensors[source]
+            with run.stopwatch.stage("copy"):
+                copy_range(
+                    sources[info.file],
+                    target,
+                    source_offset=info.begin,
+                    target_offset=begin,
+                    count=end - begin,
+                    progress=run.listener.advance,
+                )
+        case Constant() | Listed():
+            if not is_hole(output):
+                write_all(target, constant_bytes(output.recipe), begin)
+                run.listener.advance(end - begin)
+        case _:
+            made = run.workshop.make(output)
+            with run.stopwatch.stage("wait for writing"):
+                behind.write(made, begin)
+
+
+def constant_bytes(recipe: Constant | Listed) -> bytes:
+    """A tensor whose values the recipe names, as little-endian bytes, without numpy or torch."""
+    if isinstance(recipe, Listed):
+        return b"".join(_element(value, recipe.dtype) for value in recipe.values)
+    return _element(recipe.value, recipe.dtype) * numel(recipe)
+
+
+def _element(value: float, dtype: str) -> bytes:
+    if dtype != "BF16":
+        return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+    # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+
+
+def index_of(shards: tuple[Shard, ...]) -> bytes:
+    """The content of the index that names every tensor's shard."""
+    weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
+    metadata = {
+        "total_parameters": sum(numel(output.recipe) for shard in shards for output in shard.outputs),
+        "total_size": sum(shard.nbytes for shard in shards),
+    }
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _published_manifest(out: Path) -> Manifest | None:
+    file = out / MANIFEST_FILE
+    return parse(json.loads(file.read_bytes()), file=str(file)) if file.exists() else None

@@ -1,0 +1,309 @@
+"""The draft that operations edit, and the finished blueprint: for every tensor of the output one recipe.
+
+Operations edit a `Draft`, in plan order; `Draft.finish` numbers the layers and gives the frozen `Blueprint`
+that preview shows, `apply` writes and `verify` checks against. No weight is read here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of
+from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.family import MOST_LAYERS, Family, Part, per_layer_lists
+from surgeon.families.grafted import native_config, owner_of
+from surgeon.runtime.bundle import CODE_FILE
+
+
+def silence(tensors: Mapping[str, Recipe], family: Family, parts: tuple[Part, ...]) -> dict[str, Recipe]:
+    """A layer's recipes, by suffix, with those replaced that write to the residual stream (`Family.silence`)."""
+    silenced = dict(tensors)
+    for suffix, value in family.silence(parts).items():
+        recipe = tensors[suffix]
+        silenced[suffix] = Constant(value, recipe.dtype, recipe.shape)
+    return silenced
+
+
+Promise = Literal["exact", "none"]
+
+
+# Keys of `config.surgery` that belong to no single layer.
+_MODEL_WIDE = ("local_loss", "router_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an operation promises about the base's function.
+
+    `exact`: every logit is bit-identical at birth, in the checkpoint's dtype and with the same attention
+    implementation. `none`: the function changes. `reason` says why, in one sentence.
+    """
+
+    promise: Promise
+    reason: str
+
+
+@dataclass(slots=True)
+class LayerDraft:
+    """A layer while operations are at work: its tensors by suffix, and where it comes from.
+
+    `base` is the base layer it is (None for a new one), `operation` the operation that made it, `sources`
+    what it was made from, in words of the model as that operation found it. `rewritten` names the operation that
+    gave a base layer's tensor another value, by suffix; `grafts` are what stands beside the native tensors.
+    """
+
+    tensors: dict[str, Recipe]
+    base: int | None
+    layer_type: str | None
+    per_layer: dict[str, Any] = field(default_factory=dict)
+    operation: int | None = None
+    sources: tuple[int, ...] = ()
+    init: str = ""
+    rewritten: dict[str, int] = field(default_factory=dict)
+    grafts: list[Graft] = field(default_factory=list)
+
+    def graft(self, kind: str) -> Graft | None:
+        """The graft of this kind on the trunk's layer itself, if it has one."""
+        return next((graft for graft in self.grafts if graft.kind == kind and not graft.in_branch), None)
+
+
+@dataclass(frozen=True, slots=True)
+class GraftNote:
+    """One graft of a layer, as preview and manifest tell of it; `operation` None: the base brought it."""
+
+    text: str
+    operation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of the output, as preview and manifest show it. `sources` are its sources' numbers in the output."""
+
+    index: int
+    base: int | None
+    operation: int | None
+    init: str
+    sources: tuple[int, ...]
+    layer_type: str | None
+    grafts: tuple[GraftNote, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor of the output. `new` tensors are what training may change; `operation` made them."""
+
+    name: str
+    recipe: Recipe
+    new: bool
+    operation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """What one operation of the plan did: its name, what its selector matched, its claim, what it lets train."""
+
+    op: str
+    matched: str
+    claim: Claim
+    trains: Literal["new", "all"]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The output, tensor by tensor, in the order of the model.
+
+    `couplings` maps the names of transport maps to how they are made, in an order in which each comes after
+    those it needs. `native` says that the output is the base's own class with more layers; where it is not,
+    `code_files` of the shipped runtime are copied beside the weights.
+    """
+
+    seed: int
+    outputs: tuple[Output, ...]
+    couplings: dict[str, Coupling]
+    layers: tuple[Layer, ...]
+    operations: tuple[OperationRecord, ...]
+    config: dict[str, Any]
+    code_files: tuple[str, ...] = ()
+
+    @property
+    def native(self) -> bool:
+        """Whether the output loads without custom code."""
+        return not self.code_files
+
+    @property
+    def promise(self) -> Promise:
+        """The weakest promise of all operations: what the output as a whole promises."""
+        return "exact" if all(record.claim.promise == "exact" for record in self.operations) else "none"
+
+    @property
+    def layer_of_base(self) -> tuple[int, ...]:
+        """For every base layer, its number in the output."""
+        kept = [layer for layer in self.layers if layer.base is not None]
+        return tuple(layer.index for layer in sorted(kept, key=lambda layer: layer.base or 0))
+
+
+class Draft:
+    """The model while operations edit it, one after the other."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        config: Mapping[str, Any],
+        *,
+        seed: int,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        self.anatomy = anatomy
+        self.seed = seed
+        # What is known of the PEFT adapters that the plan names, by the plan's names.
+        self.adapters = adapters or {}
+        # Of the trunk alone; `finish` writes back what grafts need.
+        self.config = native_config(config)
+        self.couplings: dict[str, Coupling] = {}
+        self.records: list[OperationRecord] = []
+        # Model-wide keys of `config.surgery`.
+        self.settings: dict[str, Any] = _settings(config)
+        types: Sequence[str | None] = anatomy.layer_types or [None] * anatomy.sizes.layers
+        lists = self._per_layer_lists()
+        brought = grafts_of(config)
+        # The control states of all layers, which stand outside layers.
+        self.bank = bank_of(config)
+        if self.bank is not None:
+            self.bank.tensors = {suffix: _copied(info) for suffix, info in anatomy.bank.items()}
+        self.layers = [
+            LayerDraft(
+                tensors={suffix: _copied(info) for suffix, info in tensors.items()},
+                base=index,
+                layer_type=types[index],
+                per_layer={key: values[index] for key, values in lists.items()},
+                grafts=_with_tensors(brought.get(index, []), anatomy.grafted[index]),
+            )
+            for index, tensors in enumerate(anatomy.layers)
+        ]
+
+    def add_coupling(self, coupling: Coupling) -> None:
+        """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
+        assert coupling.name not in self.couplings, coupling.name
+        self.couplings[coupling.name] = coupling
+
+    def copy_of(self, source: int, *, operation: int) -> LayerDraft:
+        """A new layer with the native tensors of layer `source`; that layer's grafts are not copied."""
+        original = self.layers[source]
+        return LayerDraft(
+            tensors=dict(original.tensors),
+            base=None,
+            layer_type=original.layer_type,
+            per_layer=dict(original.per_layer),
+            operation=operation,
+            sources=(source,),
+            init="copy",
+        )
+
+    def insert(self, inserted: Mapping[int, list[LayerDraft]]) -> None:
+        """Put new layers into the gaps after the given layers (numbers of the stack as it stands)."""
+        count = len(self.layers) + sum(len(layers) for layers in inserted.values())
+        if count > MOST_LAYERS:
+            raise BadInput(f"the model would grow to {count} layers; more than {MOST_LAYERS} is refused")
+        stack: list[LayerDraft] = []
+        for index, layer in enumerate(self.layers):
+            stack.append(layer)
+            stack.extend(inserted.get(index, ()))
+        # Sources are numbers of the stack before this edit (and, in older layers, of one still older): renumber.
+        moved = {id(layer): new for new, layer in enumerate(stack)}
+        renumbered = [moved[id(layer)] for layer in self.layers]
+        for layer in stack:
+            layer.sources = tuple(renumbered[source] for source in layer.sources)
+        self.layers = stack
+
+    def parameters(self) -> int:
+        """Numbers in the model as it stands, grafts included; tied embeddings count once."""
+        held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
+        grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
+        held += [recipe for graft in grafts for recipe in graft.tensors.values()]
+        return sum(numel(recipe) for recipe in held) + sum(info.numel for info in self.anatomy.outer.values())
+
+    def finish(self) -> Blueprint:
+        """Number the layers, name the tensors and extend the config."""
+        outputs = [Output(info.name, _copied(info), False, None) for info in self.anatomy.outer.values()]
+        for index, layer in enumerate(self.layers):
+            for suffix, recipe in layer.tensors.items():
+                operation = layer.rewritten.get(suffix, layer.operation)
+                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation is not None, operation))
+            for graft in layer.grafts:
+                for suffix, recipe in graft.tensors.items():
+                    new = graft.operation is not None
+                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, new, graft.operation))
+        if self.bank is not None:
+            for suffix, recipe in self.bank.tensors.items():
+                name, new = self.anatomy.outer_name(suffix), self.bank.operation is not None
+                outputs.append(Output(name, recipe, new, self.bank.operation))
+        grafted = any(layer.grafts for layer in self.layers)
+        return Blueprint(
+            seed=self.seed,
+            outputs=tuple(outputs),
+            couplings=dict(self.couplings),
+            layers=tuple(_finished(index, layer) for index, layer in enumerate(self.layers)),
+            operations=tuple(self.records),
+            config=self._finished_config(grafted=grafted),
+            code_files=(CODE_FILE,) if grafted else (),
+        )
+
+    def _per_layer_lists(self) -> dict[str, list[Any]]:
+        lists = per_layer_lists(self.config, self.anatomy.sizes.layers)
+        lists.pop("layer_types", None)
+        return lists
+
+    def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
+        # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
+        for key in ("mlp_only_layers", "full_attention_layers"):
+            if self.config.get(key):
+                raise BadInput(
+                    f"config.json: `{printable(key)}` names layers by number in a way surgeon cannot renumber yet"
+                )
+        lists = {key: [layer.per_layer[key] for layer in self.layers] for key in self._per_layer_lists()}
+        if self.anatomy.layer_types is not None:
+            lists["layer_types"] = [layer.layer_type for layer in self.layers]
+        if grafted:
+            return grafted_config(
+                self.config,
+                [layer.grafts for layer in self.layers],
+                new_layers=[index for index, layer in enumerate(self.layers) if layer.base is None],
+                settings=self.settings,
+                per_layer=lists,
+                bank=self.bank,
+            )
+        config = copy.deepcopy(self.config)
+        config["num_hidden_layers"] = len(self.layers)
+        return config | lists
+
+
+def _copied(info: TensorInfo) -> Copy:
+    return Copy(info.name, info.dtype, info.shape)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    surgery = config.get("surgery") if isinstance(config.get("surgery"), Mapping) else None
+    return {key: copy.deepcopy(surgery[key]) for key in _MODEL_WIDE if key in surgery} if surgery else {}
+
+
+def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
+    """Hand a layer's graft tensors to the grafts that own them; BadInput where one has no owner."""
+    for suffix, info in tensors.items():
+        whose = owner_of(suffix)
+        owner = None if whose is None else next((graft for graft in grafts if graft.owns(whose)), None)
+        if owner is None:
+            raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
+        owner.tensors[suffix] = _copied(info)
+    return grafts
+
+
+def _finished(index: int, layer: LayerDraft) -> Layer:
+    notes = tuple(GraftNote(graft.text, graft.operation) for graft in layer.grafts)
+    return Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer.layer_type, notes)

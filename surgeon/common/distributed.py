@@ -1,0 +1,148 @@
+"""Several processes at one job, as torchrun starts them: who leads, what is sent between them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.errors import SurgeonError
+
+# A rank may wait for another's transport maps or for rank 0's read-back of a large model; one that died is noticed by
+# torchrun, which ends the rest.
+_LONGEST_WAIT = datetime.timedelta(days=2)
+
+
+class Elsewhere(SurgeonError):
+    """An error that some rank has met and tells of, with its exit code; `momentary` ones may pass (a full disk)."""
+
+    def __init__(self, message: str, exit_code: int = 2, *, momentary: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.momentary = momentary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Elsewhere, (str(self), self.exit_code)
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank's share ended: reports of transport maps by shard file, or an error's text and exit code."""
+
+    maps: dict[str, dict[str, Any]]
+    error: str | None = None
+    exit_code: int = 2
+    momentary: bool = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size`. With size 1 nothing is sent anywhere, and torch.distributed is not imported."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process owns the output."""
+        return self.rank == 0
+
+    @property
+    def local_device(self) -> str | None:
+        """The CUDA device that torchrun means this process to have, if it is one of several."""
+        return f"cuda:{os.environ['LOCAL_RANK']}" if self.size > 1 and "LOCAL_RANK" in os.environ else None
+
+    def send(self, message: Any) -> None:
+        """From rank 0 to all others."""
+        if self.size > 1:
+            _distributed().broadcast_object_list([message], src=0)
+
+    def receive(self) -> Any:
+        """What rank 0 sends; raises the error it tells of."""
+        box: list[Any] = [None]
+        _distributed().broadcast_object_list(box, src=0)
+        return _opened(box[0])
+
+    def gather(self, report: Report) -> list[Report]:
+        """Every rank's report, to every rank; raises the first error among them."""
+        if self.size == 1:
+            reports = [report]
+        else:
+            reports = [report] * self.size
+            _distributed().all_gather_object(reports, report)
+        for found in reports:
+            if found.error is not None:
+                raise Elsewhere(found.error, found.exit_code, momentary=found.momentary)
+        return reports
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """On rank 0, around everything the others wait for: how it ended is sent to them."""
+        try:
+            yield
+            self.send(None)
+        except Elsewhere:  # they know: it came out of `gather`
+            raise
+        except SurgeonError as error:
+            self.send(Elsewhere(str(error), error.exit_code))
+            raise
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun's environment tells of; one alone where there is none."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield Ranks()
+        return
+    distributed = _distributed()
+    distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
+    try:
+        yield Ranks(distributed.get_rank(), distributed.get_world_size())
+    finally:
+        distributed.destroy_process_group()
+
+
+def speaks() -> bool:
+    """Whether this process is the one that writes to the terminal."""
+    return os.environ.get("RANK", "0") == "0" or int(os.environ.get("WORLD_SIZE", "1")) < 2
+
+
+def _distributed() -> Any:
+    from torch import distributed
+
+    return distributed
+
+
+def _opened(message: Any) -> Any:
+    if isinstance(message, Elsewhere):
+        raise message
+    return message
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those torchrun started."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of_environment(cls) -> Processes:
+        """As torchrun's environment says; one alone without it."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(int(os.environ.get("RANK", "0")), size) if size > 1 else cls()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what there is to say, and publishes."""
+        return self.rank == 0
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 dealt the model's parameters out to the processes (train/sharding.py)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)

@@ -1,0 +1,42 @@
+"""How numbers, names and promises are written in tables of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.text import Text
+
+from surgeon.errors import printable
+
+PROMISE_STYLES = {
+    "exact": Text("exact", style="bold green"),
+    "none": Text("not preserving", style="bold yellow"),
+}
+
+
+def count(number: int) -> str:
+    """A count of parameters: 1,235,814,400 (1.24B)."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number:,} ({number / size:.3g}{unit})"
+    return f"{number:,}"
+
+
+def size(number: int) -> str:
+    """A number of bytes in decimal units."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number} B"
+
+
+def span(first: int, last: int) -> str:
+    """A run of numbers: `3` or `3-7`."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first six names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(printable(name) for name in names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -1,0 +1,253 @@
+"""Reading what people write in YAML: safe 1.2 scalars, line numbers in every message, nothing guessed.
+
+The document is read as a graph of nodes and built here, so that no tag can ask for a Python object, duplicate
+keys are seen, `6e-2` is a number and `010` is not silently eight. `what` is what the file is meant to be, in errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from surgeon.errors import BadInput, printable
+
+LARGEST_FILE = 1_000_000  # bytes
+
+
+MOST_NODES = 20_000
+
+
+DEEPEST = 40
+
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
+
+
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
+
+
+_LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
+
+
+_CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
+
+
+Place = tuple[str | int, ...]
+
+
+def read_text(path: Path, *, what: str) -> str:
+    """The text of a regular file; BadInput names file and line."""
+    shown = printable(str(path))
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise BadInput(f"{shown}: cannot read the {what} ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadInput(f"{shown}: a {what} is a regular file")
+    with os.fdopen(handle, "rb") as file:
+        raw = file.read(LARGEST_FILE + 1)
+    if len(raw) > LARGEST_FILE:
+        raise BadInput(f"{shown}: larger than {LARGEST_FILE} bytes; is this a {what}?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise BadInput(f"{shown}:{line}: not UTF-8 text (byte {raw[error.start]:#04x})") from None
+
+
+def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[Any, dict[Place, int]]:
+    """The document as plain data and the line of every place in it; `needs` is what an empty one lacks."""
+    shown = printable(source)
+    try:
+        _check_events(text, shown, what)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise BadInput(f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"{shown}: not valid YAML: {printable(str(error).splitlines()[0])}") from None
+    lines: dict[Place, int] = {}
+    if node is None:
+        raise BadInput(f"{shown}: the {what} is empty; it needs {needs}")
+    return _Builder(shown, lines, what).build(node, ()), lines
+
+
+def _check_events(text: str, shown: str, what: str) -> None:
+    """Refuse deep nesting before the composer, which recurses, sees it."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEEPEST:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise BadInput(f"{shown}:{line}: nested more than {DEEPEST} deep; is this a {what}?")
+        if count > 2 * MOST_NODES:
+            raise BadInput(f"{shown}: more than {MOST_NODES} entries; is this a {what}?")
+
+
+class _Builder:
+    """Builds plain data from a node graph and remembers the line of every place in it."""
+
+    def __init__(self, shown: str, lines: dict[Place, int], what: str) -> None:
+        self.shown = shown
+        self.lines = lines
+        self.what = what
+        self.built = 0
+
+    def build(self, node: yaml.Node, place: Place) -> Any:
+        line = node.start_mark.line + 1
+        self.lines.setdefault(place, line)
+        # Counted as expanded: aliases repeat their node here, so a bomb of them stops at the cap.
+        self.built += 1
+        if self.built > MOST_NODES:
+            raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries (aliases?)")
+        if len(place) > DEEPEST:
+            raise BadInput(f"{self.shown}:{line}: an alias contains itself, or nests more than {DEEPEST} deep")
+        if not any(node.tag == f"tag:yaml.org,2002:{tag}" for tag in (*_CORE_TAGS, "timestamp", "merge", "value")):
+            raise BadInput(
+                f"{self.shown}:{line}: tag {printable(node.tag)!r} is not allowed in a {self.what}; write plain data"
+            )
+        match node:
+            case yaml.MappingNode():
+                return self._mapping(node, place)
+            case yaml.SequenceNode():
+                return [self.build(item, (*place, index)) for index, item in enumerate(node.value)]
+            case _:
+                assert isinstance(node, yaml.ScalarNode)
+                return self._scalar(node, line)
+
+    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise BadInput(f"{self.shown}:{line}: keys are plain words")
+            key = key_node.value
+            if key in result:
+                first = self.lines[(*place, key)]
+                raise BadInput(f"{self.shown}:{line}: key `{printable(key)}` given twice (first on line {first})")
+            self.lines[(*place, key)] = line
+            result[key] = self.build(value_node, (*place, key))
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
+        text = node.value
+        if node.style in ("'", '"', "|", ">") or (node.tag.endswith(":str") and not _FLOAT.fullmatch(text)):
+            return text
+        if text in ("", "~", "null", "Null", "NULL"):
+            return None
+        if text in ("true", "True", "TRUE"):
+            return True
+        if text in ("false", "False", "FALSE"):
+            return False
+        if _INT.fullmatch(text):
+            return int(text)
+        if _LOOKS_NUMERIC.fullmatch(text):
+            raise BadInput(f"{self.shown}:{line}: write the number `{printable(text)}` in plain decimal digits")
+        if _FLOAT.fullmatch(text):
+            value = float(text)
+            if math.isfinite(value):
+                return value
+        if text.lower().lstrip("+-") in (".inf", ".nan") or _FLOAT.fullmatch(text):
+            raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number")
+        return text
+
+
+def explain(
+    error: ValidationError,
+    data: Any,
+    lines: dict[Place, int],
+    source: str,
+    *,
+    what: str,
+    known_keys: Callable[[ErrorDetails, Place], list[str]],
+    tags: Callable[[str], list[str]],
+) -> str:
+    """The first problem as one line: file, line, key, what is wrong, what was perhaps meant.
+
+    `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a discriminator.
+    """
+    problem = _most_telling(error)
+    place = _place_in(data, problem["loc"])
+    if problem["type"] == "union_tag_invalid":
+        place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
+    line = next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
+    where = f"{printable(source)}:{line}: "
+    key = printable(".".join(str(step) for step in place)) or what
+    known = known_keys(problem, place) if problem["type"] == "extra_forbidden" else []
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{where}unknown key `{printable(str(place[-1]))}`{_did_you_mean(str(place[-1]), known)}"
+        case "missing":
+            return f"{where}`{key}` is missing"
+        case "union_tag_invalid":
+            context = problem["ctx"]
+            tag = str(context["tag"])
+            options = [option.strip(" '") for option in str(context["expected_tags"]).split(",")]
+            name = str(context["discriminator"]).strip("'")
+            return f"{where}unknown {name} `{printable(tag)}`{_did_you_mean(tag, options)}"
+        case "union_tag_not_found":
+            name = str(problem["ctx"]["discriminator"]).strip("'")
+            return f"{where}`{key}` needs `{name}:`, one of {', '.join(tags(name))}"
+        case "literal_error":
+            given = problem["input"]
+            options = [
+                option.strip(" '") for option in str(problem["ctx"]["expected"]).replace(" or ", ", ").split(",")
+            ]
+            return f"{where}`{key}` is {_shown(given)}{_did_you_mean(str(given), options)}"
+        case _:
+            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            return f"{where}`{key}` is {_shown(problem['input'])}, it should be {message}"
+
+
+def _most_telling(error: ValidationError) -> ErrorDetails:
+    """Of several problems (a union tries every form) the one deepest in the file, unknown keys first."""
+    problems = error.errors(include_url=False)
+    order = {"extra_forbidden": 0, "union_tag_invalid": 0}
+    return min(problems, key=lambda p: (order.get(p["type"], 1), -len(p["loc"])))
+
+
+def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
+    """The steps of a pydantic location that are steps in the data (others name members of unions)."""
+    place: list[str | int] = []
+    for number, step in enumerate(location):
+        if isinstance(data, dict) and step in data:
+            data = data[str(step)]
+        elif isinstance(data, list) and isinstance(step, int) and step < len(data):
+            data = data[step]
+        elif number + 1 < len(location) or not isinstance(data, dict) or not isinstance(step, str):
+            continue
+        place.append(step)
+    return tuple(place)
+
+
+def _did_you_mean(given: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return f"; known: {', '.join(options)}" if options else ""
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for an error."""
+    if isinstance(value, list):
+        return "a list"
+    return "empty" if value is None else f"`{_shown(value)}`"
+
+
+def _shown(value: Any) -> str:
+    return printable(json.dumps(value, ensure_ascii=False), 60)

@@ -1,0 +1,226 @@
+"""`surgeon continual`: tasks one after the other, each with a surgery, a training and a measurement of all so far."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.apply.apply import apply
+from surgeon.apply.preview import preview
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate
+from surgeon.common import devices
+from surgeon.common.listener import Listener, Quiet
+from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.manifest import manifest_of
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a continual run made of a base, task by task.
+
+    `rows[0]` is what was measured of the base, on every task and general source, `rows[t]` after the t-th task, on the
+    tasks so far and the general sources. Performance is token accuracy on held-out labels, where the paper has
+    benchmark scores. `trainings` are the tasks' (settings, steps, tokens, losses), `kept` is the folder of the earlier
+    tasks' runs where they were kept, `config` the tasks file.
+    """
+
+    path: Path
+    base: str
+    tasks: tuple[str, ...]
+    general: tuple[str, ...]
+    rows: tuple[Measurement, ...]
+    trainings: tuple[dict[str, Any], ...]
+    config: dict[str, Any]
+    fingerprint: str
+    resumed_after: int = 0
+    kept: Path | None = None
+
+    def __repr__(self) -> str:
+        delta = "" if self.delta[-1] is None else f", ΔR {self.delta[-1]:+.4f}"
+        told = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
+        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {told})"
+
+    @property
+    def matrix(self) -> list[list[float]]:
+        """R[t][i]: performance on task i after training on task t, i ≤ t, from 0."""
+        return [[row[name].accuracy for name in self.tasks[: number + 1]] for number, row in enumerate(self.rows[1:])]
+
+    @property
+    def overall(self) -> list[float]:
+        """OP after each task."""
+        return [overall_performance(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def backward(self) -> list[float]:
+        """BWT after each task."""
+        return [backward_transfer(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def delta(self) -> list[float | None]:
+        """ΔR after each task; None where there are no general sources."""
+        before, *after = ([row[name].accuracy for name in self.general] for row in self.rows)
+        return [general_ability_delta(before, row) for row in after]
+
+    def record(self) -> dict[str, Any]:
+        """As plain data: what `continual.json` of the run holds."""
+        return {
+            "surgeon_continual": 1,
+            "base": self.base,
+            "tasks": list(self.tasks),
+            "general": list(self.general),
+            "performance": "token accuracy on held-out labels",
+            "base_accuracy": {name: found.accuracy for name, found in self.rows[0].items()},
+            "matrix": self.matrix,
+            "overall_performance": self.overall,
+            "backward_transfer": self.backward,
+            "general_ability_delta": self.delta,
+            "measured": [
+                {
+                    name: found.to_json() | {"accuracy": found.accuracy, "loss": found.loss}
+                    for name, found in row.items()
+                }
+                for row in self.rows
+            ],
+            "trainings": list(self.trainings),
+            "config": self.config,
+            "fingerprint": self.fingerprint,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "kept": None if self.kept is None else str(self.kept),
+            "resumed_after": self.resumed_after,
+            **self.record(),
+        }
+
+
+def continual(
+    tasks: str | Path,
+    base: str | Path,
+    run: str | Path,
+    *,
+    revision: str | None = None,
+    keep: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Continued:
+    """Learn the tasks of the file `tasks` one by one, and publish the model after the last as the folder `run`.
+
+    For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
+    ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
+    `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
+    within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
+    BadInput too where the tasks file, its texts or the base changed since.
+    """
+    from surgeon.common.distributed import Processes
+    from surgeon.continual.config import load_tasks
+    from surgeon.continual.course import Course, Means, run_course
+    from surgeon.continual.surgeries import at_line, check_tasks, plans_of
+    from surgeon.train.config import LoadedConfig
+    from surgeon.train.session import run_training
+
+    listener = listener or Quiet()
+    if Processes.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
+    loaded = load_tasks(Path(tasks))
+    device = devices.resolve(device)
+    config = loaded.config
+    plans = plans_of(loaded)
+    assert plans[0] is not None
+    with at_line(loaded, 0):
+        preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
+    located = locate(str(base), revision=revision)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    check_tasks(loaded, plans, folder)
+
+    def grow(number: int, before: Path, out: Path) -> None:
+        plan = plans[number]
+        assert plan is not None
+        # The base by the name it was given: what the manifest calls it.
+        source, at = (str(base), revision) if number == 0 else (str(before), None)
+        with at_line(loaded, number):
+            apply(plan, source, out, revision=at, device=device, trust_remote_code=trust_remote_code, listener=listener)
+
+    def train_on(before: Path, config: LoadedConfig, to: Path) -> None:
+        out = CheckpointFolder.open(before, trust_remote_code=trust_remote_code)
+        run_training(
+            out,
+            manifest_of(out),
+            config,
+            to,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+
+    def result(course: Course) -> Continued:
+        return Continued(
+            path=Path(run),
+            base=located.repo_id or located.path.resolve().name,
+            tasks=tuple(task.name for task in config.tasks),
+            general=tuple(source.name for source in config.general),
+            rows=tuple(course.rows),
+            trainings=tuple(course.trainings),
+            config=config.model_dump(mode="json", exclude_unset=True),
+            fingerprint=course.fingerprint,
+            resumed_after=course.resumed_after,
+            kept=course.kept,
+        )
+
+    try:
+        course = run_course(
+            loaded,
+            folder,
+            Path(run),
+            Means(lambda number: plans[number] is not None, grow, train_on),
+            device=device,
+            keep=keep,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+            told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
+        )
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
+        raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
+    return result(course)
+
+
+def continued_view(continued: Continued) -> RenderableType:
+    """Performance on every task after every task, and what the paper makes of it."""
+    names = (*continued.tasks, *continued.general)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("accuracy (loss) after")
+    for name in names:
+        table.add_column(name, justify="right")
+    for column in ("OP", "BWT", "ΔR"):
+        table.add_column(column, justify="right", style="bold")
+    for number, row in enumerate(continued.rows):
+        cells = [f"{row[name].accuracy:.1%} ({row[name].loss:.3f})" if name in row else "" for name in names]
+        judged = ("", "", "")
+        if number:
+            delta = continued.delta[number - 1]
+            judged = (
+                f"{continued.overall[number - 1]:.1%}",
+                f"{100 * continued.backward[number - 1]:+.1f}",
+                "" if delta is None else f"{100 * delta:+.1f}",
+            )
+        table.add_row(continued.tasks[number - 1] if number else Text("(the base)", style="dim"), *cells, *judged)
+    notes = [Text("token accuracy on held-out labels; BWT and ΔR in points", style="dim")]
+    if not continued.general:
+        notes.append(Text("no `general:` sources, so ΔR was not measured", style="dim"))
+    done = Text(f"{printable(str(continued.path))} is complete", style="bold green")
+    kept = [] if continued.kept is None else [Text(f"earlier tasks' models: {printable(str(continued.kept))}")]
+    return Group(table, *notes, Text(), done, *kept)

@@ -1,0 +1,303 @@
+"""A continual run: base, then task by task a surgery, a training and a measurement; a kill costs one checkpoint.
+
+In the work folder lie the output of the task under way (`02-NAME.grown`), the runs that are complete (`01-NAME`) and
+`course.json` with what was measured. Folders there are absent or complete, and a task is done once its row is written,
+so the same command always knows where it stands: after the last row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgeon._version import __version__
+from surgeon.checkpoint.durable import sync, working_in, write_durably
+from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.staging import check_destination
+from surgeon.common.listener import Listener
+from surgeon.continual.config import LoadedTasks
+from surgeon.continual.measuring import Measure
+from surgeon.continual.metrics import Measured, Measurement
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.manifest import MANIFEST_FILE, parse
+from surgeon.train.config import LoadedConfig
+
+STATE_FILE = "course.json"
+
+
+# What has no part in any number.
+_IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a course is made of.
+
+    `adds(t)` tells whether task t (from 0) has a surgery, `grow(t, before, out)` carries it out, `train(out, config,
+    run)` trains; folders are published at once.
+    """
+
+    adds: Callable[[int], bool]
+    grow: Callable[[int, Path, Path], object]
+    train: Callable[[Path, LoadedConfig, Path], object]
+
+
+@dataclass
+class Course:
+    """A finished course: rows of performance (the base's, then one after each task), and what each training was."""
+
+    rows: list[dict[str, Measured]]
+    trainings: list[dict[str, Any]]
+    fingerprint: str
+    resumed_after: int = 0
+    kept: Path | None = None
+
+
+@dataclass
+class _State:
+    """`course.json`."""
+
+    fingerprint: str
+    rows: list[dict[str, Measured]] = field(default_factory=list)
+    trainings: list[dict[str, Any]] = field(default_factory=list)
+    # Inode and device of the last run when it was about to become RUN.
+    published: list[int] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> _State | None:
+        if not path.is_file():
+            return None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data["rows"]]
+        return cls(data["fingerprint"], rows, data["trainings"], data["published"])
+
+    def write(self, path: Path) -> None:
+        data = {
+            "fingerprint": self.fingerprint,
+            "rows": [{name: measured.to_json() for name, measured in row.items()} for row in self.rows],
+            "trainings": self.trainings,
+            "published": self.published,
+        }
+        write_durably(path, json.dumps(data))
+
+
+def work_folder(target: Path) -> Path:
+    """Where a course keeps what it has until it is done: beside RUN, `.NAME.continual`."""
+    return target.with_name(f".{target.name}.continual")
+
+
+def kept_folder(target: Path) -> Path:
+    """Where the tasks' runs but the last lie, where they are kept: beside RUN, `NAME-tasks`."""
+    return target.with_name(f"{target.name}-tasks")
+
+
+def run_course(
+    loaded: LoadedTasks,
+    base: CheckpointFolder,
+    target: Path,
+    means: Means,
+    *,
+    device: str,
+    keep: bool,
+    trust_remote_code: bool,
+    listener: Listener,
+    told: Callable[[Course], str],
+) -> Course:
+    """Carry out what is left of a course and publish the last run as `target`, with what `told` says in RECORD_FILE.
+
+    `base` is a folder. Raises BadInput for what cannot be done, and what `means` raise; everything that is complete
+    stays for the same call. With `keep` the earlier runs end up in `kept_folder`.
+    """
+    _check_places(target, base.path, keep=keep)
+    measure = Measure(loaded, base)
+    listener.begin("reading", sum(info.nbytes for info in base.tensors.values()))
+    digests = digests_of(base, base.tensors, listener.advance)
+    fingerprint = _fingerprint(loaded, base, digests, measure)
+    work = work_folder(target)
+    with working_in(work, target=target):
+        state = _State.read(work / STATE_FILE) or _State(fingerprint)
+        _check_same(state, fingerprint, work)
+        course = _Course(loaded, base, target, means, device, keep, trust_remote_code, listener, measure, state)
+        done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
+        if course.is_published():
+            listener.say(f"{printable(str(target))} was already complete; nothing to do")
+        else:
+            for note in measure.notes:
+                listener.say(note)
+            course.carry_out()
+            course.publish(told(done))
+        done.kept = course.clean_up()
+    return done
+
+
+@dataclass
+class _Course:
+    loaded: LoadedTasks
+    base: CheckpointFolder
+    target: Path
+    means: Means
+    device: str
+    keep: bool
+    trust_remote_code: bool
+    listener: Listener
+    measure: Measure
+    state: _State
+
+    @property
+    def work(self) -> Path:
+        return work_folder(self.target)
+
+    def run_of(self, number: int) -> Path:
+        """The run of task `number` (from 0)."""
+        return self.work / f"{number + 1:02}-{self.loaded.config.tasks[number].name}"
+
+    def carry_out(self) -> None:
+        """Every step whose row is not written yet."""
+        tasks = self.loaded.config.tasks
+        general = [source.name for source in self.loaded.config.general]
+        if not self.state.rows:
+            self._measure(self.base.path, [*(task.name for task in tasks), *general], "the base")
+        else:
+            self.listener.say(f"continuing after {len(self.state.rows) - 1} of {len(tasks)} tasks")
+        for number in range(len(self.state.rows) - 1):
+            self._drop(number)
+        for number in range(len(self.state.rows) - 1, len(tasks)):
+            task = tasks[number]
+            self.listener.say(f"task {number + 1} of {len(tasks)}: {task.name}")
+            before = self.run_of(number - 1) if number else self.base.path
+            run = self.run_of(number)
+            if not run.exists():
+                self._train(number, self._grown(number, before), run)
+            self.state.trainings[number:] = [_training_of(run)]
+            so_far = [each.name for each in tasks[: number + 1]]
+            self._measure(run, [*so_far, *general], f"after {task.name}")
+            self._drop(number)
+
+    def _grown(self, number: int, before: Path) -> Path:
+        if not self.means.adds(number):
+            return before
+        grown = self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
+        if not grown.exists():
+            self.means.grow(number, before, grown)
+        return grown
+
+    def _train(self, number: int, grown: Path, run: Path) -> None:
+        self.means.train(grown, LoadedConfig(self.loaded.config.training(number), self.loaded.source), run)
+
+    def _measure(self, folder: Path, names: list[str], what: str) -> None:
+        self.listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
+        row: Measurement = self.measure.of(
+            folder,
+            names,
+            device=self.device,
+            attention=self.loaded.config.train.attention,
+            trust_remote_code=self.trust_remote_code,
+            advance=self.listener.advance,
+        )
+        self.state.rows.append(dict(row))
+        self.state.write(self.work / STATE_FILE)
+        self.listener.say(f"{what}: " + ", ".join(f"{name} {found.accuracy:.1%}" for name, found in row.items()))
+
+    def _drop(self, number: int) -> None:
+        """Remove what task `number`, which is done, was made of."""
+        run = self.run_of(number)
+        made_of = [run.with_name(f"{run.name}.grown")]
+        if number and not self.keep:
+            made_of.append(self.run_of(number - 1))
+        for folder in (*made_of, *self.work.glob(f".{run.name}*")):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+
+    def is_published(self) -> bool:
+        """Whether an earlier call was cut off after RUN stood complete."""
+        if self.state.published is None or not self.target.is_dir():
+            return False
+        found = self.target.stat()
+        return [found.st_ino, found.st_dev] == self.state.published
+
+    def publish(self, result: str) -> None:
+        """The last run becomes RUN."""
+        last = self.run_of(len(self.loaded.config.tasks) - 1)
+        write_durably(last / RECORD_FILE, result)
+        found = last.stat()
+        self.state.published = [found.st_ino, found.st_dev]
+        self.state.write(self.work / STATE_FILE)
+        if os.path.lexists(self.target):
+            raise BadInput(
+                f"{printable(str(self.target))}: exists now; it was not there when the run began. Nothing lost: move it"
+                " away and run the same command again"
+            )
+        last.rename(self.target)
+        sync(self.target.parent)
+
+    def clean_up(self) -> Path | None:
+        """Remove the work folder; what of it is kept goes where it is seen."""
+        runs = [self.run_of(number) for number in range(len(self.loaded.config.tasks) - 1)]
+        kept = kept_folder(self.target)
+        if self.keep and any(run.exists() for run in runs):
+            kept.mkdir(exist_ok=True)
+            for run in runs:
+                if run.exists():
+                    run.rename(kept / run.name)
+        # The state goes last: while it is there, the same command knows that RUN is its own.
+        for path in self.work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        (self.work / STATE_FILE).unlink()
+        shutil.rmtree(self.work)
+        return kept if self.keep and kept.is_dir() else None
+
+
+def _check_places(target: Path, base: Path, *, keep: bool) -> None:
+    """Refuse a RUN that cannot be made; one that a killed call left complete but not cleaned up passes."""
+    state = _State.read(work_folder(target) / STATE_FILE)
+    if state is not None and state.published is not None and target.is_dir():
+        return
+    check_destination(target, base)
+    kept = kept_folder(target)
+    if keep and os.path.lexists(kept):
+        raise BadInput(f"{printable(str(kept))}: exists; --keep puts the tasks' runs there, move it away")
+
+
+def _training_of(run: Path) -> dict[str, Any]:
+    """What `surgery.json` says of the last training, but for its config and its tensors."""
+    folder = CheckpointFolder.open(run, trust_remote_code=True)
+    entry = parse(folder.manifest, file=str(run / MANIFEST_FILE)).training[-1]
+    return {
+        "operations": [operation.op for operation in parse(folder.manifest, file=str(run)).operations],
+        "settings": entry.settings,
+        "steps": entry.steps,
+        "tokens": entry.tokens,
+        "losses": entry.losses,
+        "tensors": len(entry.tensors),
+    }
+
+
+def _fingerprint(loaded: LoadedTasks, base: CheckpointFolder, digests: dict[str, str], measure: Measure) -> str:
+    """Digest of all that the course's numbers depend on."""
+    config = loaded.config.model_dump(mode="json")
+    for settings in (config["train"], *(task["train"] for task in config["tasks"])):
+        for key in _IRRELEVANT:
+            settings.pop(key)
+    content = {
+        "version": __version__,
+        "config": config,
+        "base": digests,
+        "base_config": base.config,
+        "data": measure.identity(),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_same(state: _State, fingerprint: str, work: Path) -> None:
+    if state.fingerprint != fingerprint:
+        raise BadInput(
+            f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"
+            " the change, or remove it, or choose another RUN"
+        )

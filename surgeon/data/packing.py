@@ -1,0 +1,258 @@
+"""Sequences of one length, packed from documents: the same for the same seed, resumable at every sequence.
+
+A source's place is three numbers (pass, document, tokens of it that are used), a mixture's place those of its sources
+and a credit for each; no buffer is kept, so a checkpoint of the data is a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surgeon.data.documents import Corpus
+from surgeon.data.encoding import Encoded, Encoder
+from surgeon.errors import BadInput, printable
+
+IGNORED_LABEL = -100
+
+
+Packing = Literal["isolated", "joined"]
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """Token ids, labels and positions (each a list of the same length), and the domain they belong to."""
+
+    ids: list[int]
+    labels: list[int]
+    positions: list[int]
+    domain: int
+
+
+class Packer:
+    """Cuts a run of documents into sequences of `length` tokens; what a document has too much goes on in the next.
+
+    `isolated`: positions begin at 0 with every document, by which attention sees where one ends, and the first token
+    of a document is not predicted from the one before. `joined`: one text after the other.
+    """
+
+    def __init__(self, length: int, packing: Packing, domain: int) -> None:
+        self.length = length
+        self.packing = packing
+        self.domain = domain
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ids: list[int] = []
+        self.labels: list[int] = []
+        self.positions: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that the sequence under way still takes."""
+        return self.length - len(self.ids)
+
+    def add(self, encoded: Encoded, begin: int) -> int:
+        """Take tokens of a document from its token `begin` on, as many as there is room for; returns how many."""
+        ids, counted = (part[begin : begin + self.room] for part in encoded)
+        labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
+        if self.packing == "isolated" and labels:
+            labels[0] = IGNORED_LABEL
+            self.positions.extend(range(len(ids)))
+        else:
+            self.positions.extend(range(len(self.ids), len(self.ids) + len(ids)))
+        self.ids.extend(ids)
+        self.labels.extend(labels)
+        return len(ids)
+
+    def take(self) -> PackedSequence:
+        """The sequence as it stands; the next one begins."""
+        taken = PackedSequence(self.ids, self.labels, self.positions, self.domain)
+        self._clear()
+        return taken
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the sequence under way has a label that counts (the first token's never does)."""
+        return any(label != IGNORED_LABEL for label in self.labels[1:])
+
+
+class SourceStream:
+    """The endless sequences of one source: documents in an order drawn anew for every pass."""
+
+    def __init__(
+        self,
+        name: str,
+        documents: Corpus,
+        numbers: NDArray[np.int64],
+        encoder: Encoder,
+        packer: Packer,
+        *,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.documents = documents
+        self.numbers = numbers
+        self.encoder = encoder
+        self.packer = packer
+        self.seed = seed
+        self.epoch = self.position = self.used = 0
+        self.longest = 0
+        self._order: NDArray[np.int64] | None = None
+        self._current: tuple[tuple[int, int], Encoded] | None = None
+
+    def next(self) -> PackedSequence:
+        """The next sequence with something to learn in it. BadInput where two passes have none."""
+        passes = 0
+        while True:
+            while self.packer.room:
+                encoded = self._encoded()
+                self.used += self.packer.add(encoded, self.used)
+                if self.used >= len(encoded[0]):
+                    self.position, self.used = self.position + 1, 0
+                if self.position == len(self.numbers):
+                    self.epoch, self.position, self._order = self.epoch + 1, 0, None
+                    passes += 1
+                    if passes > 1 and not self.packer.teaches:
+                        raise BadInput(f"source {printable(self.name)}: the loss counts no token of it")
+            teaches, taken = self.packer.teaches, self.packer.take()
+            if teaches:
+                return taken
+
+    def state(self) -> list[int]:
+        """Where it stands, between two sequences."""
+        return [self.epoch, self.position, self.used]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Stand where `state` says."""
+        self.epoch, self.position, self.used = state
+        self._order = self._current = None
+
+    def _encoded(self) -> Encoded:
+        place = self.epoch, self.position
+        if self._current is None or self._current[0] != place:
+            if self._order is None:
+                self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
+            encoded = self.encoder.encode(self.documents.read(int(self._order[self.position])))
+            self.longest = max(self.longest, len(encoded[0]))
+            self._current = place, encoded
+        return self._current[1]
+
+
+class Mixture:
+    """Sequences of several sources by their shares: each is owed its share a sequence, the most owed comes next."""
+
+    def __init__(self, streams: Sequence[SourceStream], shares: Sequence[float], *, seed: int) -> None:
+        self.streams = list(streams)
+        total = sum(shares)
+        self.shares = [share / total for share in shares]
+        # Where the rota begins is drawn, so that runs of other seeds differ in it too.
+        self.credits = [float(credit) for credit in generator(seed, "mixture", 0).random(len(self.streams))]
+        self.taken = [0] * len(self.streams)
+
+    def next(self) -> PackedSequence:
+        """The next sequence."""
+        self.credits = [credit + share for credit, share in zip(self.credits, self.shares, strict=True)]
+        owed = max((index for index, share in enumerate(self.shares) if share), key=lambda index: self.credits[index])
+        self.credits[owed] -= 1
+        self.taken[owed] += 1
+        return self.streams[owed].next()
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON data."""
+        return {
+            "credits": self.credits,
+            "taken": self.taken,
+            "sources": {stream.name: stream.state() for stream in self.streams},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand where `state` says."""
+        self.credits, self.taken = list(state["credits"]), list(state["taken"])
+        for stream in self.streams:
+            stream.restore(state["sources"][stream.name])
+
+
+class Batches:
+    """A process's micro-batches, without end: of every `micro_batch` · `processes` sequences its own.
+
+    Nothing is fetched ahead, so after a step the mixture stands exactly behind that step's sequences.
+    """
+
+    def __init__(self, mixture: Mixture, *, micro_batch: int, process: int, processes: int, domains: bool) -> None:
+        self.mixture = mixture
+        self.micro_batch = micro_batch
+        self.process = process
+        self.processes = processes
+        self.domains = domains
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Batches as `batch_of` makes them."""
+        while True:
+            taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
+            begin = self.process * self.micro_batch
+            yield batch_of(taken[begin : begin + self.micro_batch], domains=self.domains)
+
+
+def batch_of(sequences: Sequence[PackedSequence], *, domains: bool) -> dict[str, Tensor]:
+    """`input_ids`, `labels` and `position_ids` (sequences, length), and where asked `domain_ids` (sequences); int64."""
+    batch = {
+        "input_ids": torch.tensor([sequence.ids for sequence in sequences]),
+        "labels": torch.tensor([sequence.labels for sequence in sequences]),
+        "position_ids": torch.tensor([sequence.positions for sequence in sequences]),
+    }
+    if domains:
+        batch["domain_ids"] = torch.tensor([sequence.domain for sequence in sequences])
+    return batch
+
+
+def held_out(
+    documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
+) -> list[PackedSequence]:
+    """At most `most` full sequences from the documents `numbers`, in their order; a shorter one where none is full."""
+    found: list[PackedSequence] = []
+    for number in numbers:
+        encoded = encoder.encode(documents.read(int(number)))
+        used = 0
+        while used < len(encoded[0]):
+            used += packer.add(encoded, used)
+            if not packer.room:
+                teaches, full = packer.teaches, packer.take()
+                if teaches:
+                    found.append(full)
+                if len(found) == most:
+                    return found
+    if not found and packer.teaches:
+        found.append(packer.take())
+    return found
+
+
+def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers of documents to train on and to hold out; whatever the run's seed, the same are held out.
+
+    At least one is held out where `share` is above 0, and at least one is left; BadInput where there are too few.
+    """
+    count = len(documents)
+    if not share:
+        return np.arange(count), np.arange(0)
+    if count < 2:
+        raise BadInput(
+            f"source {printable(name)} ({printable(documents.shown)}) has one document, so none can be held out;"
+            " give `validation:` a file, or 0"
+        )
+    held = min(count - 1, max(1, round(share * count)))
+    order = generator(0, "held out", 0).permutation(count)
+    return np.sort(order[held:]), order[:held]
+
+
+def generator(seed: int, name: str, number: int) -> np.random.Generator:
+    """A generator for one purpose, from the run's seed, a name and a number."""
+    digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "little"))

@@ -1,0 +1,91 @@
+"""How configs name texts: where each lies, how it is read, its share and its role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from surgeon.checkpoint.hub import REPO_ID
+
+ORIGINAL, NEW = "original", "new"
+
+
+_DATASET, _SPLIT = "dataset:", "split:"
+
+
+class Entry(BaseModel):
+    """Of a config: nothing unknown gets through."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TextSpec(Entry):
+    """Where a text lies and how to read it."""
+
+    name: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
+    ]
+    path: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="file (.jsonl, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            " dataset:USER/NAME of the Hub",
+        ),
+    ]
+    kind: Annotated[
+        Literal["text", "chat"], Field(description="text, or chat: loss on the assistant's words alone")
+    ] = "text"
+    field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
+        None
+    )
+    config: Annotated[str | None, Field(min_length=1, description="of a dataset on the Hub that has several")] = None
+    split: Annotated[str | None, Field(min_length=1, description="of a dataset; default `train`")] = None
+    revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
+
+    @model_validator(mode="after")
+    def _of_the_hub(self) -> Self:
+        if self.repo_id is not None and not REPO_ID.fullmatch(self.repo_id):
+            raise ValueError(f"path {self.path!r} names no dataset of the Hub: write dataset:USER/NAME")
+        given = [key for key in ("config", "revision") if getattr(self, key) is not None]
+        if given and self.repo_id is None:
+            raise ValueError(f"`{given[0]}` is for a path of the form dataset:USER/NAME")
+        return self
+
+    @property
+    def repo_id(self) -> str | None:
+        """The dataset's id on the Hub; None where the text lies here."""
+        return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
+
+    @property
+    def key(self) -> str:
+        """The key of a document's text or messages."""
+        return self.field or ("messages" if self.kind == "chat" else "text")
+
+
+class SourceSpec(TextSpec):
+    """One source of text."""
+
+    share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
+    role: Annotated[
+        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
+    ] = NEW
+    validation: Annotated[
+        float | str,
+        Field(description="share of the documents held out (0: none), a file of its own, or split:NAME of the dataset"),
+    ] = 0.01
+
+    @model_validator(mode="after")
+    def _known(self) -> SourceSpec:
+        if self.role not in (ORIGINAL, NEW) and not (self.role.startswith("task:") and self.role[5:].strip()):
+            raise ValueError(f"role {self.role!r} is not known: use original, new or task:NAME")
+        if isinstance(self.validation, float) and not 0 <= self.validation < 1:
+            raise ValueError("validation must be a share of at least 0 and below 1, or a file")
+        return self
+
+    @property
+    def validation_split(self) -> str | None:
+        """The dataset's split that `validation` names."""
+        named = isinstance(self.validation, str) and self.validation.startswith(_SPLIT)
+        return str(self.validation).removeprefix(_SPLIT) if named else None

@@ -1,0 +1,209 @@
+"""Text from tables of the `datasets` library (extra `datasets`): of the Hub, at one commit, or saved in a folder here.
+
+What is kept of a table in memory is a number a document; rows are read from the files that `datasets` maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
+from surgeon.data.documents import Document, document_of, is_blank, stamps
+from surgeon.errors import BadInput, printable
+
+DEFAULT_SPLIT = "train"
+
+
+_BATCH = 1000
+
+
+class Table:
+    """The rows of one split as documents, by number."""
+
+    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str, chat: bool) -> None:
+        """Look through column `key` of `rows`, a `datasets.Dataset`. Raises BadInput."""
+        self._shown = shown
+        self._identity = identity
+        self.key = key
+        self.chat = chat
+        self.blank = 0
+        if key not in rows.column_names:
+            raise BadInput(
+                f"{printable(shown)}: no column `{printable(key)}`; it has {printable(', '.join(rows.column_names))};"
+                " `field:` of the source names another one"
+            )
+        self._rows = rows.select_columns([key]).with_format(None)
+        self._numbers = self._index()
+        if not len(self._numbers):
+            raise BadInput(f"{printable(shown)}: no document in it; a source needs some text")
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return self._shown
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return len(self._numbers)
+
+    def read(self, number: int) -> Document:
+        """One document."""
+        row = int(self._numbers[number])
+        return self._document(self._rows[row][self.key], row)
+
+    def identity(self) -> list[Any]:
+        """What a run that is continued must find again."""
+        return self._identity
+
+    def _index(self) -> NDArray[np.int64]:
+        kept: list[NDArray[np.int64]] = []
+        begin = 0
+        for batch in self._rows.iter(batch_size=_BATCH):
+            values = batch[self.key]
+            said = [not is_blank(self._document(value, begin + nth)) for nth, value in enumerate(values)]
+            kept.append(begin + np.flatnonzero(np.array(said, dtype=bool)))
+            begin += len(values)
+        found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
+        self.blank = begin - len(found)
+        return found
+
+    def _document(self, value: Any, row: int) -> Document:
+        if self.chat and isinstance(value, dict) and value.keys() >= {"role", "content"}:
+            # A feature `Sequence` of structs is kept as a struct of lists.
+            turns = zip(value["role"], value["content"], strict=True)
+            value = [{"role": role, "content": content} for role, content in turns]
+        return document_of(value, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote this folder."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Table:
+    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput."""
+    library = _library(str(folder))
+    with _quiet(library):
+        try:
+            # No copy in memory and no look at the network.
+            found = library.load_from_disk(str(folder), keep_in_memory=False)
+        except Exception as error:
+            raise BadInput(
+                f"{printable(str(folder))}: looks like a folder saved by `datasets`, and cannot be read"
+                f" ({first_line(error)})"
+            ) from error
+    shown = str(folder)
+    if isinstance(found, library.DatasetDict):
+        split = split or DEFAULT_SPLIT
+        if split not in found:
+            raise BadInput(_no_split(shown, split, list(found)))
+        found, shown, folder = found[split], f"{shown} (split {split})", folder / split
+    elif split is not None:
+        raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
+    return Table(found, shown=shown, identity=["saved", *stamps(_files_of(folder))], key=key, chat=chat)
+
+
+class HubDataset:
+    """A dataset of the Hub at one commit, downloaded and prepared in the cache of `datasets`."""
+
+    def __init__(self, repo_id: str, *, config: str | None, revision: str | None) -> None:
+        """Find the commit, download what is not cached. Raises BadInput."""
+        self.repo_id = repo_id
+        self._library = _library(f"dataset:{repo_id}")
+        cached_only = offline()
+        if cached_only and revision is not None and not is_commit(revision):
+            raise BadInput(
+                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so what revision {printable(revision)!r} is"
+                " cannot be known; name a commit, or leave `revision` out for the latest in the cache"
+            )
+        self.commit = revision if cached_only else dataset_commit(repo_id, revision)
+        with _quiet(self._library):
+            try:
+                # By this form of the path no folder of the same name is taken for it.
+                self._builder = self._library.load_dataset_builder(
+                    f"hf://datasets/{repo_id}", config, revision=self.commit
+                )
+                self._builder.download_and_prepare()
+            except Exception as error:
+                raise BadInput(f"datasets/{printable(repo_id)}: {_problem(error)}") from error
+        # Where the download fails, the library takes the latest that is cached, of whatever commit.
+        if self.commit not in (None, self._builder.hash):
+            raise BadInput(
+                f"datasets/{printable(repo_id)}: commit {self.commit} is not to be had now, the cache has"
+                f" {printable(str(self._builder.hash))}; try again with a network"
+            )
+        self.commit = str(self._builder.hash)
+
+    def table(self, split: str | None, *, key: str, chat: bool) -> Table:
+        """One split. Raises BadInput."""
+        split = split or DEFAULT_SPLIT
+        shown = f"datasets/{self.repo_id}"
+        try:
+            with _quiet(self._library):
+                rows = self._builder.as_dataset(split=split)
+        except Exception as error:
+            raise BadInput(_no_split(shown, split, list(self._builder.info.splits or {}))) from error
+        identity = ["dataset", self.repo_id, self._builder.config.name, self.commit, split, len(rows)]
+        return Table(rows, shown=f"{shown} (split {split})", identity=identity, key=key, chat=chat)
+
+
+def _no_split(shown: str, split: str, there: list[str]) -> str:
+    return (
+        f"{printable(shown)}: no split {printable(split)!r}; it has {printable(', '.join(there))}; `split:` of the"
+        " source names one"
+    )
+
+
+def _problem(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = printable(" ".join(lines[:2]) if lines else type(error).__name__, limit=400)
+    if "Config name is missing" in said or "BuilderConfig" in said:
+        return f"{said}; `config:` of the source names one"
+    if "cache for" in said or "Couldn't reach" in said:
+        return f"{said}; run once online"
+    if isinstance(error, FileNotFoundError):
+        return "not all of its files can be fetched; check the network, then run the same command again"
+    return f"cannot be read ({first_line(error)})"
+
+
+def _files_of(folder: Path) -> list[Path]:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+
+
+def _library(shown: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise BadInput(
+            f"{printable(shown)}: is read with the library `datasets`, which is not installed; install"
+            " surgeon[datasets]"
+        ) from None
+    return datasets
+
+
+@contextlib.contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """None of the library's warnings inside (what matters of them is raised here), and bars on terminals only."""
+    logging = library.utils.logging
+    verbosity, bars = logging.get_verbosity(), not library.are_progress_bars_disabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        library.disable_progress_bars()
+    try:
+        with bars_on_terminals_only():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bars()

@@ -1,0 +1,1 @@
+"""Models beside each other on the same held-out text."""

@@ -1,0 +1,128 @@
+"""`surgeon evaluate`: models beside each other on the same held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.common import devices
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.evaluate.models import Evaluation, SourceScores
+
+if TYPE_CHECKING:
+    from surgeon.data.scoring import Ratio
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    base: str | Path | None = None,
+    sources: Sequence[str] | None = None,
+    length: int | None = None,
+    batch: int = 8,
+    most: int = 500,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Evaluation:
+    """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
+
+    A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
+    gives a name), a data file, a training config (what it holds out), or files by name. The first row, `base` where it
+    is given, is what the others are compared with, document by document. At most `most` documents a source are taken
+    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
+    BadInput.
+    """
+    from surgeon.evaluate.models import Candidate, evaluate_models
+    from surgeon.evaluate.sources import open_sources
+
+    listener = listener or Quiet()
+    for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
+        if given is not None and given < least:
+            raise BadInput(f"{option} is {given}; it is at least {least}")
+    given_models = [models] if isinstance(models, str | Path) else list(models)
+    if not given_models:
+        raise BadInput("no model to evaluate: give a folder or a Hub id")
+    device = devices.resolve(device)
+    candidates = [
+        Candidate.open(model, trust_remote_code=trust_remote_code)
+        for model in [*([base] if base is not None else []), *given_models]
+    ]
+    held = open_sources(data, only=sources or (), most=most, say=listener.say)
+    return evaluate_models(
+        candidates,
+        held,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    )
+
+
+def evaluation_view(evaluation: Evaluation) -> RenderableType:
+    """One row a source and model: scores with their intervals, and how far from the first model's."""
+    compared = len(evaluation.models) > 1
+    table = Table(box=None, pad_edge=False)
+    table.add_column("source")
+    table.add_column("model", overflow="fold")
+    for column in ("loss", "perplexity", "bits/byte", "right"):
+        table.add_column(column, justify="right")
+    if compared:
+        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}", justify="right", overflow="fold")
+    for number, first in enumerate(evaluation.models[0].sources):
+        if number and compared:
+            table.add_row()
+        for row in evaluation.models:
+            found = row.sources[number]
+            cells = [
+                Text(found.source if found is first else "", style="bold"),
+                Text(printable(row.model)),
+                _cell(found.loss, ".4f"),
+                _cell(found.perplexity, ".4g"),
+                _cell(found.bits_per_byte, ".4f"),
+                Text(f"{found.accuracy.value:.1%}"),
+            ]
+            table.add_row(*cells, *([_difference_cell(found)] if compared else []))
+    sizes = ", ".join(
+        f"{found.source} {found.documents:,} documents, {found.tokens:,} tokens"
+        for found in evaluation.models[0].sources
+    )
+    told = f"{sizes}; windows of at most {evaluation.length:,} tokens; [ ] 95 % confidence, over documents"
+    return Group(table, Text(), Text(told, style="dim"))
+
+
+def _cell(found: Ratio, form: str) -> Text:
+    text = Text(f"{found.value:{form}}")
+    if found.interval is not None:
+        text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
+    return text
+
+
+def _difference_cell(found: SourceScores) -> Text:
+    """In nats a token, or in bits per byte where tokens are other ones; coloured where the interval leaves out 0."""
+    shown, unit = found.loss_difference, ""
+    if shown is None:
+        shown, unit = found.bits_difference, " bits/byte"
+    if shown is None:
+        return Text()
+    if shown.value == 0 and shown.interval in (None, (0, 0)):
+        return Text(f"0, exactly{unit}", style="dim")
+    style = ""
+    if shown.interval is not None and shown.interval[1] < 0:
+        style = "green"
+    elif shown.interval is not None and shown.interval[0] > 0:
+        style = "yellow"
+    text = Text(f"{shown.value:+.4f}", style=style)
+    if shown.interval is not None:
+        text.append(f" [{shown.interval[0]:+.4f}, {shown.interval[1]:+.4f}]", style="dim")
+    return text.append(unit)

@@ -1,0 +1,324 @@
+"""Several models on the same held-out text: each scored, and compared with the first, document by document."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate
+from surgeon.common.listener import Listener
+from surgeon.data.encoding import Encoder
+from surgeon.data.scoring import Scores, difference, ratio, score
+from surgeon.data.sources import HeldOut
+from surgeon.data.windows import Windows, windows_of
+from surgeon.errors import BadInput, printable
+from surgeon.families import ENCODERS
+from surgeon.families.grafted import native_config
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.models.load import load_model, torch_dtype
+
+if TYPE_CHECKING:
+    from surgeon.data.scoring import Ratio
+
+
+@dataclass(frozen=True)
+class SourceScores:
+    """One model on one source. Losses are in nats a token, bits per byte of UTF-8, accuracy is greedy decoding's.
+
+    Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
+    (None: this is the first; of losses also where the tokens are other ones).
+    """
+
+    source: str
+    documents: int
+    tokens: int
+    nbytes: int
+    loss: Ratio
+    perplexity: Ratio
+    bits_per_byte: Ratio
+    accuracy: Ratio
+    loss_difference: Ratio | None
+    bits_difference: Ratio | None
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model on all sources; `same_tokens` says whether its tokens are the first model's."""
+
+    model: str
+    same_tokens: bool
+    sources: tuple[SourceScores, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Models beside each other on the same held-out text, the first one the one to compare with.
+
+    `length` is the most tokens a window has; `notes` tell what the numbers do not.
+    """
+
+    models: tuple[ModelScores, ...]
+    length: int
+    dtype: str
+    device: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        shown = "; ".join(
+            f"{row.model}: " + ", ".join(f"{found.source} {found.loss.value:.4f}" for found in row.sources[:4])
+            for row in self.models[:4]
+        )
+        return f"Evaluation({len(self.models)} models, {shown})"
+
+    def of(self, model: str, source: str) -> SourceScores:
+        """One cell; KeyError where there is none."""
+        for row in self.models:
+            for found in row.sources:
+                if (row.model, found.source) == (model, source):
+                    return found
+        raise KeyError(f"{model}, {source}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`; a number that is none or infinite is its name."""
+        ratios = ("loss", "perplexity", "bits_per_byte", "accuracy", "loss_difference", "bits_difference")
+        return {
+            "length": self.length,
+            "dtype": self.dtype,
+            "device": self.device,
+            "confidence": 0.95,
+            "models": [
+                {
+                    "model": row.model,
+                    "same_tokens": row.same_tokens,
+                    "sources": {
+                        found.source: {
+                            "documents": found.documents,
+                            "tokens": found.tokens,
+                            "bytes": found.nbytes,
+                            **{name: _ratio(getattr(found, name)) for name in ratios},
+                        }
+                        for found in row.sources
+                    },
+                }
+                for row in self.models
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _ratio(found: Ratio | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    low, high = found.interval or (None, None)
+    return {"value": _number(found.value), "low": _number(low), "high": _number(high)}
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+# The longest window where nothing else is asked for: more costs memory and tells little.
+LONGEST = 2048
+
+
+# Below this an interval is not to be leaned on.
+_FEW_DOCUMENTS = 10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that was opened: all but its weights is read and checked."""
+
+    name: str
+    folder: CheckpointFolder
+    repo_id: str | None
+    manifest: Manifest | None
+    encoder: Encoder
+
+    @classmethod
+    def open(cls, model: str | Path, *, trust_remote_code: bool) -> Candidate:
+        """Open a folder, or `user/name` or `user/name@revision` through the Hub's cache. Raises BadInput."""
+        name = str(model)
+        repo_id, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
+        located = locate(repo_id, revision=revision or None, code=trust_remote_code)
+        folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+        if native_config(folder.config).get("model_type") in ENCODERS:
+            raise BadInput(f"{printable(name)}: an encoder, which foretells no next token; give causal language models")
+        manifest = None
+        if folder.manifest is not None:
+            manifest = parse(folder.manifest, file=str(located.path / MANIFEST_FILE))
+        vocabulary = folder.config.get("vocab_size")
+        encoder = Encoder(located.path, vocabulary=vocabulary if isinstance(vocabulary, int) else sys.maxsize)
+        return cls(name, folder, located.repo_id, manifest, encoder)
+
+    @property
+    def context(self) -> int:
+        """Positions the model was made for."""
+        found = self.folder.config.get("max_position_embeddings")
+        return found if isinstance(found, int) else sys.maxsize
+
+    @property
+    def ids(self) -> set[str]:
+        """What a manifest may call it."""
+        return {self.repo_id} if self.repo_id else {self.folder.path.resolve().name}
+
+    def bases(self) -> set[str]:
+        """What its manifest calls the checkpoints it came from; the last one's base first of all."""
+        if self.manifest is None:
+            return set()
+        return {self.manifest.base.id, *(ancestor.base for ancestor in self.manifest.lineage)}
+
+
+def evaluate_models(
+    candidates: Sequence[Candidate],
+    sources: Sequence[HeldOut],
+    *,
+    length: int | None,
+    batch: int,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> Evaluation:
+    """Score every model on every source, one model in memory at a time. Raises BadInput."""
+    if dtype != "auto":
+        torch_dtype(dtype)
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        listener.say(line)
+
+    window = _window(candidates, length, note)
+    for candidate in candidates:
+        _ask_for_base(candidate, candidates, note)
+    first = candidates[0]
+    cut = [_cut(sources, first, window)]
+    _tell_of_data(cut[0], window, note)
+    for candidate in candidates[1:]:
+        theirs = _cut(sources, candidate, window)
+        if all(windows.same_tokens(cut[0][name]) for name, windows in theirs.items()):
+            cut.append(cut[0])
+            continue
+        cut.append(theirs)
+        note(
+            f"{candidate.name}: its tokens are other ones than {first.name}'s, so losses a token and perplexities"
+            " cannot be compared between the two; compare bits per byte"
+        )
+    rows: list[ModelScores] = []
+    reference: dict[str, Scores] | None = None
+    for candidate, windows in zip(candidates, cut, strict=True):
+        found = _run(candidate, windows, batch, dtype, device, trust_remote_code, listener)
+        rows.append(ModelScores(candidate.name, windows is cut[0], _summaries(windows, found, cut[0], reference)))
+        reference = reference or found
+    return Evaluation(tuple(rows), window, dtype, device, tuple(notes))
+
+
+def _cut(sources: Sequence[HeldOut], candidate: Candidate, window: int) -> dict[str, Windows]:
+    return {held.name: windows_of(held, candidate.encoder, window) for held in sources}
+
+
+def _window(candidates: Sequence[Candidate], length: int | None, note: Callable[[str], None]) -> int:
+    """Tokens in the longest sequence: the same for all models, so that all have the same to go by."""
+    narrowest = min(candidates, key=lambda candidate: candidate.context)
+    if length is not None and length > narrowest.context:
+        note(f"{narrowest.name} has a context of {narrowest.context} tokens: windows of that many, not {length}")
+    return min(length or LONGEST, narrowest.context)
+
+
+def _ask_for_base(candidate: Candidate, candidates: Sequence[Candidate], note: Callable[[str], None]) -> None:
+    bases = candidate.bases()
+    if candidate.manifest is not None and not any(bases & other.ids for other in candidates if other is not candidate):
+        note(
+            f"{candidate.name} was made of {candidate.manifest.base.id}, which is not among the models; --base DIR puts"
+            " it into the first row"
+        )
+
+
+def _tell_of_data(cut: Mapping[str, Windows], window: int, note: Callable[[str], None]) -> None:
+    if long := sum(windows.cut for windows in cut.values()):
+        note(f"{long} documents are longer than {window} tokens: cut into windows, each without what stood before it")
+    for name, windows in cut.items():
+        if (documents := len(windows.nbytes)) < _FEW_DOCUMENTS:
+            told = "so its intervals are rough" if documents > 1 else "so there are no intervals"
+            note(f"source {name} has {documents} document{'s' if documents > 1 else ''}, {told}")
+
+
+def _run(
+    candidate: Candidate,
+    cut: Mapping[str, Windows],
+    batch: int,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> dict[str, Scores]:
+    listener.say(f"loading {candidate.name}")
+    model = load_model(
+        candidate.folder.path,
+        dtype=dtype,
+        device=device,
+        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+        trust_remote_code=trust_remote_code or candidate.folder.code == "shipped",
+    )
+    listener.begin(f"scoring {candidate.name}", sum(len(windows.sequences) for windows in cut.values()), "windows")
+    found = {
+        name: score(
+            model,
+            windows.sequences,
+            micro_batch=batch,
+            units=windows.units,
+            unit_count=len(windows.nbytes),
+            advance=listener.advance,
+        )
+        for name, windows in cut.items()
+    }
+    # The next model needs the room.
+    del model
+    gc.collect()
+    return found
+
+
+def _summaries(
+    cut: Mapping[str, Windows],
+    found: Mapping[str, Scores],
+    cut_of_first: Mapping[str, Windows],
+    reference: Mapping[str, Scores] | None,
+) -> tuple[SourceScores, ...]:
+    summaries: list[SourceScores] = []
+    for name, scores in found.items():
+        windows, bits = cut[name], _bits(scores)
+        by_token = by_byte = None
+        if reference is not None:
+            first = reference[name]
+            by_byte = difference(bits, windows.nbytes, _bits(first), cut_of_first[name].nbytes)
+            if windows is cut_of_first[name]:
+                by_token = difference(scores.nats, scores.tokens, first.nats, first.tokens)
+        summaries.append(
+            SourceScores(
+                source=name,
+                documents=len(windows.nbytes),
+                tokens=int(scores.tokens.sum()),
+                nbytes=int(windows.nbytes.sum()),
+                loss=scores.loss_ratio,
+                perplexity=scores.perplexity,
+                bits_per_byte=ratio(bits, windows.nbytes),
+                accuracy=scores.accuracy,
+                loss_difference=by_token,
+                bits_difference=by_byte,
+            )
+        )
+    return tuple(summaries)
+
+
+def _bits(scores: Scores) -> NDArray[Any]:
+    return np.asarray(scores.nats / math.log(2))

@@ -1,0 +1,173 @@
+"""What models are evaluated on: text files named on the command line, a data file, or what a training config holds out.
+
+All sources are opened and read through once before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
+from surgeon.data.documents import Corpus
+from surgeon.data.packing import generator, split
+from surgeon.data.sources import HeldOut, Naming, open_source
+from surgeon.data.specs import Entry, SourceSpec, TextSpec
+from surgeon.errors import BadInput, printable
+from surgeon.train.config import load_config
+
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
+
+
+_CONFIGS = (".yaml", ".yml")
+
+
+_WHAT = "data file"
+
+
+_NEEDS = "`surgeon_data: 1` and `sources:`"
+
+
+class DataConfig(Entry):
+    """Texts to evaluate on."""
+
+    surgeon_data: Annotated[Literal[1], Field(description="version of this format")]
+    sources: Annotated[list[TextSpec], Field(min_length=1, max_length=100)]
+
+    @model_validator(mode="after")
+    def _differ(self) -> DataConfig:
+        names = [source.name for source in self.sources]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two sources are called {doubled!r}; names must differ")
+        return self
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What names a source: a data file, or the option on the command line."""
+
+    source: Path
+
+    def resolve(self, path: str) -> Path:
+        """A path that it names."""
+        return self.source.parent / path
+
+
+def open_sources(
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    only: Sequence[str] = (),
+    most: int = 0,
+    say: Callable[[str], None] = lambda _line: None,
+) -> list[HeldOut]:
+    """Open every source that `data` means, or those called `only`, with at most `most` documents each (0: all).
+
+    `data` is one or more of: a text file or folder, `NAME=FILE`, a data file (.yaml with `surgeon_data: 1`), a training
+    config, of which what `train` holds out is taken; or files by their names. Which documents are taken where there are
+    more is drawn once and for all. Raises BadInput.
+    """
+    found: dict[str, HeldOut] = {}
+    known: list[str] = []
+    for name, path in _entries(data):
+        for source, open_it in _sources(name, path, say):
+            if source in known:
+                raise BadInput(f"{printable(str(path))}: a second source called {source}; give it a name: NAME=FILE")
+            known.append(source)
+            if (not only or source in only) and (held := open_it()) is not None:
+                found[source] = _sample(held, most, say)
+    for name in only:
+        if name not in known:
+            raise BadInput(f"--source {printable(name)}: no such source; there are {', '.join(known)}")
+    if not found:
+        raise BadInput("nothing to evaluate on: the data holds no documents out")
+    return list(found.values())
+
+
+_Opener = Callable[[], HeldOut | None]
+
+
+def _entries(data: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> list[tuple[str | None, Path]]:
+    if isinstance(data, Mapping):
+        return [(name, Path(path)) for name, path in data.items()]
+    entries: list[tuple[str | None, Path]] = []
+    for given in [data] if isinstance(data, str | Path) else data:
+        match = _NAMED.fullmatch(str(given))
+        if match and not Path(given).exists():
+            entries.append((match[1], Path(match[2])))
+        else:
+            entries.append((None, Path(given)))
+    if not entries:
+        raise BadInput("no data: give a text file, NAME=FILE or a data file")
+    return entries
+
+
+def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[tuple[str, _Opener]]:
+    """What one entry of the data stands for: names, and how to open each."""
+    if path.suffix not in _CONFIGS:
+        called = name or re.sub(r"[^A-Za-z0-9_-]", "_", path.resolve().stem)[:60]
+        return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
+    content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
+    if not isinstance(content, dict):
+        raise BadInput(f"{printable(str(path))}: a {_WHAT} is a mapping with {_NEEDS}, not {kind_of(content)}")
+    if name is not None:
+        raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
+    if "surgeon_train" in content:
+        config = load_config(path)
+        return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
+    try:
+        texts = DataConfig.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        told = explain(error, content, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
+        raise BadInput(told) from None
+    return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
+
+
+def _opener(function: Callable[..., HeldOut | None], *arguments: Any) -> _Opener:
+    return lambda: function(*arguments)
+
+
+def _whole(spec: TextSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut:
+    documents = open_source(spec, named_by).text
+    _tell_of_blanks(spec.name, documents, say)
+    return HeldOut(spec.name, documents, np.arange(len(documents)))
+
+
+def _held_by_training(spec: SourceSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut | None:
+    """What `train` holds out of a source: never trained on, whatever the run's seed."""
+    if not spec.validation:
+        say(f"source {spec.name}: the training config holds nothing of it out, so it is left out")
+        return None
+    opened = open_source(spec, named_by)
+    if opened.held_out is not None:
+        _tell_of_blanks(spec.name, opened.held_out, say)
+        return HeldOut(spec.name, opened.held_out, np.arange(len(opened.held_out)))
+    assert isinstance(spec.validation, float)
+    _tell_of_blanks(spec.name, opened.text, say)
+    _, held = split(opened.text, spec.validation, name=spec.name)
+    return HeldOut(spec.name, opened.text, held)
+
+
+def _tell_of_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
+    if documents.blank:
+        say(f"source {name}: {documents.blank} blank documents are left out")
+
+
+def _sample(held: HeldOut, most: int, say: Callable[[str], None]) -> HeldOut:
+    count = len(held.numbers)
+    if not most or count <= most:
+        return held
+    say(f"source {held.name}: {most} of its {count} documents (--most)")
+    drawn = generator(0, "evaluated", 0).permutation(count)[:most]
+    return HeldOut(held.name, held.documents, held.numbers[np.sort(drawn)])
+
+
+def _known_keys(_problem: ErrorDetails, place: Place) -> list[str]:
+    return list((TextSpec if len(place) > 1 else DataConfig).model_fields)

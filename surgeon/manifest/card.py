@@ -1,0 +1,346 @@
+"""The model card: README.md of an output, for the Hub and for who opens the folder.
+
+A function of the manifest, the tensors' sizes and what the base's card said, so the same surgery gives the same bytes.
+Manifest and base are written by anybody: their words stand in code spans and blocks that they cannot close.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from surgeon.checkpoint.card_metadata import Metadata, block_of
+from surgeon.errors import printable
+from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
+from surgeon.operations.papers import papers_of
+
+HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+# Auto class → what the Hub calls its task.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+}
+
+
+_LONGEST_PLAN = 20_000  # characters
+
+
+_MOST_ROWS = 200
+
+
+_MOST_NAMED = 12
+
+
+def card(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    metadata: Metadata,
+    *,
+    repo_id: str | None = None,
+    verified: Iterable[str] = (),
+) -> bytes:
+    """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
+
+    `verified` are lines on what was checked.
+    With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
+    """
+    base_model = base_model_of(manifest, metadata)
+    parts = [
+        _block(manifest, metadata, base_model, _auto_class(config)),
+        _title(manifest, base_model, repo_id),
+        _sizes(manifest, sizes),
+        _done(manifest),
+        _proof(manifest, list(verified)),
+        _loading(manifest, repo_id, _auto_class(config)),
+        _training(manifest, repo_id),
+        _undoing(manifest),
+        _license(metadata),
+        _papers(manifest),
+    ]
+    return "\n".join(part for part in parts if part).encode()
+
+
+def delta_card(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    metadata: Metadata,
+    *,
+    repo_id: str | None = None,
+    verified: Iterable[str] = (),
+) -> bytes:
+    """The card of a delta: what it lacks, and how to put it back. `sizes` are those of the tensors that it holds."""
+    base_model = base_model_of(manifest, metadata)
+    base = base_model if manifest.base.revision and base_model == manifest.base.id else "BASE"
+    commit = manifest.base.revision or ""
+    pinned = f" --revision {commit}" if base != "BASE" and _COMMIT.fullmatch(commit) else ""
+    at = f" at {_code(commit)}" if commit else ""
+    trust = "" if manifest.native else ", trust_remote_code=True"
+    auto = _auto_class(config)
+    load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("OUT"{trust})'
+    earlier = " It is itself an output of surgeon, of earlier surgeries." if manifest.lineage else ""
+    parts = [
+        _block(manifest, metadata, base_model, auto, delta=True),
+        _title(manifest, base_model, repo_id),
+        f"**This is a delta**: {len(sizes)} tensors ({sum(sizes.values()):,} parameters) that the base lacks. It does"
+        " not load by itself.\n",
+        "## How to put it back\n",
+        _fenced(f"surgeon apply --delta {repo_id or 'THIS'} {base} OUT{pinned}", "sh") + "\n",
+        f"The base is what the last surgery found: {_code(manifest.base.id)}{at}.{earlier} Each of its"
+        f" {len(manifest.base.tensors)} tensors is compared with its sha256 in `{MANIFEST_FILE}`; OUT is the output"
+        " byte for byte, or is not written. Then:\n",
+        _fenced(load, "python") + "\n",
+        _done(manifest),
+        _proof(manifest, list(verified)),
+        _license(metadata),
+        _papers(manifest),
+    ]
+    return "\n".join(part for part in parts if part).encode()
+
+
+def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
+    """The Hub id of the nearest base that came from the Hub; of bases that were folders, what the card says."""
+    if metadata.base_model is not None and manifest.base.revision is None:
+        return metadata.base_model
+    nearest = [(manifest.base.id, manifest.base.revision)]
+    nearest += [(ancestor.base, ancestor.revision) for ancestor in reversed(manifest.lineage)]
+    return next((name for name, commit in nearest if commit and HUB_ID.fullmatch(name)), None)
+
+
+def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str, *, delta: bool = False) -> str:
+    operations = dict.fromkeys(name for entry in _history(manifest) for name in entry)
+    return block_of(
+        {
+            "library_name": "surgeon" if delta else "transformers",
+            "pipeline_tag": _TASKS.get(auto),
+            "base_model": base_model,
+            # Of the Hub's four (adapter, finetune, merge, quantized) the one for a model that goes on from its base.
+            "base_model_relation": ("adapter" if delta else "finetune") if base_model else None,
+            "license": metadata.license,
+            "license_name": metadata.license_name,
+            "license_link": metadata.license_link,
+            "language": list(metadata.languages),
+            "datasets": list(metadata.datasets),
+            "tags": ["surgeon", "model-expansion", *(["delta"] if delta else []), *(_tag(name) for name in operations)],
+        }
+    )
+
+
+def _title(manifest: Manifest, base_model: str | None, repo_id: str | None) -> str:
+    base = _code(manifest.base.id)
+    if base_model is not None and manifest.base.id == base_model and _COMMIT.fullmatch(manifest.base.revision or ""):
+        base = f"[{base_model}](https://huggingface.co/{base_model}/tree/{manifest.base.revision})"
+    elif base_model is not None:
+        base += f" (from [{base_model}](https://huggingface.co/{base_model}))"
+    name = repo_id.partition("/")[2] if repo_id else f"{_code(manifest.base.id)}, grown"
+    return f"# {name}\n\n{base}, grown by surgeon {_code(manifest.tool.version)}.\n"
+
+
+def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
+    new = sum(sizes.get(name, 0) for name in manifest.new_tensors)
+    return (
+        f"{len(manifest.layers)} layers (the base: {manifest.base.layers}), {sum(sizes.values()):,} parameters,"
+        f" {new:,} of them new.\n"
+    )
+
+
+def _done(manifest: Manifest) -> str:
+    lines = ["## What was done", ""]
+    for entry in manifest.operations:
+        lines.append(f"- {_code(entry.op)}: {_code(entry.matched)}")
+    if manifest.lineage:
+        lines += ["", "Before that, oldest first:", ""]
+        for ancestor in manifest.lineage[-_MOST_NAMED:]:
+            lines.append(f"- {_code(', '.join(ancestor.operations))} on {_code(ancestor.base)}")
+    if manifest.training:
+        lines += ["", "Trained since, only what the surgeries made:", ""]
+        for run in manifest.training[-_MOST_NAMED:]:
+            told = [
+                f"{_code(name)} {values[0]:.4f} → {values[-1]:.4f}" for name, values in run.losses.items() if values
+            ]
+            losses = f"; loss by source, first and last: {', '.join(told[:_MOST_NAMED])}" if told else ""
+            lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
+    lines += ["", "The layers, top of the stack first:", "", _fenced("\n".join(_stack(manifest.layers)), "text")]
+    plan = manifest.plan
+    cut = len(plan) > _LONGEST_PLAN
+    shown = "\n".join(printable(line, 400) for line in plan[:_LONGEST_PLAN].splitlines())
+    lines += ["", "The plan" + (f" (its beginning; whole in `{MANIFEST_FILE}`):" if cut else ":"), ""]
+    return "\n".join([*lines, _fenced(shown, "yaml"), ""])
+
+
+def _stack(layers: list[LayerEntry]) -> list[str]:
+    """One line a run of layers: base layers, output layers, what they are."""
+    runs: list[list[tuple[int, LayerEntry]]] = []
+    for index, layer in enumerate(layers):
+        if runs and _joins(runs[-1][-1][1], layer):
+            runs[-1].append((index, layer))
+        else:
+            runs.append([(index, layer)])
+    rows = [("base", "", "output", "")]
+    for run in reversed(runs):
+        (first, begin), (last, end) = run[0], run[-1]
+        kept = begin.base is not None and end.base is not None
+        what = (begin.init or "kept") if kept else f"new: {begin.init}"
+        if not kept and begin.sources:
+            what += f" of {' and '.join(map(str, begin.sources))}" if len(run) == 1 else ""
+        what += "".join(f" + {graft.text}" for graft in begin.grafts)
+        here = f"{begin.base}-{end.base}" if first != last else f"{begin.base}"
+        there = f"{first}-{last}" if first != last else f"{first}"
+        rows.append((here if kept else "", "->" if kept else "+", there, printable(what)))
+    if len(rows) > _MOST_ROWS:
+        rows = [*rows[:_MOST_ROWS], ("", "", "", f"and {len(rows) - _MOST_ROWS} rows more in {MANIFEST_FILE}")]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{a:>{widths[0]}} {b:<{widths[1]}} {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+
+
+def _joins(below: LayerEntry, above: LayerEntry) -> bool:
+    if below.grafts != above.grafts or below.init != above.init:
+        return False
+    if below.base is not None and above.base is not None:
+        return above.base == below.base + 1
+    return below.base is above.base is None and below.operation == above.operation
+
+
+def _proof(manifest: Manifest, verified: list[str]) -> str:
+    lines = ["## What is promised, and the proof", ""]
+    if manifest.promise == "exact":
+        lines.append(
+            "At birth, before any training, this model computes what its base computes: every logit bit-identical, in"
+            " the checkpoint's dtype, with and without cache. Why:"
+        )
+    else:
+        lines.append("This surgery does **not** preserve the base's function. What each operation says:")
+    lines.append("")
+    for entry in manifest.operations:
+        promise = "exact" if entry.promise == "exact" else "not preserving"
+        lines.append(f"- {_code(entry.op)}, {promise}: {_code(entry.reason)}")
+    lines += [
+        "",
+        f"`{MANIFEST_FILE}` holds the sha256 of each of the base's {len(manifest.base.tensors)} tensors and of each of"
+        f" the {len(manifest.new_tensors)} new ones at birth. `surgeon verify BASE THIS` checks bytes, then logits.",
+    ]
+    if verified:
+        lines += ["", "Checked before this was pushed:", "", *(f"- {_code(line)}" for line in verified)]
+    return "\n".join([*lines, ""])
+
+
+def _loading(manifest: Manifest, repo_id: str | None, auto: str) -> str:
+    name = repo_id or "path/to/this/folder"
+    options = [] if manifest.native else ["trust_remote_code=True"]
+    note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
+    if not manifest.native:
+        note = (
+            f"The code beside the weights ({len(manifest.code)} files, their sha256 in `{MANIFEST_FILE}`) imports torch"
+            " and transformers only; surgeon need not be installed.\n"
+        )
+    if repo_id:
+        options.append("revision=revision")
+        note += (
+            "\nPin `revision` to a commit hash of this repository (`surgeon push` printed it; the page's *Files and"
+            " versions* has it)"
+            + ("" if manifest.native else ", so that no later change of the code runs unseen")
+            + ".\n"
+        )
+    arguments = ", ".join([f'"{name}"', *options])
+    pinned = 'revision = "main"  # better: the commit hash\n' if repo_id else ""
+    code = f"from transformers import {auto}\n\n{pinned}model = {auto}.from_pretrained({arguments})"
+    return f"## How to load it\n\n{_fenced(code, 'python')}\n\n{note}"
+
+
+def _training(manifest: Manifest, repo_id: str | None) -> str:
+    head = "## How to train on\n\n"
+    if any(entry.trains == "all" for entry in manifest.operations):
+        return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
+    if not manifest.native:
+        code = "model.freeze_base()  # leaves exactly the last surgery's tensors trainable"
+        return (
+            f"{head}{_fenced(code, 'python')}\n\nAuxiliary losses, where the grafts have some, are part of"
+            " `output.loss` when labels are given in training mode.\n"
+        )
+    file = f'"path/to/this/folder/{MANIFEST_FILE}"'
+    imports, fetched = "import json\n", file
+    if repo_id:
+        imports += "from huggingface_hub import hf_hub_download\n"
+        fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
+    code = (
+        f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"
+        '["new_tensors"]\nfor name, parameter in model.named_parameters():\n    parameter.requires_grad_(name in new)'
+    )
+    return f"{head}Only what is new, so that the base stays what it is:\n\n{_fenced(code, 'python')}\n"
+
+
+def _undoing(manifest: Manifest) -> str:
+    code = "surgeon revert THIS BASE --to 0    # the first base, byte for byte"
+    if manifest.lineage:
+        code = f"surgeon revert THIS EARLIER        # without the last surgery\n{code}"
+    return (
+        f"## How to undo it\n\n{_fenced(code, 'sh')}\n\nTHIS is this folder. Where a base tensor was trained or merged"
+        " away, revert says which, and writes nothing.\n"
+    )
+
+
+def _license(metadata: Metadata) -> str:
+    if metadata.license is None:
+        return "## Licence\n\nUnknown: the base's card names none. The terms of the base apply to what came from it.\n"
+    name = metadata.license_name if metadata.license == "other" and metadata.license_name else metadata.license
+    return f"## Licence\n\n{_code(name)}. What came from the base stays under the base's terms.\n"
+
+
+def _papers(manifest: Manifest) -> str:
+    surgeries = [
+        (ancestor.operations, _inits((ancestor.manifest or {}).get("layers"))) for ancestor in manifest.lineage
+    ]
+    made = [layer.init for layer in manifest.layers if layer.base is None]
+    surgeries.append(([entry.op for entry in manifest.operations], made))
+    papers = list(dict.fromkeys(paper for surgery in surgeries for paper in papers_of(*surgery)))
+    if not papers:
+        return ""
+    return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"
+
+
+def _inits(layers: object) -> list[str]:
+    """How an earlier surgery's new layers were filled, from its manifest as data, which nobody has checked."""
+    found = layers if isinstance(layers, list) else []
+    return [str(layer.get("init")) for layer in found if isinstance(layer, dict) and layer.get("base") is None]
+
+
+def _history(manifest: Manifest) -> list[list[str]]:
+    """The operations of every surgery, oldest first."""
+    earlier: list[list[str]] = [ancestor.operations for ancestor in manifest.lineage]
+    return [*earlier, [entry.op for entry in manifest.operations]]
+
+
+def _auto_class(config: Mapping[str, Any]) -> str:
+    """The auto class of a checkpoint, by the head its config names."""
+    names = config.get("architectures")
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    return next((auto for auto in _TASKS if named.endswith(auto.removeprefix("AutoModel"))), "AutoModel")
+
+
+def _tag(operation: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", operation.lower())[:60].strip("-")
+
+
+def _code(text: Any) -> str:
+    """A code span that its content cannot close, whatever it holds."""
+    shown = printable(str(text), 400)
+    fence = "`" * (_longest_run(shown) + 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def _fenced(text: str, language: str) -> str:
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

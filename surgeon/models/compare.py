@@ -1,0 +1,392 @@
+"""Do two checkpoints compute the same function? Logits of both on real tokens: whole, or layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from surgeon.errors import BadInput, PromiseBroken
+from surgeon.models.load import load_model
+from surgeon.models.stream import StreamedModel
+
+PREFILL = "prefill"
+
+
+CACHED_DECODE = "cached decode"
+
+
+# Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+_NO_TARGET = -100
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """What came of comparing every logit of `base` and `out` over the same tokens, in one mode.
+
+    `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in
+    nats per position. `top1_agreement`: share of positions with the same most probable token.
+    `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
+    that is not a number counts as infinite.
+    """
+
+    mode: str
+    dtype: str
+    tokens: int
+    identical: bool
+    max_abs_difference: float
+    kl: float
+    top1_agreement: float
+    base_loss: float
+    out_loss: float
+
+    @property
+    def next_token(self) -> tuple[float, float, float, float]:
+        """KL, top-1 agreement, base loss, output loss."""
+        return self.kl, self.top1_agreement, self.base_loss, self.out_loss
+
+    @property
+    def base_perplexity(self) -> float:
+        """exp(base_loss)."""
+        return _exp(self.base_loss)
+
+    @property
+    def out_perplexity(self) -> float:
+        """exp(out_loss)."""
+        return _exp(self.out_loss)
+
+
+def compare_logits(
+    base: Path,
+    out: Path,
+    ids: Tensor,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    decode_tokens: int = 16,
+    trust_remote_code: bool = False,
+    batch_size: int = 4,
+) -> list[LogitComparison]:
+    """Load `base` and `out` whole and compare their logits on `ids` (windows, window).
+
+    Prefill runs each window at once without a cache; cached decode prefills all but the last
+    `decode_tokens` of each window, then feeds those one at a time. Both models use the dtype and the
+    attention implementation that transformers chooses for the base. Code inside a checkpoint runs
+    only with `trust_remote_code`. Memory: both models and the logits of one batch of each.
+    Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
+    """
+    base_model = load_model(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    out_model = load_model(
+        out,
+        dtype=base_model.dtype,
+        device=device,
+        attention=base_model.config._attn_implementation,
+        trust_remote_code=trust_remote_code,
+        failure=PromiseBroken,
+    )
+    return compare_models(base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size)
+
+
+def compare_models(
+    base: Any,
+    out: Any,
+    ids: Tensor,
+    *,
+    device: str = "cpu",
+    decode_tokens: int = 16,
+    batch_size: int = 4,
+    after_pass: Callable[[str], None] | None = None,
+) -> list[LogitComparison]:
+    """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
+
+    `after_pass(mode)` is called whenever base and then out have run the same forward.
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
+    # At least one token must come before the first decoded one.
+    steps = min(decode_tokens, ids.shape[1] - 1)
+    dtype = str(base.dtype).removeprefix("torch.")
+    results = []
+    for mode in (PREFILL, CACHED_DECODE) if steps > 0 else (PREFILL,):
+        tally = _Tally(mode, dtype)
+        for batch_BT in torch.split(ids.to(device), batch_size):
+            with torch.inference_mode():
+                if mode == PREFILL:
+                    passes = zip(_prefill(base, batch_BT), _prefill(out, batch_BT), strict=True)
+                    targets = iter([_next_tokens(batch_BT)])
+                else:
+                    passes = zip(_decode(base, batch_BT, steps), _decode(out, batch_BT, steps), strict=True)
+                    targets = iter(torch.split(_next_tokens(batch_BT)[:, -steps - 1 :], 1, dim=1))
+                for base_BTV, out_BTV in passes:
+                    tally.add(base_BTV, out_BTV, next(targets))
+                    if after_pass is not None:
+                        after_pass(mode)
+        results.append(tally.result())
+    return results
+
+
+def _next_tokens(ids_BT: Tensor) -> Tensor:
+    """The token that follows each position, _NO_TARGET at the last one."""
+    return functional.pad(ids_BT[:, 1:], (0, 1), value=_NO_TARGET)
+
+
+def _prefill(model: Any, ids_BT: Tensor) -> Iterator[Tensor]:
+    yield model(input_ids=ids_BT, use_cache=False).logits
+
+
+def _decode(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
+    """Logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    logits_BTV = model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits
+    # A copy, so that the logits of the whole prefix are freed before the first step.
+    yield logits_BTV[:, -1:].clone()
+    del logits_BTV
+    for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
+        yield model(input_ids=step_B1, past_key_values=cache, use_cache=True).logits
+
+
+class _Tally:
+    """Running sums over batches of logits; `result` turns them into a LogitComparison."""
+
+    def __init__(self, mode: str, dtype: str) -> None:
+        self.mode, self.dtype = mode, dtype
+        self.tokens = self.targets = self.agreed = 0
+        self.identical = True
+        self.difference = self.kl = self.base_loss = self.out_loss = 0.0
+
+    def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
+        """Take in the logits of the same positions; `targets_BT` are the tokens that follow them."""
+        if base_BTV.shape != out_BTV.shape:
+            raise PromiseBroken(
+                f"the output gives logits of shape {tuple(out_BTV.shape)}, the base {tuple(base_BTV.shape)};"
+                " expected the same vocabulary"
+            )
+        base_NV, out_NV, targets_N = base_BTV.flatten(0, 1), out_BTV.flatten(0, 1), targets_BT.flatten()
+        rows = max(1, _CHUNK_ELEMENTS // base_NV.shape[1])
+        for base_CV, out_CV, targets_C in zip(
+            torch.split(base_NV, rows), torch.split(out_NV, rows), torch.split(targets_N, rows), strict=True
+        ):
+            self._add_rows(base_CV, out_CV, targets_C)
+
+    def _add_rows(self, base_CV: Tensor, out_CV: Tensor, targets_C: Tensor) -> None:
+        if base_CV.isnan().any():
+            raise BadInput(
+                f"the base computes NaN logits in {self.dtype} ({self.mode}), so there is no function to"
+                " preserve; try another dtype"
+            )
+        self.tokens += len(base_CV)
+        self.targets += int((targets_C != _NO_TARGET).sum())
+        base_log_CV = _log_probabilities(base_CV)
+        base_loss = _loss(base_log_CV, targets_C)
+        self.base_loss += base_loss
+        if torch.equal(base_CV, out_CV):
+            self.agreed += len(base_CV)
+            self.out_loss += base_loss
+            return
+        self.identical = False
+        out_log_CV = _log_probabilities(out_CV)
+        wide = _wide(base_CV) - _wide(out_CV)
+        apart_CV = torch.where(base_CV == out_CV, 0.0, wide.abs())
+        self.difference = max(self.difference, _finite(apart_CV.nan_to_num(nan=math.inf).max()))
+        # A token of probability zero under the base adds nothing, whatever the output thinks of it.
+        terms_CV = torch.where(base_log_CV > -math.inf, base_log_CV.exp() * (base_log_CV - out_log_CV), 0.0)
+        self.kl += _finite(terms_CV.sum())
+        self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
+        self.out_loss += _loss(out_log_CV, targets_C)
+
+    def result(self) -> LogitComparison:
+        return LogitComparison(
+            mode=self.mode,
+            dtype=self.dtype,
+            tokens=self.tokens,
+            identical=self.identical,
+            max_abs_difference=self.difference,
+            # Rounding may leave a sum of KL terms a hair below zero.
+            kl=max(0.0, self.kl / self.tokens),
+            top1_agreement=self.agreed / self.tokens,
+            base_loss=self.base_loss / self.targets,
+            out_loss=self.out_loss / self.targets,
+        )
+
+
+def _wide(values: Tensor) -> Tensor:
+    """`values` in float64, on the CPU where the device has no float64."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+def _log_probabilities(logits_CV: Tensor) -> Tensor:
+    return functional.log_softmax(_wide(logits_CV), dim=-1)
+
+
+def _loss(log_CV: Tensor, targets_C: Tensor) -> float:
+    """Summed next-token cross-entropy in nats."""
+    targets_C = targets_C.to(log_CV.device)
+    kept_C = targets_C != _NO_TARGET
+    return _finite(-log_CV[kept_C].gather(1, targets_C[kept_C, None]).sum())
+
+
+def _finite(value: Tensor) -> float:
+    number = float(value)
+    return math.inf if math.isnan(number) else number
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where the two functions part.
+
+    `base_layer`: the first base layer after which the hidden states differ; None where the input of the
+    first layer differs already (the embeddings), or where every layer agrees and only the logits differ.
+    `suspects`: the layers of the output that ran since the last point where both agreed.
+    """
+
+    mode: str
+    where: str
+    base_layer: int | None
+    out_layer: int | None
+    suspects: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StreamedComparison:
+    """`logits`: one comparison a mode; `first_difference` is None where everything agrees.
+
+    `peak_weight_bytes`: the most bytes of weights that were in memory at once, of both models together.
+    """
+
+    logits: tuple[LogitComparison, ...]
+    first_difference: FirstDifference | None
+    layers_compared: int
+    peak_weight_bytes: int
+
+    @property
+    def identical(self) -> bool:
+        """Every hidden state compared and every logit is equal."""
+        return self.first_difference is None and all(mode.identical for mode in self.logits)
+
+
+def compare_streamed(
+    base: Path,
+    out: Path,
+    ids: Tensor,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    layer_of_base: Sequence[int],
+    trust_remote_code: bool = False,
+    decode_tokens: int = 4,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> StreamedComparison:
+    """Compare `base` and `out` on `ids` (windows, window), one unit of weights in memory at a time.
+
+    `layer_of_base[i]` is the index in `out` of the base's layer i. Each batch of `batch_size` windows
+    reads both checkpoints 2 + `decode_tokens` times: one prefill, one cached prefill, and every decoded
+    token, hence the small default. `progress(done, total)` counts decoder layers run.
+    Memory: one unit of one model, the activations, the cache, and one batch of logits of each model.
+    Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
+    """
+    base_model = StreamedModel(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    out_model = StreamedModel(
+        out,
+        dtype=base_model.dtype,
+        device=device,
+        attention=base_model.module.config._attn_implementation,
+        trust_remote_code=trust_remote_code,
+        failure=PromiseBroken,
+    )
+    depth = len(base_model.layers)
+    if len(layer_of_base) != depth or not all(0 <= i < len(out_model.layers) for i in layer_of_base):
+        raise ValueError(f"layer_of_base must give {depth} layers of the output's {len(out_model.layers)}")
+    if progress is not None:
+        steps = min(decode_tokens, ids.shape[1] - 1)
+        batches = -(-ids.shape[0] // batch_size)
+        total = batches * (1 + (1 + steps if steps > 0 else 0)) * (depth + len(out_model.layers))
+        _count_layers([*base_model.layers, *out_model.layers], total, progress)
+    found: list[FirstDifference] = []
+
+    def compare_hidden_states(mode: str) -> None:
+        apart = _first_difference(mode, base_model.take_digests(), out_model.take_digests(), layer_of_base)
+        if apart is not None:
+            found.append(apart)
+
+    logits = compare_models(
+        base_model.module,
+        out_model.module,
+        ids,
+        device=device,
+        decode_tokens=decode_tokens,
+        batch_size=batch_size,
+        after_pass=compare_hidden_states,
+    )
+    if not found:
+        found = [
+            FirstDifference(
+                mode=mode.mode,
+                where="the final norm or the output head",
+                base_layer=None,
+                out_layer=None,
+                suspects=tuple(range(layer_of_base[-1] + 1, len(out_model.layers))),
+            )
+            for mode in logits
+            if not mode.identical
+        ]
+    return StreamedComparison(
+        logits=tuple(logits),
+        first_difference=min(found, key=lambda apart: _depth_of(apart, depth), default=None),
+        layers_compared=depth,
+        # One model runs at a time and leaves nothing in memory, so the peaks do not add up.
+        peak_weight_bytes=max(base_model.peak_weight_bytes, out_model.peak_weight_bytes),
+    )
+
+
+def _depth_of(apart: FirstDifference, depth: int) -> int:
+    if apart.base_layer is not None:
+        return apart.base_layer
+    return -1 if apart.where == "the embeddings" else depth
+
+
+def _first_difference(
+    mode: str, base: Sequence[bytes], out: Sequence[bytes], layer_of_base: Sequence[int]
+) -> FirstDifference | None:
+    """Digests are of the first layer's input, then of each layer's output, in order."""
+    if base[0] != out[0]:
+        return FirstDifference(mode=mode, where="the embeddings", base_layer=None, out_layer=None, suspects=())
+    agreed = -1
+    for layer, image in enumerate(layer_of_base):
+        if base[1 + layer] != out[1 + image]:
+            return FirstDifference(
+                mode=mode,
+                where=f"layer {layer} of the base (layer {image} of the output)",
+                base_layer=layer,
+                out_layer=image,
+                suspects=tuple(range(agreed + 1, image + 1)),
+            )
+        agreed = image
+    return None
+
+
+def _count_layers(layers: Sequence[nn.Module], total: int, progress: Callable[[int, int], None]) -> None:
+    done = 0
+
+    def count(_module: nn.Module, _args: Any, _result: Any) -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    for layer in layers:
+        layer.register_forward_hook(count)

@@ -1,0 +1,122 @@
+"""Do two encoders compute the same function? What their head puts out on real tokens, padding among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.errors import BadInput, PromiseBroken
+from surgeon.models.load import load_model
+from surgeon.runtime.natives import ENCODER_HEADS
+
+WHOLE = "whole sequences"
+
+
+@dataclass(frozen=True)
+class OutputComparison:
+    """What came of comparing what `base` and `out` put out over the same tokens.
+
+    `output` is `logits`, or `last_hidden_state` where the checkpoint has no head. `tokens`: positions that went in and
+    are no padding. `identical`: torch.equal on every value; at padding only a whole sequence's output is compared.
+    """
+
+    mode: str
+    dtype: str
+    output: str
+    tokens: int
+    identical: bool
+    max_abs_difference: float
+
+    @property
+    def next_token(self) -> None:
+        """No next token is foretold."""
+        return None
+
+
+def auto_class(config: Mapping[str, Any]) -> str:
+    """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
+    named = str(next(iter(config.get("architectures") or ()), "Model"))
+    return next((auto for head, auto in ENCODER_HEADS.items() if named.endswith(head)), "AutoModel")
+
+
+def compare_encoders(
+    base: Path,
+    out: Path,
+    ids: Tensor,
+    *,
+    auto: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    batch_size: int = 4,
+) -> OutputComparison:
+    """Load `base` and `out` whole by the auto class `auto` and compare their outputs on `ids` (windows, window).
+
+    The last third of every other window is padding. Raises BadInput when the base cannot be loaded or has fewer
+    positions than a window, PromiseBroken when the output cannot be loaded.
+    """
+    base_model = load_encoder(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code, auto=auto)
+    config = base_model.config
+    check_window(config, ids.shape[1])
+    out_model = load_encoder(
+        out,
+        dtype=base_model.dtype,
+        device=device,
+        attention=config._attn_implementation,
+        trust_remote_code=trust_remote_code,
+        failure=PromiseBroken,
+        auto=auto,
+    )
+    mask = torch.ones_like(ids)
+    mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
+    ids = torch.where(mask.bool(), ids, config.pad_token_id or 0)
+    name, identical, difference = "", True, 0.0
+    batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
+    for ids_BT, mask_BT in zip(*batches, strict=True):
+        with torch.inference_mode():
+            told = [model(input_ids=ids_BT, attention_mask=mask_BT) for model in (base_model, out_model)]
+        name = "logits" if "logits" in told[0] else "last_hidden_state"
+        first, second = (_compared(output[name], mask_BT) for output in told)
+        if first.isnan().any():
+            raise BadInput(
+                f"the base computes NaN {name} in {_plain(base_model.dtype)}, so there is no function to preserve;"
+                " try another dtype"
+            )
+        if first.shape != second.shape:
+            raise PromiseBroken(
+                f"the output gives {name} of shape {list(second.shape)}, the base {list(first.shape)}; expected that"
+            )
+        identical = identical and torch.equal(first, second)
+        difference = max(difference, float((first.float() - second.float()).abs().nan_to_num(nan=torch.inf).max()))
+    return OutputComparison(WHOLE, _plain(base_model.dtype), name, int(mask.sum()), identical, difference)
+
+
+def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
+    """Values of valid positions; all values where they are of whole sequences."""
+    return values[mask_BT.bool()] if values.shape[:2] == mask_BT.shape and values.dim() == 3 else values
+
+
+def load_encoder(folder: Path, **options: Any) -> Any:
+    """As `load_model`, in one dtype: DeBERTa keeps two biases in float32 whatever is asked for, and cannot multiply."""
+    model = load_model(folder, **options)
+    return model.to(model.dtype)
+
+
+def check_window(config: Any, window: int) -> None:
+    """BadInput where a window of tokens is longer than the encoder `config` has positions for."""
+    # RoBERTa counts positions from behind the padding's.
+    taken = config.pad_token_id + 1 if config.model_type.endswith("roberta") else 0
+    room = config.max_position_embeddings - taken
+    if window > room:
+        raise BadInput(
+            f"config.json: the base has {room} positions, a window has {window} tokens; use a smaller window"
+        )
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,270 @@
+"""A causal model whose weights are in memory only while the unit that owns them runs.
+
+The model is built on the meta device; hooks bring the weights of one unit (a decoder layer, the embedding, the final
+norm, the output head) from the shards just before it runs and take them away right after. What runs is transformers'
+own forward, so masks, caches and scaling are the family's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers, torch_dtype
+
+_INDEX = "model.safetensors.index.json"
+
+
+class StreamedModel:
+    """A causal language model whose weights are in memory only while the unit that owns them runs.
+
+    `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
+    layers. Names, shapes and completeness of the stored tensors are checked before anything runs;
+    `failure` is raised where they do not fit the config.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "cpu",
+        attention: str | None = None,
+        trust_remote_code: bool = False,
+        failure: type[SurgeonError] = BadInput,
+    ) -> None:
+        self.folder, self.device, self.failure = folder, torch.device(device), failure
+        self.shard_of = _shards(folder)
+        self.module, self.dtype = self._build(dtype, attention, trust_remote_code)
+        self.stored_as = self._stored_names()
+        self.layers = self._decoder_layers()
+        self.peak_weight_bytes = 0
+        self._weight_bytes = 0
+        self._digests: list[bytes] = []
+        self._move_buffers()
+        self._hook_units()
+
+    def take_digests(self) -> list[bytes]:
+        """Digests of the last forward (input of the first layer, output of each); empties the record."""
+        digests, self._digests = self._digests, []
+        return digests
+
+    def _build(
+        self, dtype: str | torch.dtype, attention: str | None, trust_remote_code: bool
+    ) -> tuple[Any, torch.dtype]:
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        try:
+            with quiet_transformers():
+                config = AutoConfig.from_pretrained(
+                    self.folder, trust_remote_code=trust_remote_code, local_files_only=True
+                )
+                chosen = self._chosen_dtype(dtype, config)
+                # Buffers are made for real: the ones outside the checkpoint (rotary frequencies, embedding
+                # scales) could not be recovered from meta.
+                with init_empty_weights(include_buffers=False):
+                    module = AutoModelForCausalLM.from_config(
+                        config, dtype=chosen, trust_remote_code=trust_remote_code, **options
+                    )
+        except LOAD_FAILURES as error:
+            raise self.failure(f"{self._shown}: the model cannot be built: {first_line(error)}") from error
+        return module.eval(), chosen
+
+    def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
+        """The one asked for, else the config's, else the first stored tensor's, as in transformers."""
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if dtype != "auto":
+            return torch_dtype(dtype)
+        if config.dtype is not None:
+            return torch_dtype(str(config.dtype).removeprefix("torch."))
+        name = min(self.shard_of)
+        with self._opened(self.shard_of[name]) as shard:
+            first: Tensor = shard.get_tensor(name)
+        return first.dtype
+
+    @property
+    def _shown(self) -> str:
+        return printable(str(self.folder))
+
+    def _stored_names(self) -> dict[str, str]:
+        """For every tensor of the model, the name it is stored under; ties are followed, extras refused."""
+        expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
+        tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
+        partners = {source: target for target, source in tied.items()} | tied
+        # A checkpoint saved without its head lacks the prefix of the base model on every name.
+        prefix = "" if expected.keys() & self.shard_of.keys() else f"{self.module.base_model_prefix}."
+        stored = {f"{prefix}{name}": name for name in self.shard_of}
+        names = {}
+        for name in expected:
+            found = stored.get(name) or stored.get(partners.get(name, ""))
+            if found is None:
+                raise self.failure(
+                    f"{self._shown}: the model has the tensor {printable(name)}, the checkpoint lacks it"
+                )
+            names[name] = found
+        ignored = [re.compile(p) for p in self.module._keys_to_ignore_on_load_unexpected or ()]
+        for full, name in sorted(stored.items()):
+            if full not in expected and not any(pattern.search(full) for pattern in ignored):
+                raise self.failure(
+                    f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
+                )
+        self._check_shapes(expected, names)
+        return names
+
+    def _check_shapes(self, expected: dict[str, tuple[int, ...]], names: dict[str, str]) -> None:
+        by_shard: dict[Path, list[str]] = {}
+        for name, found in names.items():
+            by_shard.setdefault(self.shard_of[found], []).append(name)
+        for path, group in by_shard.items():
+            with self._opened(path) as shard:
+                held = set(shard.keys())
+                for name in group:
+                    if names[name] not in held:
+                        raise self.failure(
+                            f"{printable(str(path))}: tensor {printable(names[name])} is not in this shard,"
+                            " though the index says so"
+                        )
+                    shape = tuple(shard.get_slice(names[name]).get_shape())
+                    if shape != expected[name]:
+                        raise self.failure(
+                            f"{printable(str(path))}: tensor {printable(names[name])} has shape {shape};"
+                            f" the config asks for {expected[name]}"
+                        )
+
+    def _decoder_layers(self) -> list[nn.Module]:
+        """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""
+        stacks = [list(child) for child in self.module.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        if not stacks:
+            raise self.failure(f"{self._shown}: {type(self.module).__name__} has no stack of decoder layers")
+        return max(stacks, key=lambda stack: sum(value.numel() for layer in stack for value in layer.parameters()))
+
+    def _move_buffers(self) -> None:
+        """Put buffers on the device; the ones that are stored get their stored values."""
+        for prefix, owner in self.module.named_modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                full = f"{prefix}.{name}" if prefix else name
+                if full in self.stored_as:
+                    with self._opened(self.shard_of[self.stored_as[full]]) as shard:
+                        buffer = shard.get_tensor(self.stored_as[full]).clone()
+                owner._buffers[name] = buffer.to(self.device)
+
+    def _hook_units(self) -> None:
+        """Hook every decoder layer as a whole and every other module that owns parameters itself."""
+        names = {id(module): name for name, module in self.module.named_modules()}
+        inside = {id(part) for layer in self.layers for part in layer.modules()}
+        for layer in self.layers:
+            self._hook(layer, [(names[id(part)], part) for part in layer.modules()])
+        for name, module in self.module.named_modules():
+            if id(module) not in inside and module._parameters:
+                self._hook(module, [(name, module)])
+        # Registered after the hooks that fetch and drop weights: by then nothing of the layer is left.
+        self.layers[0].register_forward_pre_hook(self._digest_input, with_kwargs=True)
+        for layer in self.layers:
+            layer.register_forward_hook(self._digest_output)
+
+    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+        slots = [
+            (owner, key, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in owners
+            for key, value in owner._parameters.items()
+            if value is not None
+        ]
+        empty = {id(owner): dict(owner._parameters) for _, owner in owners}
+
+        def fetch(_module: nn.Module, _args: Any) -> None:
+            for (owner, key, _), value in zip(slots, self._read([name for *_, name in slots]), strict=True):
+                owner._parameters[key] = nn.Parameter(value, requires_grad=False)
+                self._weight_bytes += value.nbytes
+            self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes)
+
+        def drop(_module: nn.Module, _args: Any, _result: Any) -> None:
+            for owner, key, _ in slots:
+                held = owner._parameters[key]
+                # Still on meta where reading failed half-way.
+                self._weight_bytes -= 0 if held is None or held.is_meta else held.nbytes
+                owner._parameters[key] = empty[id(owner)][key]
+
+        unit.register_forward_pre_hook(fetch)
+        unit.register_forward_hook(drop, always_call=True)
+
+    def _read(self, names: list[str]) -> list[Tensor]:
+        """The weights called `names`, on the device and in the dtype that the model computes in."""
+        values: dict[str, Tensor] = {}
+        for path in dict.fromkeys(self.shard_of[self.stored_as[name]] for name in names):
+            with self._opened(path) as shard:
+                for name in names:
+                    if self.shard_of[self.stored_as[name]] == path:
+                        stored = shard.get_tensor(self.stored_as[name])
+                        # A fresh tensor: the mapped one is unaligned and would keep the file mapped.
+                        values[name] = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
+                        values[name].copy_(stored)
+        return [values[name] for name in names]
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """The dtype transformers gives this weight: some families keep a few modules in float32."""
+        kept = set(self.module._keep_in_fp32_modules_strict or ())
+        if self.dtype == torch.float16:
+            kept |= set(self.module._keep_in_fp32_modules or ())
+        halved = self.dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if halved and any(part in name for part in kept) else self.dtype
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        try:
+            with safe_open(path, framework="pt") as shard:
+                yield shard
+        except (OSError, SafetensorError) as error:
+            raise self.failure(f"{printable(str(path))}: cannot be read: {first_line(error)}") from error
+
+    def _digest_input(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._digests.append(_digest(args[0] if args else kwargs["hidden_states"]))
+
+    def _digest_output(self, _layer: nn.Module, _args: Any, result: Any) -> None:
+        self._digests.append(_digest(result[0] if isinstance(result, tuple) else result))
+
+
+def _digest(hidden: Tensor) -> bytes:
+    """Equal for tensors that compare equal: adding zero makes −0 and +0 one, as a zero branch does."""
+    values = (hidden + 0.0).cpu().contiguous()
+    made = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=16)
+    made.update(values.view(torch.uint8).numpy().data)
+    return made.digest()
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """For every stored tensor, its shard; a single file goes before an index, as in transformers."""
+    single, index = folder / "model.safetensors", folder / _INDEX
+    if single.is_file():
+        try:
+            with safe_open(single, framework="pt") as shard:
+                return dict.fromkeys(shard.keys(), single)
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{printable(str(single))}: cannot be read: {first_line(error)}") from error
+    if not index.is_file():
+        raise BadInput(f"{printable(str(folder))}: neither model.safetensors nor {_INDEX} is here")
+    try:
+        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = {str(name): str(shard) for name, shard in weights.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{printable(str(index))}: not a safetensors index: {first_line(error)}") from error
+    for entry in set(entries.values()):
+        if Path(entry).name != entry or not entry.endswith(".safetensors"):
+            raise BadInput(f"{printable(str(index))}: {printable(entry)!r} is not the plain name of a shard")
+        if not (folder / entry).is_file():
+            raise BadInput(f"{printable(str(folder / entry))}: the index names this shard, but it is not a file here")
+    if not entries:
+        raise BadInput(f"{printable(str(index))}: the index lists no tensor")
+    return {name: folder / shard for name, shard in entries.items()}

@@ -1,0 +1,152 @@
+"""Layer selectors: which layers, or which gaps between layers, an operation means.
+
+Layers are counted from 0. A *gap* is named by the layer below it: the gap after layer 3 lies between layers
+3 and 4. The named positions of gaps are those of OpT-DeUS §7.1 (there counted from 1); the same names on
+layers mean the halves and quarters of the stack itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from surgeon.errors import BadInput
+
+Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]
+
+
+Index = Annotated[int, Field(ge=0, description="layer number, counted from 0")]
+
+
+class _Selector(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Every(_Selector):
+    """Layers N-1, 2N-1, …: the last of every group of N."""
+
+    every: Annotated[int, Field(ge=1, description="group size")]
+
+
+class After(_Selector):
+    """The gaps after these layers."""
+
+    after: Annotated[list[Index], Field(min_length=1, description="the layers below the gaps")]
+
+
+class Range(_Selector):
+    """Layers first to last, both included."""
+
+    range: Annotated[list[Index], Field(min_length=2, max_length=2, description="[first, last], both included")]
+
+
+GapSelector = Position | Every | After | Range
+
+
+LayerSelector = Position | Every | Range | Annotated[list[Index], Field(min_length=1)]
+
+
+def select_gaps(selector: GapSelector, layers: int) -> list[int]:
+    """The gaps of a stack of `layers` layers that the selector matches, ascending.
+
+    BadInput where it matches nothing or names a layer that is not there.
+    """
+    match selector:
+        case str():
+            found = _named_gaps(selector, layers)
+        case Every(every=size):
+            found = list(range(size - 1, layers, size))
+        case After(after=listed):
+            found = _checked(listed, layers)
+        case Range(range=[first, last]):
+            found = _interval(first, last, layers)
+    return _not_empty(found, selector, layers)
+
+
+def select_layers(selector: LayerSelector, layers: int) -> list[int]:
+    """The layers of a stack of `layers` layers that the selector matches, ascending; errors as `select_gaps`."""
+    match selector:
+        case str():
+            found = _named_layers(selector, layers)
+        case Every(every=size):
+            found = list(range(size - 1, layers, size))
+        case Range(range=[first, last]):
+            found = _interval(first, last, layers)
+        case list():
+            found = _checked(selector, layers)
+    return _not_empty(found, selector, layers)
+
+
+def spread(gaps: list[int], count: int) -> list[int]:
+    """`count` of `gaps`, evenly spread, the topmost always among them. BadInput when there are fewer gaps."""
+    if count > len(gaps):
+        raise BadInput(
+            f"`count` {count} is more than the {len(gaps)} gaps `where` matches ({show(gaps)}); lower it, widen"
+            " `where`, or insert several per gap with `per_gap`"
+        )
+    return [gaps[(k + 1) * len(gaps) // count - 1] for k in range(count)]
+
+
+def show(indices: list[int]) -> str:
+    """Indices as text, runs joined: `0-3, 7, 9-11`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _named_gaps(name: Position, n: int) -> list[int]:
+    # OpT-DeUS §7.1 with i counted from 1; gap g here is i = g + 1, and i < n leaves out the gap above the top.
+    match name:
+        case "all":
+            return list(range(n - 1))
+        case "bottom_half":
+            return [i - 1 for i in range(1, n + 1) if 2 * i <= n]
+        case "middle":
+            return [i - 1 for i in range(1, n + 1) if n < 4 * i <= 3 * n]
+        case "top_half":
+            return [i - 1 for i in range(1, n) if 2 * i >= n]
+        case "top_and_bottom":
+            return [i - 1 for i in range(1, n) if 4 * i <= n or 4 * i >= 3 * n]
+
+
+def _named_layers(name: Position, n: int) -> list[int]:
+    quarter, half = n // 4, n // 2
+    match name:
+        case "all":
+            return list(range(n))
+        case "bottom_half":
+            return list(range(half))
+        case "middle":
+            return list(range(quarter, n - quarter))
+        case "top_half":
+            return list(range(n - half, n))
+        case "top_and_bottom":
+            return [*range(quarter), *range(n - quarter, n)]
+
+
+def _interval(first: int, last: int, layers: int) -> list[int]:
+    if first > last:
+        raise BadInput(f"`range: [{first}, {last}]` runs backwards; write [first, last]")
+    return _checked(list(range(first, min(last, layers) + 1)), layers)
+
+
+def _checked(listed: list[int], layers: int) -> list[int]:
+    for index in listed:
+        if index >= layers:
+            raise BadInput(f"there is no layer {index}: the model has layers 0 to {layers - 1} at this point")
+    if len(set(listed)) != len(listed):
+        twice = next(i for i in listed if listed.count(i) > 1)
+        raise BadInput(f"layer {twice} is listed twice")
+    return sorted(listed)
+
+
+def _not_empty(found: list[int], selector: object, layers: int) -> list[int]:
+    if not found:
+        shown = selector.model_dump() if isinstance(selector, BaseModel) else selector
+        raise BadInput(f"`{shown}` matches nothing in a model of {layers} layers")
+    return found

@@ -1,0 +1,137 @@
+"""Learning and forgetting: losses by source, from manifests' training runs or from a log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.errors import BadInput, printable
+from surgeon.report.history import History
+
+MAX_LOG_BYTES = 64_000_000
+
+
+# What a trainer calls the held-out loss of a source.
+_BEFORE, _AFTER = "eval_", "_loss"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses on one source, in nats a token, by step."""
+
+    source: str
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training run as a manifest tells of it.
+
+    `losses` maps sources to held-out losses before and after; `changes` every tensor that trained, by its name in that
+    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
+    """
+
+    surgery: int
+    steps: int
+    tokens: int
+    losses: dict[str, tuple[float, float]]
+    changes: dict[str, tuple[float, float | None]]
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and are as they were."""
+        return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
+
+
+def tell_runs(history: History) -> tuple[TrainingRun, ...]:
+    """Every training run of every known surgery, oldest first."""
+    return tuple(
+        TrainingRun(
+            surgery=number,
+            steps=entry.steps,
+            tokens=entry.tokens,
+            losses={name: (found[0], found[-1]) for name, found in entry.losses.items() if found and _finite(found)},
+            changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
+        )
+        for number, manifest in enumerate(history.surgeries, history.first)
+        for entry in manifest.training
+    )
+
+
+def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
+    """Runs one after the other: a source's losses where each began and ended."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    step = 0
+    for run in runs:
+        for source, (before, after) in run.losses.items():
+            curves.setdefault(source, []).extend(((step, before), (step + run.steps, after)))
+        step += run.steps
+    return tuple(Curve(source, tuple(points)) for source, points in curves.items())
+
+
+def read_curves(log: Path) -> tuple[Curve, ...]:
+    """One curve a source, in the order they appear; BadInput names the first line that is not one of a log.
+
+    A log is JSON lines of `step`, `source` and `loss`, or what `surgeon train --json` prints. Lines without a loss (a
+    trainer's other news) are passed over; so are losses that are no numbers.
+    """
+    shown = printable(str(log))
+    try:
+        if log.stat().st_size > MAX_LOG_BYTES:
+            raise BadInput(f"{shown}: {log.stat().st_size} bytes; a log of losses has at most {MAX_LOG_BYTES}")
+        content = log.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for number, entry in _entries(content, log):
+        for source, loss in _losses(entry).items():
+            step = entry.get("step")
+            if type(step) is not int or not isinstance(loss, int | float) or not isinstance(source, str):
+                raise BadInput(
+                    f"{shown}, line {number}: expected a whole number as `step`, a text as `source`, a number as `loss`"
+                )
+            if math.isfinite(loss):
+                curves.setdefault(source, []).append((step, float(loss)))
+    if not curves:
+        raise BadInput(f'{shown}: no line has a loss; expected {{"step": …, "source": …, "loss": …}}')
+    return tuple(Curve(source, tuple(sorted(points))) for source, points in curves.items())
+
+
+def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The log's entries and the lines they stand on (of a trainer's whole record: their numbers)."""
+    if content.startswith(b"{\n"):
+        told = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES)
+        held, logged = told.get("losses"), told.get("log")
+        if not isinstance(held, dict) or not isinstance(logged, list):
+            raise BadInput(f"{printable(str(log))}: neither JSON lines nor what `surgeon train --json` prints")
+        before = {name: both["before"] for name, both in held.items() if isinstance(both, dict) and "before" in both}
+        entries = [{"step": 0} | {f"{_BEFORE}{name}{_AFTER}": loss for name, loss in before.items()}]
+        entries += [entry for entry in logged if isinstance(entry, dict) and entry.get("step") != 0]
+        yield from enumerate(entries)
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        entry = parse_json_strict(line, file=f"{log}, line {number}", max_bytes=1_000_000)
+        if not isinstance(entry, dict):
+            raise BadInput(f'{printable(str(log))}, line {number}: expected {{"step": …, "source": …, "loss": …}}')
+        yield number, entry
+
+
+def _losses(entry: dict[str, Any]) -> dict[Any, Any]:
+    """Losses of one entry by source."""
+    if entry.get("source") is not None and entry.get("loss") is not None:
+        return {str(entry["source"]) if isinstance(entry["source"], str) else None: entry["loss"]}
+    return {
+        key.removeprefix(_BEFORE).removesuffix(_AFTER): value
+        for key, value in entry.items()
+        if key.startswith(_BEFORE) and key.endswith(_AFTER) and len(key) > len(_BEFORE + _AFTER)
+    }
+
+
+def _finite(values: list[float]) -> bool:
+    return all(map(math.isfinite, values))

@@ -1,0 +1,104 @@
+"""`surgeon inspect`: what a checkpoint is and what was done to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.formatting import PROMISE_STYLES, count, listed
+from surgeon.errors import printable
+from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.operations.selectors import show
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
+
+    path: Path
+    folder: CheckpointFolder
+    anatomy: Anatomy
+    manifest: Manifest | None
+    parameters: int
+
+    def __repr__(self) -> str:
+        surgery = "no surgery" if self.manifest is None else ", ".join(o.op for o in self.manifest.operations)
+        family, layers = self.anatomy.family.model_type, self.anatomy.sizes.layers
+        return f"Inspection({str(self.path)!r}, {family}, {layers} layers, {self.parameters:,} parameters, {surgery})"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "model_type": self.anatomy.family.model_type,
+            "layers": self.anatomy.sizes.layers,
+            "parameters": self.parameters,
+            "tied_embeddings": self.anatomy.tied,
+            "shards": list(self.folder.shards),
+            "surgery": self.manifest.model_dump() if self.manifest else None,
+        }
+
+
+def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:
+    """What a checkpoint is, what was done to it, which of its tensors are new. Raises BadInput."""
+    opened = CheckpointFolder.open(Path(folder), trust_remote_code=trust_remote_code)
+    manifest = manifest_of(opened) if opened.manifest is not None else None
+    return Inspection(
+        path=Path(folder),
+        folder=opened,
+        anatomy=dissect(opened.config, opened.tensors),
+        manifest=manifest,
+        parameters=sum(info.numel for info in opened.tensors.values()),
+    )
+
+
+def inspection_view(inspection: Inspection) -> RenderableType:
+    """What a checkpoint is and what was done to it."""
+    anatomy, folder = inspection.anatomy, inspection.folder
+    sizes = anatomy.sizes
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("family", anatomy.family.model_type)
+    facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
+    facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
+    facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
+    facts.add_row("parameters", count(inspection.parameters))
+    facts.add_row("shards", f"{len(folder.shards)}, {', '.join(sorted({i.dtype for i in folder.tensors.values()}))}")
+    manifest = inspection.manifest
+    if manifest is None:
+        facts.add_row("surgery", "none (no surgery.json)")
+        return facts
+    facts.add_row(
+        "base", printable(manifest.base.id + (f"@{manifest.base.revision}" if manifest.base.revision else ""))
+    )
+    facts.add_row("promise", PROMISE_STYLES[manifest.promise])
+    facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
+    for number, entry in enumerate(manifest.operations):
+        facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
+    for ancestor in manifest.lineage:
+        facts.add_row("earlier", f"{printable(', '.join(ancestor.operations))} on {printable(ancestor.base)}")
+    new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
+    if new_layers:
+        facts.add_row("new layers", show(new_layers))
+    grafts: dict[str, list[int]] = {}
+    for index, layer in enumerate(manifest.layers):
+        for graft in layer.grafts:
+            grafts.setdefault(graft.text, []).append(index)
+    for text, layers in grafts.items():
+        facts.add_row("grafts", f"{printable(text)}: {'layer' if len(layers) == 1 else 'layers'} {show(layers)}")
+    for run in manifest.training:
+        told = ", ".join(
+            f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
+        )
+        told = f"; held-out loss {told}" if told else ""
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{told}")
+    facts.add_row(
+        "new tensors",
+        f"{len(manifest.new_tensors)}, in {listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",
+    )
+    return facts

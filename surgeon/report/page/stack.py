@@ -1,0 +1,176 @@
+"""The layer stack as a picture: the first base's layers on the left, the output's on the right, top layer on top."""
+
+from __future__ import annotations
+
+from surgeon.operations.selectors import show
+from surgeon.report.history import History, Mark, StackLayer
+from surgeon.report.page.charts import WIDTH, drawing
+from surgeon.report.page.markup import Markup, el, join
+
+_ROW, _TALL = 24.0, 20.0
+
+
+_OLD_WIDTH, _NEW_LEFT = 42.0, 84.0
+
+
+_HEAD = 20.0
+
+
+_MARKS_RIGHT = 336.0
+
+
+# A mark's width, and how much wider each letter after the second makes it.
+_PILL, _LETTER = 28.0, 6.0
+
+
+# Order and colour of marks in a row; letters tell them apart where colours do not.
+_KINDS = ("control", "adapters", "experts", "expert_router", "control_states", "other")
+
+
+def stack_figure(history: History) -> Markup:
+    """The picture. Every layer is a box; lines lead from a base layer to where it stands now."""
+    layers = history.layers
+    height = _HEAD + _ROW * len(layers) + 4
+    old_top = _HEAD + (_ROW * (len(layers) - history.base_layers)) / 2
+    now_at = {layer.base: layer for layer in layers if layer.base is not None}
+    parts = [
+        el("text", "base", x=_OLD_WIDTH / 2, y=12, class_="head", text_anchor="middle"),
+        el("text", "output", x=_NEW_LEFT, y=12, class_="head"),
+    ]
+    for base in range(history.base_layers):
+        y = old_top + _ROW * (history.base_layers - 1 - base)
+        if base in now_at:
+            there = _top(now_at[base], len(layers)) + _TALL / 2
+            here, right = y + _TALL / 2, _NEW_LEFT
+            bend = f"M{_OLD_WIDTH} {here:g}C{_OLD_WIDTH + 22} {here:g} {right - 22} {there:g} {right} {there:g}"
+            parts.append(el("path", d=bend, class_="way"))
+        parts += [
+            el("rect", x=1, y=y, width=_OLD_WIDTH - 1, height=_TALL, rx=3, class_="layer base"),
+            el("text", base, x=_OLD_WIDTH / 2, y=y + 14, class_="label", text_anchor="middle"),
+        ]
+    parts += [_layer(layer, _top(layer, len(layers))) for layer in layers]
+    made = [layer.index for layer in layers if layer.base is None]
+    told = f"{history.base_layers} layers became {len(layers)}"
+    told += f"; new: layers {show(made)}" if made else "; none is new"
+    return drawing("The layer stack, old and new", told, height, *parts, key="stack", class_="chart stack")
+
+
+def origin_words(layer: StackLayer) -> str:
+    """Where a layer comes from, in a few words."""
+    if layer.base is not None:
+        return layer.init.partition(",")[0] if layer.origin == "changed" else "kept"
+    of = f" {'+'.join(map(str, layer.sources))}" if layer.sources else ""
+    match layer.origin:
+        case "fused":
+            return f"fused{of}"
+        case "copied":
+            return f"copied{of}"
+        case _:
+            return f"{layer.init.partition(',')[0] or 'new'}{of}"
+
+
+def legend(history: History) -> Markup:
+    """What boxes, letters and triangles mean; only of those that occur."""
+    origins = {layer.origin for layer in history.layers}
+    words = {
+        "base": "kept: a layer of the base, as surgery found it",
+        "changed": "changed: a layer of the base with other weights",
+        "fused": "fused: made from the two layers named",
+        "copied": "copied: began as a copy of the layer named",
+        "made": "new: initialised another way",
+    }
+    rows = [
+        _legend_row(el("rect", x=1, y=3, width=26, height=14, rx=3, class_=f"layer {origin}"), words[origin])
+        for origin in words
+        if origin in origins
+    ]
+    if any(layer.trains for layer in history.layers):
+        rows.append(_legend_row(_trains(10, 4), "the layer's own weights train"))
+    signs: dict[str, tuple[Mark, str]] = {}
+    for layer in history.layers:
+        for mark in layer.marks:
+            signs.setdefault(_group(mark), (mark, _KIND_WORDS.get(_group(mark), mark.text)))
+    rows += [_legend_row(_pill(0, 2, mark.sign[:2], mark, trains=False), words) for mark, words in signs.values()]
+    if any(mark.trains for layer in history.layers for mark in layer.marks):
+        rows.append(
+            _legend_row(
+                el("rect", x=1, y=2, width=25, height=16, rx=8, class_="pill trains"), "heavy outline: the graft trains"
+            )
+        )
+    return el("ul", *rows, class_="legend")
+
+
+_KIND_WORDS = {
+    "control": "C control block: a trainable twin (Control LLM)",
+    "adapters": "A gated adapter beside the FFN (Neutral Residues)",
+    "slots": "S PMoE slots, by number",
+    "shared": "L shared LoRA (PMoE, below the router)",
+    "expert_router": "R PMoE's router",
+    "control_states": "M control states (Mixture-of-Control)",
+}
+
+
+def _group(mark: Mark) -> str:
+    if mark.kind == "experts":
+        return "shared" if mark.sign == "L" else "slots"
+    return mark.kind
+
+
+def _legend_row(sample: Markup, words: str) -> Markup:
+    picture = el("svg", sample, viewBox="0 0 30 20", width=30, height=20, aria_hidden="true")
+    return el("li", picture, el("span", words))
+
+
+def _top(layer: StackLayer, count: int) -> float:
+    return _HEAD + _ROW * (count - 1 - layer.index)
+
+
+def _layer(layer: StackLayer, y: float) -> Markup:
+    words = origin_words(layer)
+    pills = _grouped(layer.marks)
+    left = _MARKS_RIGHT - sum(_width(sign) for sign, _, _ in pills)
+    room = (left - _NEW_LEFT - 34) / 6.2
+    shown = words if len(words) <= room else f"{words[: max(1, int(room) - 1)]}…"
+    title = f"layer {layer.index}: {words}" + "".join(f"; {mark.text}" for mark in layer.marks)
+    parts = [
+        el("title", title + ("; trains" if layer.trains else "")),
+        el("rect", x=_NEW_LEFT, y=y, width=WIDTH - _NEW_LEFT - 1, height=_TALL, rx=3, class_=f"layer {layer.origin}"),
+        el("text", layer.index, x=_NEW_LEFT + 24, y=y + 14, class_="label number", text_anchor="end"),
+        el("text", shown, x=_NEW_LEFT + 32, y=y + 14, class_="label"),
+    ]
+    for sign, mark, trains in pills:
+        parts.append(_pill(left, y + 2, sign, mark, trains=trains))
+        left += _width(sign)
+    if layer.trains:
+        parts.append(_trains(_MARKS_RIGHT + 6, y + 4))
+    return el("g", join(*parts), class_="row")
+
+
+def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, Mark, bool]]:
+    """One sign a kind, slots by their span; heavy where one of them trains."""
+    groups: dict[str, list[Mark]] = {}
+    for mark in sorted(marks, key=lambda mark: _KINDS.index(mark.kind) if mark.kind in _KINDS else len(_KINDS)):
+        groups.setdefault(_group(mark), []).append(mark)
+    shown = []
+    for group, held in groups.items():
+        sign = held[0].sign
+        if group == "slots" and len(held) > 1:
+            sign = f"S{held[0].sign[1:].partition('–')[0]}–{held[-1].sign[1:].rpartition('–')[2]}"
+        shown.append((sign, held[-1], any(mark.trains for mark in held)))
+    return shown
+
+
+def _pill(x: float, y: float, sign: str, mark: Mark, *, trains: bool) -> Markup:
+    heavy = " trains" if trains else ""
+    return join(
+        el("rect", x=x + 1, y=y, width=_width(sign) - 3, height=16, rx=8, class_=f"pill {_group(mark)}{heavy}"),
+        el("text", sign, x=x + _width(sign) / 2 - 0.5, y=y + 11.5, class_="sign", text_anchor="middle"),
+    )
+
+
+def _width(sign: str) -> float:
+    return _PILL + _LETTER * max(0, len(sign) - 2)
+
+
+def _trains(x: float, y: float) -> Markup:
+    return el("path", d=f"M{x:g} {y + 11:g}l5.5 -10l5.5 10z", class_="flag")

@@ -1,0 +1,114 @@
+"""The report's figures as PNG files, drawn with matplotlib (the extra `report`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from surgeon.errors import BadInput, printable
+from surgeon.report.findings import Findings
+from surgeon.report.history import History
+from surgeon.report.page.stack import origin_words
+from surgeon.report.routing_record import RoutingReport
+
+_ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
+
+
+def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
+    """Draw the stack, and routing and gates where they were recorded; returns the files. Raises BadInput."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+    drawn: dict[str, Any] = {}
+    drawn["stack"] = _stack(Figure, findings.history)
+    routing = findings.routing
+    if routing is not None and routing.router_layer is not None:
+        drawn["router"] = _router(Figure, routing)
+    if routing is not None and routing.sites:
+        for nth, name in enumerate(routing.texts):
+            drawn[f"control-states-{nth}"] = _states(Figure, routing, name)
+    if routing is not None and any(text.gates for text in routing.texts.values()):
+        drawn["gates"] = _gates(Figure, routing)
+    if findings.curves:
+        drawn["losses"] = _losses(Figure, findings)
+    paths = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in drawn.items():
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1])
+    except OSError as error:
+        raise BadInput(f"--png {printable(str(folder))}: cannot be written ({error.strerror})") from None
+    return tuple(paths)
+
+
+def _plain(words: str, limit: int = 40) -> str:
+    """Data as a label: dollar signs would begin mathematics."""
+    return printable(words, limit).replace("$", r"\$")
+
+
+def _stack(figure_class: Any, history: History) -> Any:
+    figure = figure_class(figsize=(7, 1 + 0.3 * len(history.layers)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    offset = (len(history.layers) - history.base_layers) / 2
+    for base in range(history.base_layers):
+        axes.barh(base + offset, 0.8, height=0.8, color=_ORIGINS["base"], edgecolor="#525d6b")
+        axes.text(0.4, base + offset, str(base), ha="center", va="center", fontsize=8)
+    for layer in history.layers:
+        axes.barh(layer.index, 4.5, left=1.6, height=0.8, color=_ORIGINS[layer.origin], edgecolor="#525d6b")
+        marks = " ".join(mark.sign + ("*" if mark.trains else "") for mark in layer.marks)
+        words = f"{layer.index}  {_plain(origin_words(layer))}"
+        axes.text(1.7, layer.index, words, va="center", fontsize=8)
+        axes.text(6.0, layer.index, marks + ("  trains" if layer.trains else ""), ha="right", va="center", fontsize=8)
+        if layer.base is not None:
+            axes.plot([0.8, 1.6], [layer.base + offset, layer.index], color="#525d6b", linewidth=0.7)
+    axes.set_title("base (left), output (right); letters: grafts, * trains", fontsize=9)
+    axes.set_axis_off()
+    return figure
+
+
+def _router(figure_class: Any, routing: RoutingReport) -> Any:
+    told = {name: text.router.mean for name, text in routing.texts.items() if text.router is not None}
+    title = f"PMoE's router above {routing.router_layer} layers: mean weight"
+    return _matrix(figure_class, title, list(told), [f"slot {s}" for s in range(routing.slots)], list(told.values()))
+
+
+def _states(figure_class: Any, routing: RoutingReport, name: str) -> Any:
+    names = [f"{layer}.{kind}" for layer, kind in routing.sites]
+    rows = [list(row) for row in routing.texts[name].states]
+    return _matrix(figure_class, f"control states chosen on {_plain(name)}", names, names, rows)
+
+
+def _gates(figure_class: Any, routing: RoutingReport) -> Any:
+    gates = list(dict.fromkeys(gate for text in routing.texts.values() for gate in text.gates))
+    rows = [
+        [text.gates[gate].mean if gate in text.gates else float("nan") for text in routing.texts.values()]
+        for gate in gates
+    ]
+    return _matrix(figure_class, "gates: mean value", gates, list(routing.texts), rows, most=None)
+
+
+def _matrix(
+    figure_class: Any, title: str, rows: list[str], columns: list[str], cells: Any, *, most: float | None = 1.0
+) -> Any:
+    size = (2.5 + 0.5 * max(4, len(columns)), 1.5 + 0.3 * max(3, len(rows)))
+    figure = figure_class(figsize=(min(16, size[0]), min(16, size[1])), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(cells, vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="viridis")
+    axes.set_xticks(range(len(columns)), [_plain(name, 20) for name in columns], fontsize=7, rotation=60, ha="right")
+    axes.set_yticks(range(len(rows)), [_plain(name, 20) for name in rows], fontsize=7)
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image)
+    return figure
+
+
+def _losses(figure_class: Any, findings: Findings) -> Any:
+    figure = figure_class(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for curve in findings.curves:
+        axes.plot(*zip(*curve.points, strict=True), marker=".", label=_plain(curve.source))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a token")
+    axes.legend(fontsize=8)
+    return figure

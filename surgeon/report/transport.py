@@ -1,0 +1,292 @@
+"""How widely neurons of inserted layers correspond to those of their neighbours (OpT-DeUS, section 7.3, Table 8).
+
+For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
+and the new layer, and between the new layer and the base layer above, and the entropy of T is told: in nats, at most
+log(n·m), where every neuron corresponds to every other alike. Whatever initialised the layers can be compared so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.common.timing import Stopwatch
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import dissect
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.operations.fusion import fuse_layers
+from surgeon.operations.insert_layers import InsertLayers, OtFusion, Shuffle
+from surgeon.plan.loading import parse_plan
+from surgeon.report.history import History, tell_history
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODULES = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+# The longer side of a heat map, in cells; larger maps are shown by the largest value of each block.
+_CELLS = 1024
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """One transport map: between inserted layer `layer` and its neighbour, a base layer `below` or `above` it.
+
+    `entropy` is in nats, before training or as the checkpoint stands; `trained` the same in the trained checkpoint;
+    `uniform` what it is at most. Marginal errors are L1 distances from uniform.
+    """
+
+    layer: int
+    neighbour: str
+    module: str
+    entropy: float
+    trained: float | None
+    uniform: float
+    iterations: int
+    converged: bool
+    row_error: float
+    column_error: float
+
+    @property
+    def name(self) -> str:
+        """How the map is called: `12.below.query`."""
+        return f"{self.layer}.{self.neighbour}.{self.module}"
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """Every map of a checkpoint, and the pictures that were drawn."""
+
+    maps: tuple[MapReport, ...]
+    pictures: tuple[Path, ...] = ()
+
+    def __repr__(self) -> str:
+        means = ", ".join(f"{module} {mean:.3g}" for module in MODULES if (mean := self.mean(module)) is not None)
+        return f"TransportReport({len(self.maps)} maps, entropy in nats: {means})"
+
+    def mean(self, module: str, *, trained: bool = False) -> float | None:
+        """Entropy of a module's maps, mean over inserted layers and both neighbours; None where there is none."""
+        found = [m.trained if trained else m.entropy for m in self.maps if m.module == module]
+        values = [value for value in found if value is not None]
+        return sum(values) / len(values) if values else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "entropy": {module: self.mean(module) for module in MODULES},
+            "trained": {module: self.mean(module, trained=True) for module in MODULES},
+            "maps": [{"name": m.name, **asdict(m)} for m in self.maps],
+            "pictures": [str(path) for path in self.pictures],
+        }
+
+
+def transport_report(
+    out: str | Path,
+    *,
+    trained: str | Path | None = None,
+    maps: Sequence[str] = (),
+    pictures: str | Path | None = None,
+    keep: Callable[[str, Tensor], None] | None = None,
+    device: str = "auto",
+    progress: Callable[[str], None] = lambda line: None,
+) -> TransportReport:
+    """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
+
+    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
+    draw as PNG into the folder `pictures` (matplotlib, the extra `report`), or to hand to
+    `keep` with their names. Raises BadInput.
+    """
+    folder = CheckpointFolder.open(Path(out))
+    manifest = _manifest(folder)
+    pairs = _pairs(tell_history(folder, manifest))
+    if not pairs:
+        raise BadInput(
+            f"{printable(str(out))}: no operation inserted a layer between two of the base, so no map to tell of"
+        )
+    names = [f"{layer}.{neighbour}.{module}" for layer, neighbour, *_ in pairs for module in MODULES]
+    _check_names(maps, names)
+    if bool(maps) != (pictures is not None or keep is not None):
+        raise BadInput("--maps and --png go together: which maps, and the folder for their pictures")
+    drawer = _Drawer(Path(pictures)) if pictures is not None else None
+    see = keep if drawer is None else drawer.draw
+    device = devices.resolve(device)
+    before = _solve(folder, pairs, device, progress, frozenset(maps), see)
+    after: dict[str, Any] = {}
+    if trained is not None:
+        other = CheckpointFolder.open(Path(trained))
+        if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
+            raise BadInput(f"{printable(str(trained))}: not this model trained: its tensors have other names or shapes")
+        after = _solve(other, pairs, device, progress, frozenset(), None)
+    return TransportReport(
+        tuple(
+            MapReport(
+                layer=int(name.split(".")[0]),
+                neighbour=name.split(".")[1],
+                module=name.split(".")[2],
+                trained=after[name]["entropy"] if after else None,
+                uniform=_uniform(found),
+                **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
+            )
+            for name, found in before.items()
+        ),
+        tuple(drawer.drawn) if drawer else (),
+    )
+
+
+def _uniform(found: dict[str, Any]) -> float:
+    return math.log(found["rows"] * found["columns"])
+
+
+def _manifest(folder: CheckpointFolder) -> Manifest:
+    if folder.manifest is None:
+        raise BadInput(f"{printable(str(folder.path))}: no {MANIFEST_FILE}, so this is not an output of surgeon")
+    return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
+
+
+def _pairs(history: History) -> list[tuple[int, str, int, int, dict[str, object]]]:
+    """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
+
+    Of a chain of surgeries these are the layers that any of them inserted, where they stand now.
+    """
+    plans = [parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan for manifest in history.surgeries]
+    kept = [layer.index for layer in history.layers if layer.base is not None]
+    pairs = []
+    for layer in history.layers:
+        index = layer.index
+        below = max((k for k in kept if k < index), default=None)
+        above = min((k for k in kept if k > index), default=None)
+        if layer.base is not None or layer.operation is None or below is None or above is None:
+            continue
+        assert layer.surgery is not None
+        operation = plans[layer.surgery - history.first].operations[layer.operation]
+        init: OtFusion | Shuffle = OtFusion(kind="ot_fusion")
+        if isinstance(operation, InsertLayers) and isinstance(operation.init, OtFusion | Shuffle):
+            init = operation.init
+        settings = init.transport_settings()
+        pairs += [(index, "below", below, index, settings), (index, "above", index, above, settings)]
+    return pairs
+
+
+def _solve(
+    folder: CheckpointFolder,
+    pairs: list[tuple[int, str, int, int, dict[str, object]]],
+    device: str,
+    progress: Callable[[str], None],
+    wanted: frozenset[str],
+    see: Callable[[str, Tensor], None] | None,
+) -> dict[str, dict[str, Any]]:
+    """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
+    from surgeon.apply.compute import Workshop
+
+    found: dict[str, dict[str, Any]] = {}
+    for number, (layer, neighbour, lower, upper, settings) in enumerate(pairs, 1):
+        progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(pairs)})")
+        draft = Draft(dissect(folder.config, folder.tensors), folder.config, seed=0)
+        draft.layers = [draft.layers[lower], draft.layers[upper]]
+        label = f"{layer}.{neighbour}"
+        fuse_layers(draft, below=0, label=label, flow="opt_deus", heads="free", settings=settings, skip=frozenset())
+        workshop = Workshop(_couplings_only(draft), folder, device=device, stopwatch=Stopwatch())
+        for module in MODULES:
+            name = f"{label}.{module}"
+            solved = workshop.map_of(name)
+            if see is not None and name in wanted:
+                see(name, solved.matrix())
+        found |= {f"{label}.{module}": workshop.reports[f"{label}.{module}"] for module in MODULES}
+    return found
+
+
+def _couplings_only(draft: Draft) -> Blueprint:
+    return Blueprint(0, (), draft.couplings, (), (), draft.config)
+
+
+def _check_names(wanted: Sequence[str], names: list[str]) -> None:
+    for name in wanted:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
+            raise BadInput(f"--maps {printable(name)}: there is no such map; {hint}")
+
+
+class _Drawer:
+    """Heat maps as PNG files, one a map."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ModuleNotFoundError:
+            raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"--png {printable(str(folder))}: not a folder")
+        self.folder = folder
+        self.drawn: list[Path] = []
+
+    def draw(self, name: str, matrix: Tensor) -> None:
+        """T times the number of its rows, so that a row sums to 1, on a logarithmic scale."""
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+
+        shown, block = by_blocks(matrix.float().cpu() * matrix.shape[0], _CELLS)
+        smallest, largest = float(shown[shown > 0].min()), float(shown.max())
+        figure = Figure(figsize=(8, 7), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        norm = LogNorm(max(smallest, largest * 1e-6), largest if largest > smallest else smallest * 1.01)
+        image = axes.imshow(shown.numpy(), norm=norm, aspect="auto", interpolation="nearest", cmap="viridis")
+        each = "" if block == 1 else f", the largest of each {block} × {block}"
+        axes.set_title(f"{name}: {matrix.shape[0]} × {matrix.shape[1]}{each}")
+        axes.set_xlabel("neuron of the upper layer")
+        axes.set_ylabel("neuron of the lower layer")
+        figure.colorbar(image, label="share of the lower neuron's mass")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.drawn.append(self.folder / f"{name}.png")
+        figure.savefig(self.drawn[-1])
+
+
+def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
+    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
+    from torch.nn import functional
+
+    block = -(-max(matrix.shape) // cells)
+    if block == 1:
+        return matrix, 1
+    return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block
+
+
+def transport_view(report: TransportReport) -> RenderableType:
+    """A row a module: entropies, what they are at most, and how well the worst of its maps was solved."""
+    table = Table(box=None, pad_edge=False)
+    after = any(found.trained is not None for found in report.maps)
+    columns = ["module", "entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "module" else "right")
+    for module in MODULES:
+        maps = [found for found in report.maps if found.module == module]
+        trained = report.mean(module, trained=True)
+        table.add_row(
+            module,
+            f"{report.mean(module):.2f}",
+            *([f"{trained:.2f}"] if trained is not None else []),
+            f"{maps[0].uniform:.2f}",
+            str(max(found.iterations for found in maps)),
+            f"{max(max(found.row_error, found.column_error) for found in maps):.1e}",
+        )
+    layers = len({found.layer for found in report.maps})
+    lines: list[RenderableType] = [
+        Text(f"mean over {layers} inserted layer{'s' * (layers != 1)} and the base layers below and above"),
+        table,
+    ]
+    if open_ones := [found.name for found in report.maps if not found.converged]:
+        lines.append(Text(f"not converged: {', '.join(open_ones[:6])}", style="yellow"))
+    lines += [Text(f"drawn: {printable(str(path))}", style="dim") for path in report.pictures]
+    return Group(*lines)

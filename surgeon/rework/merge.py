@@ -1,0 +1,58 @@
+"""`surgeon merge`: fold Control LLM's branches back into one layer each, and measure what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from surgeon.apply.apply import Applied, applied_view, apply
+from surgeon.common.listener import Listener
+from surgeon.plan.loading import LoadedPlan, parse_plan
+from surgeon.verify.verify import Verification, verification_view, verify
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A finished merge: what was written, and what the merged model does beside the one with branches."""
+
+    applied: Applied
+    measured: Verification
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {"applied": self.applied.to_json(), "measured": self.measured.to_json()}
+
+
+def merge(
+    out: str | Path,
+    dest: str | Path,
+    *,
+    alpha: float | None = None,
+    text: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    device: str = "auto",
+    listener: Listener | None = None,
+) -> Merged:
+    """Fold the control blocks of `out` back into one layer each, into the new folder `dest`, and measure the cost.
+
+    Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at inference). That does
+    not preserve the function, so both models are run on real tokens, as in `verify`. Raises BadInput.
+    """
+    merged = apply(_merging(alpha), str(out), dest, device=device, listener=listener)
+    return Merged(
+        merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
+    )
+
+
+def _merging(alpha: float | None) -> LoadedPlan:
+    share = "" if alpha is None else f"\n    alpha: {alpha!r}"
+    return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
+
+
+def merged_view(merged: Merged) -> RenderableType:
+    """What was written, and what merging cost."""
+    return Group(applied_view(merged.applied), verification_view(merged.measured))

@@ -1,0 +1,358 @@
+"""`surgeon export-slot`: a slot of an output as a PEFT adapter for the base that the slots were attached to.
+
+Shallow layers' shared LoRA and the slot in deep layers together compute, on that base, what the output computes with
+all of the router's mass on the slot. Matrices pass as bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon._version import __version__
+from surgeon.apply.apply import disk_trouble
+from surgeon.blueprint.grafts import grafts_of
+from surgeon.checkpoint.copying import copy_range, reserve, write_all
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo, build_header
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from surgeon.checkpoint.staging import Staging, check_destination, check_space
+from surgeon.common.formatting import size
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.families.grafted import is_grafted
+from surgeon.manifest.lineage import manifest_after
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, manifest_of
+from surgeon.operations.selectors import show
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A slot that was written as a PEFT adapter for `base` (at `revision`).
+
+    `layers` are the base's that it adapts, in `modules` modules; `config` is its adapter_config.json, `notes` tell what
+    of the output's function it does not hold.
+    """
+
+    path: Path
+    slot: int
+    base: str
+    revision: str | None
+    layers: tuple[int, ...]
+    modules: int
+    nbytes: int
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Exported({str(self.path)!r}, slot {self.slot} for {self.base!r}, {self.modules} modules)"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "path": str(self.path),
+            "slot": self.slot,
+            "base": self.base,
+            "revision": self.revision,
+            "layers": list(self.layers),
+            "modules": self.modules,
+            "bytes": self.nbytes,
+            "config": self.config,
+            "notes": list(self.notes),
+        }
+
+
+def export_slot(
+    out: str | Path,
+    slot: int,
+    dest: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Exported:
+    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the base the slots stand on.
+
+    `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
+    slot: shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
+    absent, for a slot that is not there or that stands in layers the base lacks.
+    """
+    listener = listener or Quiet()
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    target = Path(dest)
+    try:
+        exported = export(folder, manifest_of(folder), slot, target, say=listener.say)
+    except OSError as error:
+        raise BadInput(disk_trouble(error, target)) from error
+    for note in exported.notes:
+        listener.say(note)
+    return exported
+
+
+_OPERATION = "pmoe_experts"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The base that the slots were attached to: its name, commit, and which of its layers each layer of the output is.
+
+    `added` are the output's layers that it has not; `grafts` are the kinds of grafts that it has (None: not known).
+    """
+
+    id: str
+    revision: str | None
+    layers: Mapping[int, int]
+    added: tuple[int, ...]
+    grafts: frozenset[str] | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One module's LoRA: the base's layer, path in the layer, rank, scale, and both matrices in the output."""
+
+    layer: int
+    target: str
+    rank: int
+    scale: float
+    down: TensorInfo
+    up: TensorInfo
+
+
+def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
+    """The base of the surgery that first attached slots. Raises BadInput where the lineage tells of none."""
+    operations = [ancestor.operations for ancestor in last.lineage] + [[entry.op for entry in last.operations]]
+    first = next((number for number, named in enumerate(operations, 1) if _OPERATION in named), None)
+    if first is None:
+        raise BadInput(f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited?")
+    surgeries = [manifest_after(number, out, last) for number in range(first, len(operations) + 1)]
+    places = {layer: layer for layer in range(surgeries[0].base.layers)}
+    for number, manifest in enumerate(surgeries, first):
+        moved = layers_of(manifest, file=f"{out.path / MANIFEST_FILE} (surgery {number})")
+        places = {layer: moved[place] for layer, place in places.items()}
+    layers = {place: layer for layer, place in places.items()}
+    added = tuple(index for index in range(len(last.layers)) if index not in layers)
+    base = surgeries[0].base
+    return Origin(base.id, base.revision, layers, added, None if base.config is None else _kinds(base.config))
+
+
+def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
+    """What of the output's function is neither the base's nor the slot's, in words for the user."""
+    notes = []
+    if origin.added:
+        notes.append(
+            f"layers {show(list(origin.added))} of the output are none of {printable(origin.id)}; the adapter has"
+            " nothing of what they compute"
+        )
+    if more := sorted(_kinds(out.config) - {"experts", "expert_router"} - (origin.grafts or frozenset())):
+        notes.append(
+            f"the output has grafts that {printable(origin.id)} has not ({', '.join(more)}); the adapter has nothing of"
+            " what they compute"
+        )
+    return notes
+
+
+def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
+    """The slot's LoRAs in deep layers and the shared ones below. Raises BadInput for a slot that is not there."""
+    shown = printable(str(out.path))
+    grafts = grafts_of(out.config)
+    slots = [c["slot"] for here in grafts.values() for g in here if g.kind == "expert_router" for c in g.entry["slots"]]
+    if slot not in slots:
+        has = f"slots {min(slots)}-{max(slots)}" if len(slots) > 1 else f"slot {slots[0]}"
+        raise BadInput(f"{shown}: no slot {slot}; there is {has}" if slots else f"{shown}: has no slots")
+    pieces: list[Piece] = []
+    for index, here in sorted(grafts.items()):
+        for graft in here:
+            if graft.kind != "experts":
+                continue
+            for entry in graft.entry["slots"]:
+                if graft.entry["routed"] and entry["slot"] != slot:
+                    continue
+                if graft.in_branch:
+                    raise BadInput(
+                        f"{shown}: slot {slot} also stands in the side branch of layer {index}, which the base"
+                        f" {printable(origin.id)} lacks; export it from the model as it was before that surgery"
+                        " (`surgeon revert`)"
+                    )
+                if index not in origin.layers:
+                    raise BadInput(
+                        f"{shown}: slot {slot} stands in layer {index}, which the base {printable(origin.id)} lacks:"
+                        " a surgery inserted it; an adapter of that base cannot hold it"
+                    )
+                pieces += [_piece(anatomy, index, origin.layers[index], entry, target) for target in entry["targets"]]
+    if not pieces:
+        raise BadInput(f"{shown}: slot {slot} has no LoRA in any layer")
+    return sorted(pieces, key=lambda piece: (piece.layer, piece.target))
+
+
+def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dropout: float) -> dict[str, Any]:
+    """What adapter_config.json says, so that PEFT makes these ranks and scales at these modules and at no other."""
+    kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
+    (rank, alpha), _ = Counter(kinds.values()).most_common(1)[0]
+    paths = {piece: anatomy.layer_name(piece.layer, piece.target) for piece in pieces}
+    targets = Counter(piece.target for piece in pieces)
+    everywhere = all(count == len(origin.layers) for count in targets.values())
+    names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": origin.id,
+        "revision": origin.revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "use_rslora": False,
+        "rank_pattern": _pattern({piece: kind[0] for piece, kind in kinds.items()}, rank, paths),
+        "alpha_pattern": _pattern({piece: kind[1] for piece, kind in kinds.items()}, alpha, paths),
+        "target_modules": names,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def export(out: CheckpointFolder, manifest: Manifest, slot: int, dest: Path, *, say: Callable[[str], None]) -> Exported:
+    """Write the adapter's folder; it is absent or complete. Raises BadInput where a LoRA for the base is not all."""
+    if not is_grafted(out.config):
+        raise BadInput(f"{printable(str(out.path))}: has no slots")
+    anatomy = dissect(out.config, out.tensors)
+    origin = origin_of(out, manifest)
+    pieces = pieces_of(out, anatomy, origin, slot)
+    config = peft_config(pieces, anatomy, origin, dropout=_dropout(out, slot))
+    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    tensors = {
+        f"base_model.model.{anatomy.layer_name(piece.layer, piece.target)}.lora_{matrix}.weight": info
+        for piece in pieces
+        for matrix, info in (("A", piece.down), ("B", piece.up))
+    }
+    tensors = dict(sorted(tensors.items()))
+    check_destination(dest, out.path)
+    identity = [__version__, slot, config, out.identity()]
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    check_space(dest, sum(info.nbytes for info in tensors.values()), fingerprint=fingerprint)
+    with Staging(dest, fingerprint=fingerprint, say=say) as staging:
+        if not staging.already_published:
+            _write_tensors(out, tensors, staging.folder / ADAPTER_WEIGHTS)
+            staging.done(ADAPTER_WEIGHTS, {})
+            (staging.folder / ADAPTER_CONFIG).write_bytes(content)
+            staging.done(ADAPTER_CONFIG, {})
+            out.check_unchanged()
+            staging.publish()
+    return Exported(
+        path=dest,
+        slot=slot,
+        base=origin.id,
+        revision=origin.revision,
+        layers=tuple(sorted({piece.layer for piece in pieces})),
+        modules=len(pieces),
+        nbytes=sum(info.nbytes for info in tensors.values()),
+        config=config,
+        notes=tuple(left_out(out, origin)),
+    )
+
+
+def _kinds(config: Mapping[str, Any]) -> frozenset[str]:
+    kinds: set[str] = {graft.kind for here in grafts_of(config).values() for graft in here}
+    return frozenset(kinds)
+
+
+def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], target: str) -> Piece:
+    rank = entry.get("ranks", {}).get(target, entry["rank"])
+    scale = entry.get("scales", {}).get(target, entry.get("scale", 1.0))
+    rows, columns = next(part.shape for part in anatomy.parts if part.suffix == f"{target}.weight")
+    found = []
+    for matrix, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+        suffix = f"{target}.slots.{entry['slot']}.lora_{matrix}"
+        info = anatomy.grafted[index].get(suffix)
+        name = printable(anatomy.layer_name(index, suffix))
+        if info is None:
+            raise BadInput(f"{name}: config.json's `surgery` calls for this tensor, no shard has it")
+        if info.shape != shape:
+            raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` calls for {list(shape)}")
+        found.append(info)
+    return Piece(layer, target, rank, scale, *found)
+
+
+def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
+    """Where a value is not the usual one: by the module's last name where it is so in all layers, else by path."""
+    by_target: dict[str, set[float]] = {}
+    for piece, value in values.items():
+        by_target.setdefault(piece.target, set()).add(value)
+    return {
+        piece.target.rpartition(".")[2] if len(by_target[piece.target]) == 1 else paths[piece]: value
+        for piece, value in values.items()
+        if value != usual
+    }
+
+
+def _dropout(out: CheckpointFolder, slot: int) -> float:
+    """The slot's; PEFT has one for all modules."""
+    entries = [
+        entry
+        for here in grafts_of(out.config).values()
+        for graft in here
+        if graft.kind == "experts" and graft.entry["routed"]
+        for entry in graft.entry["slots"]
+    ]
+    return next((float(entry.get("dropout", 0.0)) for entry in entries if entry["slot"] == slot), 0.0)
+
+
+def _alpha(scale: float, rank: int) -> float:
+    """α with α / rank the scale to the bit, where there is one; a whole number as such."""
+    product = scale * rank
+    candidates = (float(round(product)), product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
+    alpha = next((candidate for candidate in candidates if candidate / rank == scale), product)
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def _write_tensors(out: CheckpointFolder, tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    entries = [(name, info.dtype, info.shape) for name, info in tensors.items()]
+    header, places = build_header(entries, metadata={"format": "pt"})
+    opened = {file: out.open_shard(file) for file in {info.file for info in tensors.values()}}
+    try:
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            reserve(target, places[-1][1])
+            write_all(target, header, 0)
+            for info, (begin, end) in zip(tensors.values(), places, strict=True):
+                copy_range(
+                    opened[info.file],
+                    target,
+                    source_offset=info.begin,
+                    target_offset=begin,
+                    count=end - begin,
+                )
+        finally:
+            os.close(target)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def exported_view(exported: Exported) -> RenderableType:
+    """Which slot was written, and the base to load it on."""
+    revision = f"@{exported.revision}" if exported.revision else ""
+    return Group(
+        Text.assemble(
+            ("done ", "bold green"),
+            f"{printable(str(exported.path))}: slot {exported.slot} as a PEFT adapter for"
+            f" {printable(exported.base + revision)}",
+            overflow="fold",
+        ),
+        Text(
+            f"{exported.modules} modules in layers {show(list(exported.layers))}, {size(exported.nbytes)}", style="dim"
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Training what surgery made, and nothing else."""

@@ -1,0 +1,203 @@
+"""The loss of a language model without its logits: a large vocabulary's need not be in memory all at once.
+
+The head and the loss are taken together, some tokens at a time, as in liger-kernel: a chunk's logits give its loss and,
+at once, its part of the gradient, and are gone. A model keeps its own forward, so that auxiliary losses stay in it: for
+the time of a training step its head hands on what it is given, and its loss is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from surgeon.data.packing import IGNORED_LABEL
+from surgeon.errors import BadInput, SurgeonError
+
+CrossEntropy = Literal["torch", "chunked", "liger"]
+
+
+# float32 logits of one chunk: enough rows to keep a GPU at work, of 128k tokens still 256.
+CHUNK_BYTES = 2**27
+
+
+# `auto`: with smaller ones there is nothing to be had.
+_WHOLE_BYTES = 2**28
+
+
+_FLOAT32 = 4
+
+
+# Soft caps in bfloat16, as some models have them, come this near to ours in float32.
+_TOLERANCE = 1e-2
+
+
+_PROBED = 64
+
+
+class _Chunked(torch.autograd.Function):
+    """Σ −log softmax(cap(h Wᵀ)) at the labels, over rows h (N D) and head W (V D); a float32 number.
+
+    cap(x) is c · tanh(x / c), or x without a c. Logits are products in the dtype of h, as of the head itself; from
+    there on everything is float32. ∂/∂logits is softmax − one-hot, known with the loss, so no logits are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None, rows: int) -> Tensor:
+        """Losses and gradients, `rows` tokens at a time."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # A sum over chunks, which bfloat16 would round at each.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for begin in range(0, len(hidden), rows):
+            part, wanted = hidden[begin : begin + rows], labels[begin : begin + rows, None]
+            logits = (part @ weight.T).float()
+            slope: Tensor | None = None
+            if cap is not None:
+                logits = logits.div_(cap).tanh_()
+                slope = 1 - logits.square()
+                logits = logits.mul_(cap)
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            total += (normaliser - logits.gather(1, wanted)).sum()
+            if of_hidden is None and of_weight is None:
+                continue
+            gradient = logits.sub_(normaliser).exp_()
+            gradient.scatter_add_(1, wanted, gradient.new_full((1, 1), -1.0).expand_as(wanted))
+            if slope is not None:
+                gradient.mul_(slope)
+            gradient = gradient.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[begin : begin + rows])
+            if of_weight is not None:
+                of_weight += gradient.T @ part
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """The gradients, times what comes from above."""
+        of_hidden, of_weight = ctx.saved_tensors
+        scale = upstream[0]
+        return (
+            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
+            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None, rows: int | None = None
+) -> Tensor:
+    """Summed cross-entropy in nats, float32, of `hidden` (N D) under the head `weight` (V D) at `labels` (N, int64).
+
+    Rows whose label is −100 count for nothing and are not computed. `cap` is a final logit soft cap. At most `rows`
+    rows of logits are in memory (default: 128 MiB of them in float32).
+    """
+    counted = labels != IGNORED_LABEL
+    rows = rows or max(1, CHUNK_BYTES // (_FLOAT32 * len(weight)))
+    total: Tensor = _Chunked.apply(hidden[counted], weight, labels[counted], cap, rows)  # type: ignore[no-untyped-call]
+    return total
+
+
+def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
+    """The same by liger-kernel's fused kernel."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    total: Tensor = liger_fused_linear_cross_entropy(
+        hidden, weight, labels, ignore_index=IGNORED_LABEL, reduction="sum", softcap=cap
+    )
+    return total
+
+
+def choose(asked: str, *, tokens: int, vocabulary: int, device: str) -> CrossEntropy:
+    """What `cross_entropy: asked` is for a micro-batch of `tokens` tokens. Raises BadInput where it cannot be had."""
+    match asked:
+        case "auto":
+            return "chunked" if _FLOAT32 * tokens * vocabulary > _WHOLE_BYTES else "torch"
+        case "torch":
+            return "torch"
+        case "chunked":
+            return "chunked"
+    if device != "cuda":
+        raise BadInput(f"`cross_entropy: liger` runs on CUDA, and this run is on {device}; use auto or chunked")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise BadInput("`cross_entropy: liger`: liger-kernel is not installed; install surgeon[liger], or use chunked")
+    return "liger"
+
+
+class FusedHead:
+    """A causal language model's head and loss as one, inside `armed()`."""
+
+    def __init__(self, model: Any, kind: Literal["chunked", "liger"]) -> None:
+        """`model` is a transformers causal language model with a linear head. Raises BadInput for another head."""
+        self.model = model
+        self.head = model.get_output_embeddings()
+        self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self.sum: Callable[..., Tensor] = liger_cross_entropy if kind == "liger" else chunked_cross_entropy
+        if not isinstance(self.head, torch.nn.Linear) or self.head.bias is not None:
+            raise BadInput(
+                f"`cross_entropy: {kind}` needs a linear head without bias, which this model has not; use torch"
+            )
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Inside, a forward with labels has this loss, and hidden states in the place of logits."""
+        config, plain = self.model.config, self.model.loss_function
+        self.head.forward = _handed_on
+        self.model.loss_function = self._loss
+        if self.cap is not None:
+            config.final_logit_softcapping = None
+        try:
+            yield
+        finally:
+            del self.head.forward
+            self.model.loss_function = plain
+            if self.cap is not None:
+                config.final_logit_softcapping = self.cap
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *_: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """In the place of transformers' ForCausalLMLoss; `logits` are the hidden states (B T D)."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+        wanted = shift_labels.reshape(-1).to(logits.device)
+        total = self.sum(logits.reshape(-1, logits.shape[-1]), self.head.weight, wanted, cap=self.cap)
+        if num_items_in_batch is None:
+            return total / (wanted != IGNORED_LABEL).sum()
+        count = num_items_in_batch
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+    @torch.no_grad()
+    def check(self, ids: Tensor) -> None:
+        """Compare the loss on `ids` (1 T) with the model's own. Raises SurgeonError where they differ."""
+        training = self.model.training
+        self.model.eval()
+        ids = ids[:, :_PROBED].to(self.head.weight.device)
+        expected = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss)
+        with self.armed():
+            found = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss)
+        self.model.train(training)
+        if not abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected)):
+            raise SurgeonError(
+                f"the fused cross-entropy gives {found:.6f} where the model gives {expected:.6f}, so this model does"
+                " more to its logits than is known; say `cross_entropy: torch`"
+            )
+
+
+def _handed_on(hidden: Tensor) -> Tensor:
+    return hidden

@@ -1,0 +1,240 @@
+"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, checkpoints of what trains alone.
+
+A checkpoint is complete once its `complete.json` is there, which is written last and flushed; what a kill left without
+one is never resumed from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from surgeon.checkpoint.durable import sync
+from surgeon.common.distributed import is_sharded
+from surgeon.data.packing import Batches, PackedSequence
+from surgeon.data.scoring import score
+from surgeon.errors import SurgeonError, printable
+from surgeon.train.cross_entropy import FusedHead
+from surgeon.train.optimizer import make_optimizer, make_schedule
+from surgeon.train.settings import Settings
+from surgeon.train.sharding import dealt_out, gathered, let_go
+from surgeon.train.trainable import check_set
+
+TRAINED_FILE = "trained.safetensors"
+
+
+DATA_FILE = "data.json"
+
+
+COMPLETE_FILE = "complete.json"
+
+
+class Diverged(SurgeonError):
+    """The loss or the gradient is no number any more."""
+
+    exit_code = 2
+
+
+class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Trains `names` of a model whose requires_grad is set already."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        settings: Settings,
+        names: Sequence[str],
+        batches: Batches,
+        validation: Mapping[str, Sequence[PackedSequence]],
+        callbacks: Sequence[TrainerCallback],
+        fused: FusedHead | None = None,
+    ) -> None:
+        super().__init__(model=model, args=args, callbacks=list(callbacks))
+        for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
+            self.remove_callback(callback)
+        self.optimizer: Any
+        self.lr_scheduler: Any
+        self.control: Any
+        self.settings = settings
+        self.names = tuple(names)
+        self.batches = batches
+        self.validation = validation
+        self.fused = fused
+
+    def get_train_dataloader(self) -> Any:
+        """Our batches; nothing is fetched ahead of the step that trains on it."""
+        return self.batches
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """AdamW over exactly the parameters that train: the last check before the first step."""
+        if self.optimizer is None:
+            whole = self.model if model is None else model
+            self.optimizer = make_optimizer(whole, self.settings, decayed=set(self.get_decay_parameter_names(whole)))
+            check_set(self.model, self.names, optimizer=self.optimizer)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The settings' schedule."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = make_schedule(optimizer or self.optimizer, self.settings)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        # Of all processes: one that stopped alone would leave the others waiting for it.
+        told = loss.detach().to(torch.float32, copy=True)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(told)
+        if not bool(torch.isfinite(told)):
+            raise self._diverged("loss", float(told))
+        return loss
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with the fused head where there is one."""
+        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
+        if norm is not None and not bool(torch.isfinite(torch.as_tensor(norm))):
+            raise self._diverged("gradient's norm", float(norm))
+        return norm
+
+    def _diverged(self, what: str, value: float) -> Diverged:
+        kept = newest_checkpoint(Path(self.args.output_dir))
+        where = f"the checkpoint of step {step_of(kept)} is kept" if kept else "there was no checkpoint yet"
+        return Diverged(
+            f"step {self.state.global_step + 1}: the {what} is {value}; nothing was updated by it, {where};"
+            " lower `optimizer.lr` or look at the data"
+        )
+
+    @torch.no_grad()
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`."""
+        found = losses_by_source(
+            self.model,
+            self.validation,
+            micro_batch=self.settings.micro_batch,
+            process=self.args.process_index,
+            processes=self.args.world_size,
+        )
+        metrics = {f"eval_{name}_loss": loss for name, loss in found.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        held = dict(self.model.named_parameters()) if state_dict is None else state_dict
+        if is_sharded(self.model) or self.args.should_save:
+            # A sharded tensor is gathered by all processes.
+            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in self.names}
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # The same files: a run may go on with another number of processes, sharded or not.
+        state = gathered(self.optimizer.state_dict())
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
+        parameters = dict((model or self.model).named_parameters())
+        with torch.no_grad():
+            for name in self.names:
+                parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.world_size > 1:
+            torch.distributed.barrier()
+        if self.args.should_save:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
+            for file in folder.iterdir():
+                sync(file)
+            (folder / COMPLETE_FILE).write_text(json.dumps({"step": self.state.global_step}), encoding="utf-8")
+            sync(folder / COMPLETE_FILE)
+            sync(folder)
+
+
+class Cadence(TrainerCallback):  # type: ignore[misc]
+    """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's."""
+
+    def __init__(
+        self, *, evaluate_every: int, on_step: Callable[[int], None], on_log: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.evaluate_every = evaluate_every
+        self.on_step = on_step
+        self.on_log_entry = on_log
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """What is due after this step."""
+        last = state.global_step >= state.max_steps
+        control.should_evaluate = last or state.global_step % self.evaluate_every == 0
+        control.should_log = control.should_log or control.should_save or control.should_evaluate or last
+        self.on_step(state.global_step)
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Hand the entry on."""
+        if state.is_world_process_zero and logs:
+            self.on_log_entry({"step": state.global_step, **logs})
+
+
+def losses_by_source(
+    model: nn.Module,
+    validation: Mapping[str, Sequence[PackedSequence]],
+    *,
+    micro_batch: int,
+    process: int = 0,
+    processes: int = 1,
+) -> dict[str, float]:
+    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
+    found = {
+        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        for name, sequences in validation.items()
+    }
+    let_go(model)
+    return found
+
+
+def newest_checkpoint(work: Path) -> Path | None:
+    """The checkpoint of the latest step that is complete."""
+    complete = [folder for folder in work.glob("checkpoint-*") if (folder / COMPLETE_FILE).is_file()]
+    return max(complete, key=step_of, default=None)
+
+
+def drop_torn_checkpoints(work: Path) -> list[int]:
+    """Remove checkpoints that a kill left incomplete; their steps."""
+    torn = [folder for folder in work.glob("checkpoint-*") if not (folder / COMPLETE_FILE).is_file()]
+    for folder in torn:
+        shutil.rmtree(folder)
+    return [step_of(folder) for folder in torn]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was taken."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    assert number.isdecimal(), printable(checkpoint.name)
+    return int(number)

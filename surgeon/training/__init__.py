@@ -1,1 +1,0 @@
-"""Training what a surgery made: which parameters train, on what data, how it is saved and published."""

@@ -1,1 +1,0 @@
-"""Proof: by bytes, by logits, layer by layer."""

@@ -1,0 +1,202 @@
+"""The static proof: an output against its base and its plan, by bytes and without running a model.
+
+The blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is what
+the plan means, not what the output says about itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from surgeon.apply.write import constant_bytes
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
+from surgeon.checkpoint.digest import zeros_sha256
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.errors import printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.trainable import trainable_set
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was promised, whether it holds, and what was found."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+def check_static(
+    blueprint: Blueprint,
+    manifest: Manifest,
+    base: CheckpointFolder,
+    out: CheckpointFolder,
+    anatomy: Anatomy,
+    *,
+    advance: Callable[[int], None],
+) -> list[Check]:
+    """Every check that needs bytes only. `advance` hears of bytes read (of base and output together)."""
+    described = [_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
+    if not all(check.holds for check in described):
+        return described
+    digests = digests_of(base, base.tensors, advance), digests_of(out, out.tensors, advance)
+    return [
+        *described,
+        _base_is_the_one(manifest, digests[0]),
+        _copies(blueprint, manifest, out, *digests),
+        _silence(blueprint, manifest, anatomy, out),
+        _constants(blueprint, manifest, digests[1]),
+        _as_born(blueprint, manifest, digests[1]),
+        *_as_trained(manifest, digests[1]),
+    ]
+
+
+def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
+    """Bytes `check_static` reads, for a progress bar."""
+    return sum(info.nbytes for folder in (base, out) for info in folder.tensors.values())
+
+
+def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
+    wrong = [
+        key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
+    ]
+    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {some(wrong)}"
+    return Check("config", not wrong, detail)
+
+
+def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
+    expected = {output.name: (output.recipe.dtype, output.recipe.shape) for output in blueprint.outputs}
+    found = {name: (info.dtype, info.shape) for name, info in out.tensors.items()}
+    if missing := [name for name in expected if name not in found]:
+        return Check("tensors", False, f"missing: {some(missing)}")
+    if extra := [name for name in found if name not in expected]:
+        return Check("tensors", False, f"not in the plan: {some(extra)}")
+    if wrong := [name for name in expected if expected[name] != found[name]]:
+        return Check("tensors", False, f"of another shape or dtype than planned: {some(wrong)}")
+    return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
+
+
+def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """Nothing for a native output; else whether the code beside the weights is what was shipped with them."""
+    if blueprint.native:
+        return []
+    wrong = [
+        name
+        for name in blueprint.code_files
+        if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
+    ]
+    if wrong:
+        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
+    whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
+    return [Check("code", True, f"{len(blueprint.code_files)} files, {whose}")]
+
+
+def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
+    changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
+    if changed:
+        return Check("base", False, f"not the base this was made from; differing: {some(changed)}")
+    return Check("base", True, f"the one operated on, by {len(base)} digests")
+
+
+def _copies(
+    blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
+) -> Check:
+    trained = manifest.trained
+    stray = [o.name for o in blueprint.outputs if not o.new and o.name in trained]
+    if stray:
+        may = set(trainable_set(folder, manifest, "all").names)
+        if forbidden := [name for name in stray if name not in may]:
+            return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
+    untrained = [o for o in blueprint.outputs if o.name not in trained]
+    copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
+    wrong = [name for name, source in copies.items() if out[name] != base[source]]
+    kept = sum(not output.new for output in untrained)
+    if wrong:
+        return Check("base tensors", False, f"not byte-identical to their originals: {some(wrong)}")
+    return Check(
+        "base tensors",
+        True,
+        f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them"
+        + (f"; {len(stray)} were trained, as a surgery lets them" if stray else ""),
+    )
+
+
+def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
+    """From the family, not from the recipes: which tensors of new layers must hold which constant."""
+    must = anatomy.family.silence(anatomy.parts)
+    trained = manifest.trained
+    loud: list[str] = []
+    checked = 0
+    for layer in blueprint.layers:
+        if layer.operation is None or blueprint.operations[layer.operation].claim.promise != "exact":
+            continue
+        for suffix, value in must.items():
+            name = anatomy.layer_name(layer.index, suffix)
+            if name in trained:
+                continue
+            info = out.tensors[name]
+            checked += 1
+            if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
+                loud.append(name)
+    if loud:
+        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {some(loud)}")
+    if not checked:
+        told = "no operation promises it" if not trained else "trained since, or no operation promises it"
+        return Check("silent at birth", True, told)
+    return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
+
+
+def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
+    """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
+    trained = manifest.trained
+    untrained = [o for o in blueprint.outputs if o.name not in trained]
+    constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
+    wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
+    if wrong:
+        return Check("constants", False, f"not the value they are born with: {some(wrong)}")
+    return Check("constants", True, f"{len(constants)} tensors hold the value they are born with")
+
+
+def _constant_digest(recipe: Constant | Listed) -> str:
+    if isinstance(recipe, Constant) and recipe.value == 0:
+        return zeros_sha256(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
+    return hashlib.sha256(constant_bytes(recipe)).hexdigest()
+
+
+def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
+    trained = manifest.trained
+    computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe) and o.name not in trained]
+    unknown = [name for name in computed if name not in manifest.new_tensors]
+    if unknown:
+        return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
+    changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
+    if changed:
+        return Check("new tensors", False, f"changed since they were written: {some(changed)}")
+    return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
+
+
+def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
+    """Nothing for an output that was not trained; else whether it holds what its last training run left."""
+    if not manifest.training:
+        return []
+    trained = manifest.trained
+    wrong = [name for name, digest in trained.items() if out.get(name) != digest]
+    if wrong:
+        return [Check("trained tensors", False, f"not as training left them: {some(wrong)}")]
+    idle = [name for run in manifest.training for name, tensor in run.tensors.items() if tensor.max_change == 0]
+    told = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
+    steps = sum(run.steps for run in manifest.training)
+    return [Check("trained tensors", True, f"{len(trained)} as {steps:,} steps of training left them{told}")]
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three names, and how many more."""
+    names = list(names)
+    shown = ", ".join(printable(name) for name in islice(names, 3))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

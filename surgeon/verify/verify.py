@@ -1,0 +1,238 @@
+"""`surgeon verify`: does an output keep what its manifest promises of its base?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import dissect
+from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
+from surgeon.plan.drafting import draw
+from surgeon.plan.loading import parse_plan
+
+if TYPE_CHECKING:
+    from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
+    from surgeon.models.encoders import OutputComparison
+    from surgeon.verify.static import Check
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether an output keeps its manifest's promises.
+
+    `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
+    where none was made (`promise` none), differing logits are as promised, and so they are where the output was
+    `trained` since the surgery.
+    """
+
+    promise: str
+    checks: list[Check]
+    comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
+    streamed: list[StreamedComparison] = field(default_factory=list)
+    tokens: str = ""
+    trained: bool = False
+
+    def __repr__(self) -> str:
+        checks = f"{sum(check.holds for check in self.checks)} of {len(self.checks)} checks hold"
+        return f"Verification(holds={self.holds}, promise {self.promise!r}, identical={self.identical}, {checks})"
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all compared logits (and hidden states) were bit-identical; None when none were compared."""
+        if not self.comparisons:
+            return None
+        return self.first_difference is None and all(c.identical for c in self.comparisons)
+
+    @property
+    def first_difference(self) -> FirstDifference | None:
+        """The first base layer after which hidden states differ, where the comparison went layer by layer."""
+        return next((s.first_difference for s in self.streamed if s.first_difference is not None), None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise of the manifest holds."""
+        kept = self.promise == "none" or self.trained or self.identical is not False
+        return kept and all(check.holds for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {
+            "promise": self.promise,
+            "trained": self.trained,
+            "holds": self.holds,
+            "identical": self.identical,
+            "checks": [asdict(check) for check in self.checks],
+            "tokens": self.tokens,
+            # JSON knows no infinity, which is what logits that are not numbers count as.
+            "comparisons": [
+                {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
+                for c in self.comparisons
+            ],
+            "first_difference": asdict(self.first_difference) if self.first_difference else None,
+        }
+
+
+def verify(
+    base: str | Path,
+    out: str | Path,
+    *,
+    logits: bool = True,
+    streamed: bool = False,
+    text: Path | None = None,
+    window: int = 128,
+    windows: int = 8,
+    dtypes: Sequence[str] = ("auto",),
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Verification:
+    """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
+
+    `base` is what the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
+
+    `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
+    `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
+    is no output of surgeon; a broken promise is told in the result.
+    """
+    from surgeon.verify.ancestors import ancestry_of, check_ancestry
+    from surgeon.verify.static import bytes_to_read, check_static
+
+    listener = listener or Quiet()
+    if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
+        raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest = manifest_of(out_folder)
+    loaded = parse_plan(manifest.plan, source=f"{Path(out) / MANIFEST_FILE} (plan)")
+    anatomy = dissect(base_folder.config, base_folder.tensors)
+    if streamed and anatomy.family.encoder:
+        raise BadInput(
+            f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
+            " --streamed"
+        )
+    listener.begin("reading", bytes_to_read(base_folder, out_folder))
+    checks: list[Check]
+    if ancestry := ancestry_of(base_folder, out_folder, manifest):
+        promise, trained, layer_of_base = ancestry.promise, ancestry.trained, ancestry.layer_of_base
+        checks = check_ancestry(ancestry, manifest, base_folder, out_folder, advance=listener.advance)
+    else:
+        adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
+        blueprint = draw(loaded, anatomy, base_folder.config, adapters)
+        promise, trained, layer_of_base = blueprint.promise, bool(manifest.training), blueprint.layer_of_base
+        checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
+    if not logits or not all(check.holds for check in checks):
+        return Verification(promise, checks, trained=trained)
+
+    from surgeon.models.compare import compare_logits, compare_streamed
+    from surgeon.models.encoders import auto_class, compare_encoders
+    from surgeon.models.tokens import token_batches
+
+    # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+    trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
+    device = devices.resolve(device)
+    tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
+    compared = (Path(base), Path(out), tokens.ids)
+    comparisons: list[LogitComparison | OutputComparison] = []
+    layered: list[StreamedComparison] = []
+    for dtype in dtypes:
+        listener.say(f"comparing logits ({dtype}) on {tokens.source}")
+        if anatomy.family.encoder:
+            comparisons.append(
+                compare_encoders(
+                    *compared,
+                    auto=auto_class(base_folder.config),
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                )
+            )
+        elif streamed:
+            layer_by_layer = compare_streamed(
+                *compared,
+                dtype=dtype,
+                device=device,
+                layer_of_base=layer_of_base,
+                trust_remote_code=trust_remote_code,
+            )
+            layered.append(layer_by_layer)
+            comparisons.extend(layer_by_layer.logits)
+        else:
+            comparisons.extend(
+                compare_logits(*compared, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            )
+    return Verification(promise, checks, comparisons, layered, tokens.source, trained=trained)
+
+
+def verification_view(verification: Verification) -> RenderableType:
+    """Checks and comparisons, and the verdict in one line."""
+    checks = Table(box=None, show_header=False, pad_edge=False)
+    for check in verification.checks:
+        mark = Text("holds", style="green") if check.holds else Text("FAILS", style="bold red")
+        checks.add_row(mark, check.name, Text(check.detail, overflow="fold"))
+    parts: list[RenderableType] = [checks]
+    if verification.comparisons:
+        parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
+    difference = verification.first_difference
+    if difference is not None:
+        parts.append(Text(f"first difference ({difference.mode}): {printable(difference.where)}"))
+    return Group(*parts, Text(), verdict(verification))
+
+
+def verdict(verification: Verification) -> Text:
+    """One line: exact, not preserving as promised, or broken."""
+    if not verification.holds:
+        return Text("a promise does not hold", style="bold red")
+    if verification.trained:
+        told = "logits not compared" if verification.identical is None else "logits are the trained model's"
+        return Text(f"trained: every other tensor is the base's, byte for byte ({told})", style="bold green")
+    if verification.promise == "none":
+        found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
+        return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
+    if verification.identical is None:
+        return Text("every static promise holds (logits not compared)", style="bold green")
+    return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
+
+
+def _comparisons(verification: Verification) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "mode",
+        "dtype",
+        "tokens",
+        "identical",
+        "max |Δ|",
+        "KL (nats)",
+        "top-1",
+        "base loss",
+        "output loss",
+    ):
+        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+    for c in verification.comparisons:
+        table.add_row(
+            c.mode,
+            c.dtype,
+            f"{c.tokens:,}",
+            Text("yes", style="green") if c.identical else Text("no", style="yellow"),
+            f"{c.max_abs_difference:.3g}",
+            *_next_token(c.next_token),
+        )
+    return table
+
+
+def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
+    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which foretells no next token."""
+    if figures is None:
+        return ("",) * 4
+    kl, agreement, base_loss, out_loss = figures
+    return (f"{kl:.3g}", f"{agreement:.2%}", f"{base_loss:.6f}", f"{out_loss:.6f}")

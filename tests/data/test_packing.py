@@ -1,0 +1,265 @@
+"""Documents, tokens, sequences: what is refused, what a seed determines, what resuming gives back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.data.documents import PIECE, Documents, Message
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import (
+    IGNORED_LABEL,
+    Batches,
+    Mixture,
+    Packer,
+    Packing,
+    SourceStream,
+    batch_of,
+    held_out,
+    split,
+)
+from surgeon.errors import BadInput
+from tests import tiny
+from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, json_lines, text
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Encoder:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    return Encoder(add_tokenizer(folder, template=CHAT_TEMPLATE), vocabulary=128)
+
+
+def stream(documents: Documents, encoder: Encoder, **options: Any) -> SourceStream:
+    settings = {"name": "a", "length": 16, "packing": "isolated", "domain": 1, "seed": 0} | options
+    numbers, _ = split(documents, 0.0, name="a")
+    packer = Packer(settings["length"], settings["packing"], settings["domain"])
+    return SourceStream(settings["name"], documents, numbers, encoder, packer, seed=settings["seed"])
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        (b'{"text": "a"', ":2: not JSON (Expecting ',' delimiter"),
+        (b'{"txt": "a"}', ":2: no key `text`; `field:` of the source names another one"),
+        (b'["a"]', ":2: no key `text`"),
+        (b'{"text": 5}', ":2: `text` is no text but 5"),
+        (b'{"text": "\xff"}', ":2: not UTF-8 text (byte 10 of the line)"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_trained(tmp_path: Path, line: bytes, told: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "w1"}\n' + line + b"\n")
+    with pytest.raises(BadInput) as caught:
+        Documents(path, key="text", chat=False)
+    assert str(caught.value).startswith(f"{path}{told}")
+
+
+@pytest.mark.parametrize(
+    "messages, told",
+    [
+        ([], "no list of messages"),
+        ([{"role": "user"}], "message 1 has no `role` and `content`"),
+        ([{"role": "user", "content": "w1"}], "no message of the role `assistant`"),
+    ],
+)
+def test_a_bad_chat_is_named_by_line(tmp_path: Path, messages: Any, told: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    with pytest.raises(BadInput, match=f"a.jsonl:1: .*{told}"):
+        Documents(path, key="messages", chat=True)
+
+
+def test_sources_that_are_no_sources(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
+    (tmp_path / "blank.txt").write_bytes(b" \n")
+    (tmp_path / "a.csv").write_bytes(b"a")
+    (tmp_path / "latin.txt").write_bytes(b"ok\n\xe9\n")
+    (tmp_path / "folder").mkdir()
+    for name, told in (
+        ("empty.jsonl", "no document in it"),
+        ("blank.txt", "no document in it"),
+        ("a.csv", "ends in none of .jsonl, .txt, .parquet"),
+        ("latin.txt", "latin.txt:2: not UTF-8 text"),
+        ("folder", "no .jsonl, .txt, .parquet in this folder"),
+        ("absent", "no such file or folder"),
+    ):
+        with pytest.raises(BadInput, match=told):
+            Documents(tmp_path / name, key="text", chat=False)
+
+
+def test_texts_come_back_whole(tmp_path: Path) -> None:
+    lines = [f"Zeile {n} – ü\n" for n in range(2000)]
+    (tmp_path / "a.txt").write_text("".join(lines), encoding="utf-8")
+    found = Documents(tmp_path / "a.txt", key="text", chat=False)
+    pieces = [found.read(n) for n in range(len(found))]
+    assert "".join(pieces) == "".join(lines)  # type: ignore[arg-type]
+    assert len(pieces) > 2
+    assert all(isinstance(piece, str) and len(piece.encode()) >= PIECE for piece in pieces[:-1])
+    texts = [text(9, n) for n in range(5)]
+    json_lines(tmp_path / "b.jsonl", [texts[0], " ", *texts[1:]])
+    rows = Documents(tmp_path / "b.jsonl", key="text", chat=False)
+    assert [rows.read(n) for n in range(len(rows))] == texts
+    assert rows.blank == 1
+    both = Documents(tmp_path, key="text", chat=False)
+    assert len(both) == len(pieces) + 5
+
+
+def test_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [text(9, n) for n in range(11)]
+    chats = [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": f"w{n}"}] for n in range(11)]
+    table = arrow.table({"text": texts, "messages": chats})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    found = Documents(tmp_path / "a.parquet", key="text", chat=False)
+    assert [found.read(n) for n in (10, *range(10))] == [texts[10], *texts[:10]]
+    chat = Documents(tmp_path / "a.parquet", key="messages", chat=True)
+    assert chat.read(3) == (Message("user", "w1"), Message("assistant", "w3"))
+    with pytest.raises(BadInput, match="no column `body`; it has text, messages"):
+        Documents(tmp_path / "a.parquet", key="body", chat=False)
+
+
+@pytest.mark.parametrize("packing", ["isolated", "joined"])
+def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, packing: Packing) -> None:
+    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    source = stream(documents, encoder, packing=packing)
+    expected = sorted(token for n in range(len(documents)) for token in encoder.encode(documents.read(n))[0])
+    found: list[int] = []
+    while source.epoch == 0:
+        sequence = source.next()
+        assert len(sequence.ids) == len(sequence.labels) == len(sequence.positions) == 16
+        found += sequence.ids
+        ends = [at + 1 for at, token in enumerate(sequence.ids) if token == 2 and at < 15]
+        if packing == "isolated":
+            assert [at for at, position in enumerate(sequence.positions) if position == 0] == [0, *ends]
+            assert all(sequence.labels[at] == IGNORED_LABEL for at in ends)
+        else:
+            assert sequence.positions == list(range(16))
+            assert sequence.labels == sequence.ids
+    in_order = [token for n in range(len(documents)) for token in encoder.encode(documents.read(n))[0]]
+    assert found[: len(in_order)] != in_order  # shuffled
+    assert all(found.count(token) >= expected.count(token) for token in set(expected))
+
+
+def mixture(documents: Documents, encoder: Encoder, *, seed: int = 0) -> Mixture:
+    streams = [stream(documents, encoder, name=name, seed=seed, domain=n) for n, name in enumerate("ab")]
+    return Mixture(streams, [0.9, 0.1], seed=seed)
+
+
+def test_the_order_is_the_seeds_and_resumes_anywhere(tmp_path: Path, encoder: Encoder) -> None:
+    documents = Documents(corpus(tmp_path / "a.jsonl", documents=12), key="text", chat=False)
+    whole, same, other = (mixture(documents, encoder, seed=seed) for seed in (1, 1, 2))
+    expected = [whole.next() for _ in range(100)]
+    assert [same.next() for _ in range(100)] == expected
+    assert [other.next() for _ in range(100)] != expected
+    assert whole.taken == [90, 10]
+    first = mixture(documents, encoder, seed=1)
+    for stop in (0, 1, 37, 64):
+        while sum(first.taken) < stop:
+            first.next()
+        second = mixture(documents, encoder, seed=1)
+        second.restore(json.loads(json.dumps(first.state())))
+        assert [second.next() for _ in range(100 - stop)] == expected[stop:]
+
+
+def test_processes_share_out_what_one_would_see(tmp_path: Path, encoder: Encoder) -> None:
+    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    alone = iter(Batches(mixture(documents, encoder), micro_batch=4, process=0, processes=1, domains=True))
+    two = [
+        iter(Batches(mixture(documents, encoder), micro_batch=2, process=rank, processes=2, domains=True))
+        for rank in range(2)
+    ]
+    for _ in range(5):
+        one, halves = next(alone), [next(each) for each in two]
+        for key, value in one.items():
+            assert torch.equal(value, torch.cat([half[key] for half in halves])), key
+
+
+def test_held_out_documents_are_never_trained_on_whatever_the_seed(tmp_path: Path, encoder: Encoder) -> None:
+    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    kept, held = split(documents, 0.1, name="a")
+    assert len(held) == 6
+    assert sorted([*kept, *held]) == list(range(60))
+    found = held_out(documents, held, encoder, Packer(16, "isolated", 0), most=5)
+    assert len(found) == 5
+    short = held_out(documents, held[:1], encoder, Packer(64, "isolated", 0), most=5)
+    assert len(short) == 1
+    assert len(short[0].ids) < 64
+    json_lines(tmp_path / "one.jsonl", ["w1"])
+    with pytest.raises(BadInput, match="has one document, so none can be held out"):
+        split(Documents(tmp_path / "one.jsonl", key="text", chat=False), 0.1, name="one")
+
+
+def test_loss_is_on_the_assistants_words_alone(tmp_path: Path) -> None:
+    messages = (
+        Message("system", "w1"),
+        Message("user", "w2 w3"),
+        Message("assistant", "w4 w5"),
+        Message("user", "w6"),
+        Message("assistant", "w7"),
+    )
+    marked = (
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s> "
+        "{% endgeneration %}{% else %}{{ m.content }} </s> {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    for number, template in enumerate((CHAT_TEMPLATE, marked)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ids, counted = Encoder(add_tokenizer(folder, template=template), vocabulary=128).encode(messages)
+        assert [token for token, count in zip(ids, counted, strict=True) if count] == [14, 15, 2, 17, 2]
+        assert len(ids) == 17
+
+
+def test_templates_and_tokenizers_that_cannot_serve(tmp_path: Path) -> None:
+    forgetful = "{% for m in messages %}{% if loop.last %}{{ m.content }} {% else %}w0 {% endif %}{% endfor %}"
+    folder = add_tokenizer(tmp_path, template=forgetful)
+    chat = tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3")))
+    with pytest.raises(BadInput, match="writes earlier turns another way"):
+        Encoder(folder, vocabulary=128).encode(chat)
+    with pytest.raises(BadInput, match="gives token 109, but the model has only 100 tokens"):
+        Encoder(folder, vocabulary=100).encode("w99")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(BadInput, match="no tokenizer that can be loaded"):
+        Encoder(tmp_path / "none", vocabulary=100)
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(BadInput, match="has no chat template"):
+        Encoder(add_tokenizer(tmp_path / "plain"), vocabulary=128).check_chat()
+
+
+def test_a_source_without_anything_to_learn_ends(tmp_path: Path, encoder: Encoder) -> None:
+    class Silent:
+        def encode(self, document: object) -> tuple[list[int], list[bool]]:
+            return [5, 6], [False, False]
+
+    documents = Documents(json_lines(tmp_path / "a.jsonl", ["w1", "w2"]), key="text", chat=False)
+    with pytest.raises(BadInput, match="the loss counts no token of it"):
+        stream(documents, Silent()).next()  # type: ignore[arg-type]
+    assert len(stream(documents, encoder, length=64).next().ids) == 64
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "qwen2"])
+def test_isolated_documents_do_not_see_each_other(
+    tmp_path: Path, encoder: Encoder, family: str, attention: str
+) -> None:
+    """Which implementations keep packed documents apart: a sequence gives each document what it gives alone."""
+    model = tiny.model(family)
+    model.set_attn_implementation(attention)
+    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    batch = batch_of([stream(documents, encoder, length=48).next()], domains=False)
+    positions = batch["position_ids"][0].tolist()
+    starts = [at for at, position in enumerate(positions) if position == 0]
+    assert len(starts) > 1
+    with torch.no_grad():
+        packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        joined = model(batch["input_ids"], use_cache=False).logits
+        for begin, end in zip(starts, [*starts[1:], 48], strict=True):
+            alone = model(batch["input_ids"][:, begin:end], use_cache=False).logits
+            torch.testing.assert_close(packed[:, begin:end], alone, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(packed, joined, atol=1e-3)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from surgeon.errors import BadInput, PromiseBroken
+from surgeon.models.compare import compare_logits, compare_streamed
+from surgeon.models.load import load_model
+from surgeon.models.stream import StreamedModel
+from tests import tiny
+from tests.models.grown import edit, grow, shard_of
+
+IDS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(2))
+SAME = range(6)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    logits = [model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits]
+    for step in range(ids_BT.shape[1] - steps, ids_BT.shape[1]):
+        logits.append(model(input_ids=ids_BT[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path, family)
+    whole, streamed = load_model(base, dtype=dtype), StreamedModel(base, dtype=dtype).module
+    with torch.inference_mode():
+        ordinary = whole(input_ids=IDS, use_cache=False).logits
+        assert ordinary.isfinite().all()
+        assert torch.equal(ordinary, streamed(input_ids=IDS, use_cache=False).logits)
+        assert torch.equal(decoded(whole, IDS, 10), decoded(streamed, IDS, 10))
+    assert all(parameter.is_meta for parameter in streamed.parameters())
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", family)
+    images = grow(base, tmp_path / "out", after=[0, 3, 5])
+    found = compare_streamed(base, tmp_path / "out", IDS, layer_of_base=images, batch_size=2)
+    assert found.identical and found.first_difference is None and found.layers_compared == 6
+    # The numbers are those of the comparison that loads everything.
+    assert list(found.logits) == compare_logits(base, tmp_path / "out", IDS, decode_tokens=4, batch_size=2)
+
+
+def test_at_most_one_unit_is_in_memory_at_any_time(llama: Path, tmp_path: Path) -> None:
+    images = grow(llama, tmp_path / "out", after=[1, 2])
+    roots: set[Any] = set()
+    seen: list[tuple[str, ...]] = []
+
+    def look(module: nn.Module, _args: Any) -> None:
+        if type(module).__name__ == "LlamaForCausalLM":
+            roots.add(module)
+        resident = set()
+        for root in roots:
+            for name, parameter in root.named_parameters():
+                if not parameter.is_meta:
+                    parts = name.split(".")
+                    resident.add((id(root), ".".join(parts[: 3 if parts[1] == "layers" else -1])))
+        seen.append(tuple(sorted(unit for _, unit in resident)))
+        assert len(resident) <= 1, seen[-1]
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        found = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images, decode_tokens=2)
+    finally:
+        handle.remove()
+    assert found.identical and len(roots) == 2
+    assert {unit for units in seen for unit in units} >= {"model.layers.0", "model.layers.7"}
+    layer_bytes = sum(p.numel() for p in load_model(llama).model.layers[0].parameters()) * 2
+    assert found.peak_weight_bytes == max(layer_bytes, 128 * 32 * 2)
+
+
+@pytest.mark.parametrize("layer", [0, 3, 5])
+def test_the_first_layer_that_differs_is_named(layer: int, llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    images = grow(llama, out, after=[2])
+    edit(out, f"model.layers.{images[layer]}.mlp.up_proj.weight", lambda value: value * 1.5)
+    found = compare_streamed(llama, out, IDS, layer_of_base=images)
+    assert not found.identical and not any(mode.identical for mode in found.logits)
+    apart = found.first_difference
+    assert apart is not None and (apart.base_layer, apart.out_layer) == (layer, images[layer])
+    assert apart.where == f"layer {layer} of the base (layer {images[layer]} of the output)"
+    assert apart.suspects == ((3, 4) if layer == 3 else (images[layer],))
+
+
+def test_a_new_layer_that_writes_is_among_the_suspects(llama: Path, tmp_path: Path) -> None:
+    images = grow(llama, tmp_path / "out", after=[2, 5])
+    edit(tmp_path / "out", "model.layers.3.mlp.down_proj.weight", lambda value: value + 1)
+    apart = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images).first_difference
+    assert apart is not None and apart.base_layer == 3 and apart.suspects == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "where", "suspects"),
+    [
+        ("model.embed_tokens.weight", "the embeddings", ()),
+        ("model.norm.weight", "the final norm or the output head", (7,)),
+        ("lm_head.weight", "the final norm or the output head", (7,)),
+        ("model.layers.7.mlp.down_proj.weight", "the final norm or the output head", (7,)),
+    ],
+)
+def test_what_differs_outside_the_base_layers(
+    tensor: str, where: str, suspects: tuple[int, ...], llama: Path, tmp_path: Path
+) -> None:
+    images = grow(llama, tmp_path / "out", after=[2, 5])
+    edit(tmp_path / "out", tensor, lambda value: value + 1)
+    found = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images)
+    apart = found.first_difference
+    assert not found.identical and apart is not None
+    assert (apart.where, apart.base_layer, apart.suspects) == (where, None, suspects)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_a_head_stored_beside_a_tie_is_used(family: str, tmp_path: Path) -> None:
+    # transformers keeps a stored head that differs from the embeddings, whatever the config says about ties.
+    base = tiny.checkpoint(tmp_path / "base", family, tie_word_embeddings=False)
+    config = base / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    whole, streamed = load_model(base), StreamedModel(base).module
+    with torch.inference_mode():
+        assert torch.equal(whole(input_ids=IDS).logits, streamed(input_ids=IDS).logits)
+
+
+def test_progress_counts_every_layer(llama: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    compare_streamed(
+        llama,
+        llama,
+        IDS,
+        layer_of_base=SAME,
+        decode_tokens=2,
+        batch_size=2,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    assert calls == [(done, 96) for done in range(1, 97)]
+
+
+def test_a_wrong_map_of_layers_is_refused(llama: Path) -> None:
+    for wrong in (range(5), [0, 1, 2, 3, 4, 6]):
+        with pytest.raises(ValueError, match="layer_of_base"):
+            compare_streamed(llama, llama, IDS, layer_of_base=wrong)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.3.mlp.up_proj.weight"
+    lost = tiny.checkpoint(tmp_path / "lost", "llama")
+    edit(lost, name, lambda value: None)
+    with pytest.raises(PromiseBroken, match=f"{name} is not in this shard"):
+        compare_streamed(llama, lost, IDS, layer_of_base=SAME)
+    with pytest.raises(BadInput, match=f"{name} is not in this shard"):
+        compare_streamed(lost, llama, IDS, layer_of_base=SAME)
+    unlisted = tiny.checkpoint(tmp_path / "unlisted", "llama")
+    index = unlisted / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(name, f"{name}_"))
+    with pytest.raises(PromiseBroken, match=f"tensor {name}, the checkpoint lacks it"):
+        compare_streamed(llama, unlisted, IDS, layer_of_base=SAME)
+    extra = tiny.checkpoint(tmp_path / "extra", "llama")
+    config = extra / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 6', '"num_hidden_layers": 5'))
+    with pytest.raises(PromiseBroken, match=r"tensor model\.layers\.5\.\S+, the model has no place"):
+        compare_streamed(llama, extra, IDS, layer_of_base=SAME)
+    shape = tiny.checkpoint(tmp_path / "shape", "llama")
+    edit(shape, name, lambda value: value[:-1])
+    with pytest.raises(PromiseBroken, match=r"shape \(47, 32\); the config asks for \(48, 32\)"):
+        compare_streamed(llama, shape, IDS, layer_of_base=SAME)
+
+
+def test_broken_shards_and_indexes(llama: Path, tmp_path: Path) -> None:
+    cut = tiny.checkpoint(tmp_path / "cut", "llama")
+    shard = shard_of(cut, "model.norm.weight")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(PromiseBroken, match=f"{shard.name}: cannot be read"):
+        compare_streamed(llama, cut, IDS, layer_of_base=SAME)
+    index = cut / "model.safetensors.index.json"
+    good = index.read_text()
+    for text, words in (
+        (good.replace(shard.name, f"../{shard.name}"), "plain name"),
+        (good.replace(shard.name, "other.safetensors"), "not a file here"),
+        ("[]", "not a safetensors index"),
+        ("{", "not a safetensors index"),
+        ('{"weight_map": {}}', "lists no tensor"),
+    ):
+        index.write_text(text)
+        with pytest.raises(BadInput, match=words):
+            StreamedModel(cut)
+    index.unlink()
+    with pytest.raises(BadInput, match="neither"):
+        StreamedModel(cut)
+
+
+def test_a_checkpoint_in_one_file_streams_too(llama: Path, tmp_path: Path) -> None:
+    single = tiny.checkpoint(tmp_path, "llama", shard="1GB")
+    assert (single / "model.safetensors").is_file()
+    assert compare_streamed(llama, single, IDS, layer_of_base=SAME).identical

@@ -1,0 +1,102 @@
+"""train.yaml: what is refused, by file and line, and what the papers fill in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surgeon.errors import BadInput
+from surgeon.operations import OPERATIONS
+from surgeon.operations.training_defaults import DEFAULTS
+from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.settings import settle
+
+SMALLEST = """\
+surgeon_train: 1
+steps: 100
+sources:
+  - {name: fr, path: fr.jsonl, share: 0.9}
+  - {name: en, path: en.jsonl, share: 0.1, role: original}
+"""
+
+
+def written(folder: Path, text: str) -> LoadedConfig:
+    path = folder / "train.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path)
+
+
+def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST)
+    settings, notes = settle(loaded, ["insert_layers", "gated_adapters"], context=1024, processes=2)
+    assert (settings.lr, settings.betas, settings.length, settings.batch) == (2e-4, (0.9, 0.95), 1024, 64)
+    assert settings.micro_batch * settings.accumulation * 2 == settings.batch
+    assert settings.warmup_steps == 3
+    assert any("Neutral Residues" in note for note in notes)
+    control, _ = settle(loaded, ["control_llm"], context=1024, processes=1)
+    assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (5e-5, 1e-5, 0.1 * 5e-5, 1.0)
+
+
+def test_every_operation_has_defaults() -> None:
+    assert DEFAULTS.keys() == OPERATIONS.keys()
+
+
+def test_every_default_can_be_overridden(tmp_path: Path) -> None:
+    text = SMALLEST + (
+        "batch: 12\nmicro_batch: 3\nlength: 16\n"
+        "optimizer: {lr: 1e-3, min_lr: 1e-4, schedule: linear, warmup: 7, betas: [0.8, 0.9], weight_decay: 0.2,"
+        " clip: 0}\n"
+    )
+    settings, _ = settle(written(tmp_path, text), ["control_llm"], context=64, processes=2)
+    assert settings.to_json() == {
+        "steps": 100,
+        "seed": 0,
+        "batch": 12,
+        "micro_batch": 3,
+        "accumulation": 2,
+        "length": 16,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "schedule": "linear",
+        "warmup_steps": 7,
+        "betas": [0.8, 0.9],
+        "weight_decay": 0.2,
+        "clip": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (("share: 0.9", "share: 0.5"), "shares sum to 0.6; they must sum to 1"),
+        (("role: original", "role: orginal"), "train.yaml:5: `sources.1` is"),
+        (("steps: 100", "step: 100"), "train.yaml:2: unknown key `step`; did you mean `steps`?"),
+        (("share: 0.9", "shares: 0.9"), "train.yaml:4: unknown key `shares`; did you mean `share`?"),
+        (("name: en", "name: fr"), "two sources are called 'fr'"),
+        (("steps: 100", "steps: 100\noptimizer: {lr: 0}"), "train.yaml:3: `optimizer.lr` is 0, it should be greater"),
+        (("steps: 100", "steps: 100\nwhat: frist"), "train.yaml:3: `what` is"),
+        ((SMALLEST, ""), "is empty; it needs `surgeon_train: 1`"),
+        ((SMALLEST, "- a\n"), "not a list"),
+    ],
+)
+def test_what_is_wrong_is_named_by_line(tmp_path: Path, change: tuple[str, str], told: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        written(tmp_path, SMALLEST.replace(*change))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "added, told",
+    [
+        ("length: 65\n", "`length` is 65, the model's context 64"),
+        ("batch: 7\n", "no multiple of the 2 processes"),
+        ("batch: 8\nmicro_batch: 3\n", "`micro_batch` 3 does not divide the 4 sequences"),
+        ("optimizer: {lr: 1e-4, min_lr: 1e-3}\n", "is above the peak"),
+        ("optimizer: {warmup: 101}\n", "is 101 steps, the run only 100"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, added: str, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        settle(written(tmp_path, SMALLEST + added), ["insert_layers"], context=64, processes=2)

@@ -1,0 +1,401 @@
+"""`surgeon train` end to end: what starts equal, what moves, what survives a kill, what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.data.documents import Documents
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import Packer, held_out, split
+from surgeon.errors import BadInput
+from surgeon.models.load import load_model
+from surgeon.train import session
+from surgeon.train.session import work_folder
+from surgeon.train.train import trained_view
+from surgeon.train.trainer import Diverged, losses_by_source, newest_checkpoint, step_of
+from tests import tiny
+from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
+
+CONFIG: dict[str, Any] = {
+    "surgeon_train": 1,
+    "steps": 12,
+    "batch": 4,
+    "length": 24,
+    "save_every": 4,
+    "evaluate_every": 6,
+    "log_every": 1,
+    "validation_sequences": 4,
+    "optimizer": {"lr": 1e-2, "warmup": 2},
+    "sources": [
+        {"name": "fr", "path": "fr.jsonl", "share": 0.75, "validation": 0.1},
+        {"name": "en", "path": "en.jsonl", "share": 0.25, "role": "original", "validation": 0.1},
+    ],
+}
+
+
+def base_of(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+    """A tiny base with a tokenizer, and texts beside it."""
+    corpus(folder / "fr.jsonl", seed=1, first=50, count=50)
+    corpus(folder / "en.jsonl", seed=2, count=50)
+    return add_tokenizer(tiny.checkpoint(folder / "base", family, **overrides))
+
+
+def grown(folder: Path, plan: str = "neutral-residues", family: str = "llama", **overrides: Any) -> Path:
+    surgeon.apply(plan, str(base_of(folder, family, **overrides)), folder / "out")
+    return folder / "out"
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | changes), encoding="utf-8")
+    return path
+
+
+def digests(folder: Path) -> dict[str, str]:
+    opened = CheckpointFolder.open(folder)
+    return digests_of(opened, opened.tensors, lambda _count: None)
+
+
+def command(folder: Path, *more: str, processes: int = 1) -> list[str]:
+    launched = (
+        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    )
+    given = ["train", str(folder / "out"), "--config", str(folder / "train.yaml"), "--to", str(folder / "run")]
+    return [sys.executable, *launched, "-m", "surgeon", *given, "--device", "cpu", *more]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("plan", ["llama-pro", "neutral-residues", "control-llm", "mixture-of-control", "pmoe"])
+def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
+    tmp_path: Path, plan: str, family: str
+) -> None:
+    out = grown(tmp_path, plan, family, num_hidden_layers=8)
+    before = digests(out)
+    trained = surgeon.train(out, config(tmp_path, steps=3, evaluate_every=2), tmp_path / "run", device="cpu")
+    assert trained is not None
+    base = load_model(tmp_path / "base")
+    encoder = Encoder(tmp_path / "base", vocabulary=128)
+    for source in CONFIG["sources"]:
+        documents = Documents(tmp_path / source["path"], key="text", chat=False)
+        _, held = split(documents, source["validation"], name=source["name"])
+        sequences = held_out(documents, list(held), encoder, Packer(24, "isolated", 0), most=4)
+        expected = losses_by_source(base, {"it": sequences}, micro_batch=4)["it"]
+        assert trained.losses[source["name"]][0] == expected
+    after = digests(tmp_path / "run")
+    moved = {name for name in before if before[name] != after[name]}
+    assert before.keys() == after.keys()
+    assert moved <= trained.changes.keys() == trained.manifest.new_tensors.keys()
+    assert moved == trained.changes.keys() - set(trained.unchanged)
+    # Of one slot the softmax is 1 whatever its column says; that nothing trains it is told, not hidden.
+    assert trained.unchanged == tuple(name for name in trained.changes if "expert_router" in name)
+    checked = surgeon.verify(tmp_path / "base", tmp_path / "run", text=None, windows=1)
+    assert checked.trained
+    assert checked.holds
+    assert not work_folder(tmp_path / "run").exists()
+    shards = {info.file for name, info in CheckpointFolder.open(out).tensors.items() if name not in moved}
+    untouched = shards - {CheckpointFolder.open(out).tensors[name].file for name in moved}
+    assert untouched
+    for file in untouched:
+        assert (out / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    trained = surgeon.train(
+        grown(tmp_path), config(tmp_path, steps=40, dtype="float32"), tmp_path / "run", device="cpu"
+    )
+    assert trained is not None
+    assert trained.losses["fr"][1] < trained.losses["fr"][0] - 0.2
+    losses = [entry["loss"] for entry in trained.log if "loss" in entry]
+    assert len(losses) == 40
+    assert trained.tokens == 40 * 4 * 24
+    told = trained.to_json()
+    assert told["tokens_per_second"] == trained.tokens / trained.seconds
+    assert told["peak_memory"] > sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(trained_view(trained))
+    assert f"{trained.tokens_per_second:,.0f} a second" in shown.getvalue()
+    assert "peak memory" in shown.getvalue()
+
+
+@pytest.mark.parametrize("plan, tolerance", [("llama-pro", 1e-4), ("control-llm", 2e-3)])
+def test_micro_batches_add_up_to_the_batch(tmp_path: Path, plan: str, tolerance: float) -> None:
+    """To rounding; an auxiliary loss, a mean over tokens, weighs a micro-batch by its labels, which is not quite it."""
+    out = grown(tmp_path, plan, num_hidden_layers=8)
+    logs = []
+    for micro_batch in (4, 1):
+        path = config(tmp_path, steps=4, micro_batch=micro_batch, dtype="float32")
+        trained = surgeon.train(out, path, tmp_path / f"run{micro_batch}", device="cpu")
+        assert trained is not None
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in trained.log if "loss" in entry])
+    torch.testing.assert_close(torch.tensor(logs[0]), torch.tensor(logs[1]), rtol=tolerance, atol=1e-5)
+
+
+def test_a_run_is_an_output_like_any_other(tmp_path: Path) -> None:
+    """Trained again, operated on again, taken back."""
+    out = grown(tmp_path)
+    for start, end in ((out, "run"), (tmp_path / "run", "again")):
+        surgeon.train(start, config(tmp_path, steps=2), tmp_path / end, device="cpu")
+    again = surgeon.inspect(tmp_path / "again").manifest
+    assert again is not None
+    assert len(again.training) == 2
+    assert surgeon.verify(tmp_path / "base", tmp_path / "again", logits=False).holds
+    surgeon.revert(tmp_path / "again", tmp_path / "back")
+    assert digests(tmp_path / "back") == digests(tmp_path / "base")
+    assert set(surgeon.diff(tmp_path / "run", tmp_path / "again").changed) <= again.new_tensors.keys()
+    surgeon.apply("llama-pro", str(tmp_path / "again"), tmp_path / "deeper")
+    surgeon.train(tmp_path / "deeper", config(tmp_path, steps=2, what="all"), tmp_path / "both", device="cpu")
+    assert surgeon.verify(tmp_path / "again", tmp_path / "both", logits=False).holds
+    surgeon.train(tmp_path / "deeper", config(tmp_path, steps=2), tmp_path / "last", device="cpu")
+    assert surgeon.verify(tmp_path / "again", tmp_path / "last", logits=False).holds
+    surgeon.revert(tmp_path / "last", tmp_path / "before", to=1)
+    assert digests(tmp_path / "before") == digests(tmp_path / "again")
+    with pytest.raises(BadInput, match="trained or edited since surgery 2"):
+        surgeon.revert(tmp_path / "both", tmp_path / "lost", to=1)
+
+
+def test_a_tensor_changed_by_hand_is_found_before_and_after_training(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    out = grown(tmp_path)
+    surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu")
+    for folder, name in ((out, "model.norm.weight"), (tmp_path / "run", "model.layers.0.mlp.adapter.out_proj.weight")):
+        opened = CheckpointFolder.open(folder)
+        name = name if name in opened.tensors else next(n for n in opened.tensors if ".adapter." in n)
+        file = folder / opened.tensors[name].file
+        tensors = load_file(file)
+        save_file(tensors | {name: tensors[name] + 1}, file, metadata={"format": "pt"})
+        with pytest.raises(BadInput, match=f"{name}: not what surgery.json of .* says"):
+            surgeon.train(folder, config(tmp_path, steps=2), tmp_path / "never", device="cpu")
+        assert not surgeon.verify(tmp_path / "base", folder, logits=False).holds
+    assert not (tmp_path / "never").exists()
+
+
+def test_what_diverges_stops_by_its_step_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    out = grown(tmp_path)
+    path = config(tmp_path, steps=30, save_every=1, optimizer={"lr": 1e30, "warmup": 2, "clip": 0})
+    with pytest.raises(Diverged, match=r"step \d+: the (loss|gradient's norm) is (nan|inf); .* the checkpoint of step"):
+        surgeon.train(out, path, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    kept = newest_checkpoint(work_folder(tmp_path / "run"))
+    assert kept is not None
+    assert step_of(kept) >= 1
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"length": 129}, "`length` is 129, the model's context 128"),
+        ({"what": [4]}, "there is no operation 4"),
+        ({"attention": "no_such"}, "cannot be loaded with transformers"),
+        ({"sources": [CONFIG["sources"][0] | {"path": "absent.jsonl", "share": 1.0}]}, "absent.jsonl: no such file"),
+        ({"sources": [CONFIG["sources"][0] | {"kind": "chat", "share": 1.0}]}, "has no chat template"),
+    ],
+)
+def test_refusals_leave_nothing(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    out = grown(tmp_path)
+    with pytest.raises(BadInput, match=told):
+        surgeon.train(out, config(tmp_path, **change), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    out = grown(tmp_path)
+    path = config(tmp_path, steps=2)
+    with pytest.raises(BadInput, match=r"no surgery\.json"):
+        surgeon.train(tmp_path / "base", path, tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match="lies in the base"):
+        surgeon.train(out, path, out / "run", device="cpu")
+    surgeon.train(out, path, tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match="exists; choose another folder"):
+        surgeon.train(out, path, tmp_path / "run", device="cpu")
+    (out / "tokenizer.json").unlink()
+    with pytest.raises(BadInput, match="no tokenizer that can be loaded"):
+        surgeon.train(out, path, tmp_path / "run2", device="cpu")
+
+
+def test_chats_tasks_and_other_formats_train_together(tmp_path: Path) -> None:
+    """Domains reach PMoE's router as tasks; the loss of a chat is on the assistant's words."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    base = add_tokenizer(tiny.checkpoint(tmp_path / "base", "qwen3"), template=CHAT_TEMPLATE)
+    (tmp_path / "plan.yaml").write_text(
+        "surgeon: 1\noperations:\n  - {op: pmoe_experts, threshold: 3, slots: 2, router_loss: {kind: task_id}}\n",
+        encoding="utf-8",
+    )
+    surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out")
+    chats = [
+        [{"role": "user", "content": text(5, n)}, {"role": "assistant", "content": text(9, n + 100)}] for n in range(20)
+    ]
+    parquet.write_table(arrow.table({"messages": chats}), tmp_path / "chat.parquet")
+    (tmp_path / "plain.txt").write_text("\n".join(text(200, n) for n in range(60)), encoding="utf-8")
+    sources = [
+        {"name": "chat", "path": "chat.parquet", "kind": "chat", "share": 0.5, "role": "task:chat", "validation": 0.1},
+        {"name": "plain", "path": "plain.txt", "share": 0.5, "role": "task:plain", "validation": 0.2},
+    ]
+    trained = surgeon.train(
+        tmp_path / "out", config(tmp_path, steps=6, sources=sources), tmp_path / "run", device="cpu"
+    )
+    assert trained is not None
+    assert trained.losses.keys() == {"chat", "plain"}
+    # Two slots and a loss on the task: now the router learns.
+    assert not trained.unchanged
+    assert surgeon.verify(base, tmp_path / "run", logits=False).holds
+
+
+def test_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
+    out = grown(tmp_path, "control-llm", num_hidden_layers=8)
+    runs = [
+        surgeon.train(out, config(tmp_path, steps=3, checkpointing=each), tmp_path / f"run{each}", device="cpu")
+        for each in (False, True)
+    ]
+    losses = [[entry["loss"] for entry in run.log if "loss" in entry] for run in runs if run is not None]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_what_is_not_for_this_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.checkpoint(tmp_path / "base", "roberta")
+    surgeon.apply("mixture-of-control", str(tmp_path / "base"), tmp_path / "out")
+    with pytest.raises(BadInput, match=r"an encoder \(roberta\); `surgeon train` trains causal language models"):
+        surgeon.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match="training takes auto, cpu or cuda"):
+        surgeon.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cuda:1")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(BadInput, match="does not run under DeepSpeed"):
+        surgeon.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
+
+
+def test_float16_trains_only_as_something_wider(tmp_path: Path) -> None:
+    out = grown(tmp_path, dtype="float16")
+    with pytest.raises(BadInput, match="is float16, whose gradients under- and overflow"):
+        surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu")
+    surgeon.train(out, config(tmp_path, steps=2, dtype="float32"), tmp_path / "run", device="cpu")
+    assert {info.dtype for info in CheckpointFolder.open(tmp_path / "run").tensors.values()} == {"F16"}
+    assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
+
+
+@pytest.mark.slow
+def test_a_bad_line_ends_the_command_in_one_line(tmp_path: Path) -> None:
+    grown(tmp_path)
+    config(tmp_path)
+    with (tmp_path / "fr.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"text": "w1"\n')
+    ran = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert ran.stderr.startswith(f"surgeon: {tmp_path / 'fr.jsonl'}:61: not JSON (Expecting")
+    assert ran.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "en.jsonl", "fr.jsonl", "out", "train.yaml"]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
+    """PMoE with dropout: random numbers, optimizer, order of data and schedule all go on where they were."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "surgeon: 1\noperations:\n  - {op: pmoe_experts, threshold: 3, dropout: 0.1}\n"
+        "  - {op: gated_adapters, extra_weights: 0.2}\n",
+        encoding="utf-8",
+    )
+    grown(tmp_path, str(plan))
+    path = config(tmp_path, steps=40, save_every=5, evaluate_every=10)
+    whole = surgeon.train(tmp_path / "out", path, tmp_path / "whole", device="cpu")
+    assert whole is not None
+    work = work_folder(tmp_path / "run")
+    kills = 0
+    for least in (5, 15):
+        begun = subprocess.Popen(command(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while begun.poll() is None and (
+            not work.is_dir() or (kept := newest_checkpoint(work)) is None or step_of(kept) < least
+        ):
+            time.sleep(0.005)
+        if begun.poll() is None:
+            begun.send_signal(signal.SIGKILL)
+            kills += 1
+        begun.wait()
+    assert kills == 2
+    assert not (tmp_path / "run").exists()
+    # What a kill may leave of a checkpoint that was being written.
+    torn = work / "checkpoint-39"
+    torn.mkdir()
+    (torn / "trained.safetensors").write_bytes(b"half")
+    ran = subprocess.run(command(tmp_path, "--json"), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "the checkpoint of step 39 was cut off" in ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["resumed_at"] >= 15
+    kept_keys = ("step", "loss", "grad_norm", "learning_rate", "eval_fr_loss", "eval_en_loss")
+    curves = [
+        [{key: entry[key] for key in kept_keys if key in entry} for entry in log if "train_runtime" not in entry]
+        for log in (whole.log, told["log"])
+    ]
+    assert curves[0] == curves[1]
+    assert told["losses"] == whole.to_json()["losses"]
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+def test_killed_while_it_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = grown(tmp_path)
+    path = config(tmp_path, steps=3)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "execute", killed)
+        with pytest.raises(KeyboardInterrupt):
+            surgeon.train(out, path, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    trained = surgeon.train(out, path, tmp_path / "run", device="cpu")
+    assert trained is not None
+    assert trained.resumed_at == 3
+    assert not trained.unchanged
+    with pytest.raises(BadInput, match="exists"):
+        surgeon.train(out, path, tmp_path / "run", device="cpu")
+
+
+def test_checkpoints_of_another_run_are_not_continued(tmp_path: Path) -> None:
+    out = grown(tmp_path)
+    path = config(tmp_path, steps=30, save_every=1, optimizer={"lr": 1e30, "warmup": 2, "clip": 0})
+    with pytest.raises(Diverged):
+        surgeon.train(out, path, tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match="holds checkpoints of another run"):
+        surgeon.train(out, config(tmp_path), tmp_path / "run", device="cpu")
+    shutil.rmtree(work_folder(tmp_path / "run"))
+    assert surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu") is not None
+
+
+@pytest.mark.slow
+def test_two_processes_are_as_one(tmp_path: Path) -> None:
+    grown(tmp_path, "control-llm", num_hidden_layers=8)
+    path = config(tmp_path, steps=6, dtype="float32")
+    alone = surgeon.train(tmp_path / "out", path, tmp_path / "alone", device="cpu")
+    assert alone is not None
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command(tmp_path, "--json", processes=2), capture_output=True, text=True, check=False, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told = json.loads(ran.stdout)
+    curves = [[entry["loss"] for entry in log if "loss" in entry] for log in (alone.log, told["log"])]
+    torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=1e-4, atol=1e-5)
+    for name, (_, after) in alone.losses.items():
+        assert told["losses"][name]["before"] == pytest.approx(alone.losses[name][0], rel=1e-6)
+        assert told["losses"][name]["after"] == pytest.approx(after, rel=1e-4)
+    assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
