@@ -10,10 +10,10 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
-from surgeon.families.grafted import BANK
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.runtime.joined import import_bundle
 from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.states_rules import BANK
 
 
 def check_skeleton(blueprint: Blueprint) -> None:

@@ -16,7 +16,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.natives import NATIVES, PREFIX
+from surgeon.runtime.known import native_of
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
@@ -171,7 +171,7 @@ def code_of(config: dict[str, Any], listing: dict[str, int], source: Source) -> 
     mapped = config.get("auto_map")
     if mapped is None and not scripts:
         return "none", ""
-    native = NATIVES.get(str(config.get("model_type", "")).removeprefix(PREFIX))
+    native = native_of(config)
     if mapped is not None and (native is None or mapped != native.auto_map):
         return "foreign", "config.json has an `auto_map`"
     for name in scripts:

@@ -21,7 +21,7 @@ from surgeon.families.anatomy import dissect, renumbered
 from surgeon.families.grafted import is_grafted
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.natives import NATIVES, PREFIX
+from surgeon.runtime.known import native_of
 
 _CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -174,8 +174,7 @@ def _same(digest: str | None, *candidates: bytes | None) -> bytes | None:
 
 
 def _shipped(name: str, config: Mapping[str, Any]) -> bytes | None:
-    known = str(config.get("model_type")).removeprefix(PREFIX) in NATIVES
-    return bundle(config) if known and name == CODE_FILE else None
+    return bundle(config) if name == CODE_FILE and native_of(config) is not None else None
 
 
 def _shown(name: str, place: str) -> str:

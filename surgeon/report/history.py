@@ -10,8 +10,9 @@ from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import BANK, owner_of
+from surgeon.families.grafted import owner_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
+from surgeon.runtime.states_rules import BANK
 
 Origin = Literal["base", "changed", "copied", "fused", "made"]
 
@@ -149,7 +150,7 @@ def _layer(
     marks = tuple(
         Mark(
             kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=_sign(kinds.get(graft.text)),
+            sign=kinds[graft.text].sign if graft.text in kinds else "?",
             text=graft.text,
             surgery=brought.get(graft.text),
             trains=graft.operation is not None,
@@ -172,22 +173,3 @@ def _layer(
         trains=trains,
         marks=marks,
     )
-
-
-def _sign(graft: Graft | None) -> str:
-    if graft is None:
-        return "?"
-    match graft.kind:
-        case "control":
-            return "C"
-        case "adapters":
-            return "A"
-        case "expert_router":
-            return "R"
-        case "control_states" | "mixture":
-            return "M"
-        case "experts":
-            if not graft.entry["routed"]:
-                return "L"
-            numbers = [slot["slot"] for slot in graft.entry["slots"]]
-            return f"S{numbers[0]}" if len(numbers) == 1 else f"S{numbers[0]}–{numbers[-1]}"

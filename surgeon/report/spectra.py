@@ -11,7 +11,8 @@ from torch import Tensor
 from surgeon.apply.compute import TORCH_DTYPES
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.grafted import ADAPTER, BRANCH
+from surgeon.runtime.adapters_rules import ADAPTER
+from surgeon.runtime.rules import BRANCH
 
 # A spectrum takes time cubic in the width: of deep models, layers are chosen evenly.
 _LAYERS = 8

@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .natives import NATIVES, PREFIX, Native
-from .template import classes_of
+from .known import grafts, natives
+from .natives import PREFIX, Native
+from .template import Use, classes_of
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"
@@ -50,16 +51,28 @@ class Part:
 def bundle(config: Mapping[str, Any]) -> bytes:
     """The file that belongs beside the weights of a checkpoint with this config.
 
-    Raises KeyError for a model type that has no upcycled classes.
+    Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
-    native = NATIVES[str(config["model_type"]).removeprefix(PREFIX)]
-    return _joined(native)
+    native = natives()[str(config["model_type"]).removeprefix(PREFIX)]
+    raw = config.get("surgery")
+    return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
+
+
+def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
+    """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
+    rules = [rules for rules in grafts().values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
+    return tuple(Use(each, each.uses(raw)) for each in rules)
+
+
+def roots_of(native: Native, uses: tuple[Use, ...]) -> list[str]:
+    """The modules that are needed for their own sake."""
+    roots = {f"{_PACKAGE}.{'encoders' if native.encoder else 'models'}", f"{_PACKAGE}.graft"}
+    return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken})
 
 
 @cache
-def _joined(native: Native) -> bytes:
-    roots = (f"{_PACKAGE}.{'encoders' if native.encoder else 'models'}",)
-    parts = [*ordered(roots), part_of(f"{_PACKAGE}.classes", classes_of(native))]
+def _joined(native: Native, uses: tuple[Use, ...]) -> bytes:
+    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes_of(native, uses))]
     imports: dict[str, tuple[str, str]] = {}
     defined: dict[str, str] = {}
     for part in parts:

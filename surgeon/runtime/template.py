@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from .natives import PREFIX, Native
+from .rules import GraftRules
 
 _CONFIG = '''
 class {prefix}Config({Config}):
     """The native config and `surgery`{counts}."""
 
     model_type = "{model_type}"
+    encoder_surgery: ClassVar[bool] = {encoder}
+    grafts: ClassVar[tuple[Graft, ...]] = ({grafts})
 
     def __init__(self, surgery: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        {attach}(self, surgery)
+        {attach}(self, surgery, ({heads}))
 '''
 
 _DECODER = '''
@@ -29,14 +35,13 @@ class {prefix}MLP(FeedForwardSite, {MLP}):
 class {prefix}Branch(BranchLayer, {DecoderLayer}):
     """The expanded twin of a trunk layer."""
 
-    mlp_class = {prefix}MLP
+    site_classes: ClassVar[dict[str, Any]] = {{"self_attn": {prefix}Attention, "mlp": {prefix}MLP}}
 
 
 class {prefix}DecoderLayer(UpcycledLayer, {DecoderLayer}):
     """A layer of the trunk."""
 
-    attention_class = {prefix}Attention
-    mlp_class = {prefix}MLP
+    site_classes: ClassVar[dict[str, Any]] = {{"self_attn": {prefix}Attention, "mlp": {prefix}MLP}}
     branch_class = {prefix}Branch
 
 
@@ -58,10 +63,21 @@ class {prefix}Model(UpcycledModel, {prefix}PreTrainedModel, {Model}):
     layer_class = {prefix}DecoderLayer
 
 
+@dataclass
+class UpcycledCausalLMOutput(CausalLMOutputWithPast):
+    """The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+
+
+@dataclass
+class UpcycledSequenceClassifierOutput(SequenceClassifierOutputWithPast):
+    """The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+
+
 class {prefix}ForCausalLM(UpcycledCausalLM, {prefix}PreTrainedModel, {ForCausalLM}):
     """The language model."""
 
     base_class = {prefix}Model
+    output_class = UpcycledCausalLMOutput
 
 
 class {prefix}ForSequenceClassification(
@@ -70,6 +86,7 @@ class {prefix}ForSequenceClassification(
     """The sequence classifier."""
 
     base_class = {prefix}Model
+    output_class = UpcycledSequenceClassifierOutput
 '''
 
 _ENCODER = '''
@@ -101,18 +118,30 @@ class {prefix}Model(UpcycledEncoder, {prefix}PreTrainedModel, {Model}):
     layer_class = {prefix}Layer{numbered}
 
 
-class {prefix}ForMaskedLM(UpcycledMaskedLM, {prefix}PreTrainedModel, {ForMaskedLM}):
+@dataclass
+class UpcycledMaskedLMOutput(MaskedLMOutput):
+    """The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+
+
+@dataclass
+class UpcycledEncoderClassifierOutput(SequenceClassifierOutput):
+    """The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+
+
+class {prefix}ForMaskedLM(UpcycledEncoderHead, {prefix}PreTrainedModel, {ForMaskedLM}):
     """The masked language model."""
 
-    base_class = {prefix}Model{options}
+    base_class = {prefix}Model
+    output_class = UpcycledMaskedLMOutput{options}
 
 
 class {prefix}ForSequenceClassification(
-    UpcycledEncoderClassifier, {prefix}PreTrainedModel, {ForSequenceClassification}
+    UpcycledEncoderHead, {prefix}PreTrainedModel, {ForSequenceClassification}
 ):
     """The sequence classifier."""
 
-    base_class = {prefix}Model{options}
+    base_class = {prefix}Model
+    output_class = UpcycledEncoderClassifierOutput{options}
 '''
 
 _NUMBERED = """
@@ -131,15 +160,35 @@ _DECODER_CLASSES = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", 
 _ENCODER_CLASSES = ("ForMaskedLM", "ForSequenceClassification", "Layer", "Model", "Output", "PreTrainedModel")
 
 
-def classes_of(native: Native) -> str:
-    """The source of a model type's classes, its imports from typing and transformers before it."""
+@dataclass(frozen=True)
+class Use:
+    """A graft in a joined file: its rules, and what it takes by name from other parts (key, module, name)."""
+
+    rules: GraftRules
+    taken: tuple[tuple[str, str, str], ...]
+
+    @property
+    def source(self) -> str:
+        """How the config class makes it: `ControlGraft({"lerp": Lerp})`."""
+        taken = ", ".join(f'"{key}": {name}' for key, _, name in self.taken)
+        return f"{self.rules.module}({{{taken}}})" if taken else f"{self.rules.module}()"
+
+
+def classes_of(native: Native, uses: tuple[Use, ...]) -> str:
+    """The source of a model type's classes with these grafts, its imports from typing and transformers before it."""
     names = (*_ENCODER_CLASSES, "SelfOutput") if native.encoder else _DECODER_CLASSES
     if native.own_classifier and not native.encoder:
         names = (*names, "ForSequenceClassification")
     known = {suffix: native.native_class(suffix) for suffix in (*names, "Config")}
     models = f"transformers.models.{native.folder}"
+    outputs = "MaskedLMOutput, SequenceClassifierOutput"
+    if not native.encoder:
+        outputs = "CausalLMOutputWithPast, SequenceClassifierOutputWithPast"
     imports = [
+        "from dataclasses import dataclass",
         "from typing import Any, ClassVar",
+        "import torch",
+        f"from transformers.modeling_outputs import {outputs}",
         f"from {models}.configuration_{native.folder} import {known['Config']}",
         f"from {models}.modeling_{native.folder} import {', '.join(sorted(known[suffix] for suffix in names))}",
     ]
@@ -149,19 +198,38 @@ def classes_of(native: Native) -> str:
         classifier = f"GenericForSequenceClassification, {base}"
     else:
         classifier = f"{base}, {native.native_class('ForSequenceClassification')}"
+    fields = {name: what for use in uses for name, what in use.rules.losses.items()}
     text = (_CONFIG + "\n" + (_ENCODER if native.encoder else _DECODER)).format(
         **known,
         prefix=native.prefix,
         title=native.title or native.name,
         model_type=PREFIX + native.model_type,
         counts="" if native.encoder else "; `num_hidden_layers` counts the trunk and its branches",
+        encoder=native.encoder,
+        grafts="".join(f"{use.source}, " for use in uses).strip() if len(uses) == 1 else _listed(uses),
+        heads=", ".join(f'"{head}"' for head in native.heads if head != "Model"),
         attach="attach_encoder_surgery" if native.encoder else "attach_surgery",
         activation=native.activation,
         classifier=classifier,
         unsplit="".join(f'"{native.native_class(suffix)}", ' for suffix in native.unsplit),
         numbered=(_NUMBERED if native.numbered else "") + (_POOLER if native.pooler else ""),
         options=_OPTIONS if native.pooler else "",
+        losses=_losses(fields),
     )
     registered = [f"{native.prefix}Config.register_for_auto_class()"]
     registered += [f'{native.prefix}{head}.register_for_auto_class("{auto}")' for head, auto in native.heads.items()]
     return "\n".join(imports) + "\n\n" + text + "\n\n" + "\n".join(registered) + "\n"
+
+
+def _listed(uses: tuple[Use, ...]) -> str:
+    """The grafts one a line, as a tuple that ends with a comma stays."""
+    return "".join(f"\n        {use.source}," for use in uses) + ("\n    " if uses else "")
+
+
+def _losses(fields: Mapping[str, str]) -> str:
+    """The rest of an output class from its docstring on: what its own fields are, and they themselves."""
+    if not fields:
+        return '"""'
+    told = "".join(f"\n    {name}: {what}." for name, what in fields.items())
+    held = "".join(f"\n    {name}: torch.FloatTensor | None = None" for name in fields)
+    return f'\n{told}\n    """\n{held}'

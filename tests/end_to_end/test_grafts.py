@@ -18,11 +18,12 @@ from surgeon.cli import app
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
+from surgeon.runtime.adapters_rules import AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.interpolators import build_interpolator
-from surgeon.runtime.specs import AdapterSpec, InterpolatorSpec
+from surgeon.runtime.control_rules import InterpolatorSpec
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
+from tests.runtime.test_interpolators import CLASSES
 
 GRAFT_PLANS = [
     name
@@ -179,7 +180,7 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
             (
                 CONTROL | {"interpolator": {"kind": kind} | more},
                 "interpolator.",
-                lambda kind=kind, more=more: build_interpolator(InterpolatorSpec(kind=kind, **more), 32),
+                lambda kind=kind, more=more: CLASSES[kind](InterpolatorSpec(kind=kind, **more), 32),
             )
             for kind, more in [
                 ("lerp", {"learnable": True, "alpha": 0.3}),

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from surgeon.runtime.adapters_rules import GATES
+from surgeon.runtime.control_rules import INTERPOLATORS
 from surgeon.runtime.joined import import_bundle
 from surgeon.runtime.natives import NATIVES, PREFIX
-from surgeon.runtime.specs import SCALAR_ALPHA
 from tests import tiny
 
 TRUNK = 6
@@ -116,11 +117,9 @@ def everything() -> dict[str, Any]:
 
 def every_graft() -> dict[str, dict[str, Any]]:
     """Each graft of the paper's tables by name, with each interpolator and each gate."""
-    named = {
-        f"control-{kind}": control(kind) for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
-    }
-    named |= {f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")}
-    named |= {f"adapters-{gate}": adapters(gate) for gate in ("relu", "sigmoid", "none")}
+    named = {f"control-{rule.key}": control(rule.key) for rule in INTERPOLATORS}
+    named |= {f"control-{rule.key}-learned": control(rule.key, learnable=True) for rule in INTERPOLATORS}
+    named |= {f"adapters-{gate}": adapters(gate) for gate in GATES}
     named["both"] = both()
     named["experts"] = experts()
     named["experts-in-groups"] = experts(groups=(0, 0, 1, 2), ranks=(3, 3, 2, 4))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.experts import ExpertLinear, ExpertRouter, task_loss
+from surgeon.runtime.experts_rules import RouterSlotSpec, RouterSpec, SlotSpec
 from surgeon.runtime.frames import Frame, enter_frame
-from surgeon.runtime.specs import RouterSlotSpec, RouterSpec, SlotSpec
 from tests import tiny
 from tests.runtime.grafting import TRUNK, classes, config, experts, grafted, perturbed, tokens
 
@@ -111,9 +111,8 @@ def test_task_loss_is_equation_7_over_task_tokens() -> None:
 def added(model: Any, family: str, group: int) -> Any:
     """`model`, with slots 0 and 1, as it is after a further surgery gave it slot 2."""
     groups = (0, 0, group)
-    wider = classes(family, "ForCausalLM")._from_config(
-        config(family, experts(groups=groups, ranks=(3, 5, 4))), dtype=model.dtype
-    )
+    surgery = experts(groups=groups, ranks=(3, 5, 4))
+    wider = classes(family, "ForCausalLM", surgery)._from_config(config(family, surgery), dtype=model.dtype)
     missing, unexpected = wider.load_state_dict(model.state_dict(), strict=False)
     assert not unexpected and all(".slots.2." in name for name in missing)
     wider.tie_weights()

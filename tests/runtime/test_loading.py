@@ -150,7 +150,7 @@ def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
         cut = {name: tensor for name, tensor in whole.items() if name != victim}
         save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"lacks 1 tensors.*{victim}"):
-            classes("llama", "ForCausalLM").from_pretrained(folder)
+            classes("llama", "ForCausalLM", control("plerp")).from_pretrained(folder)
 
 
 def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> Non
     surgery = control()
     grafted_config = grafted("llama", surgery).config
     with pytest.raises(ValueError, match="lacks"):
-        classes("llama", "ForCausalLM").from_pretrained(tmp_path, config=grafted_config)
+        classes("llama", "ForCausalLM", surgery).from_pretrained(tmp_path, config=grafted_config)
 
 
 def test_without_trust_nothing_loads(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_without_trust_nothing_loads(tmp_path: Path) -> None:
 def test_a_replaced_site_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quantiser that swaps modules by type must not drop a graft unseen."""
     folder = written(tmp_path / "out", grafted("llama", both()), "llama")
-    causal = classes("llama", "ForCausalLM")
+    causal = classes("llama", "ForCausalLM", both())
     tie = causal.tie_weights
 
     def replacing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ def test_layers_on_disk_give_the_same_logits(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", model, "llama")
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {f"model.layers.{layer}": "disk" if layer in (0, 1, 4) else "cpu" for layer in range(6)}
-    kind = classes("llama", "ForCausalLM")
+    kind = classes("llama", "ForCausalLM", both())
     spread = kind.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offloaded")
     with torch.no_grad():
         assert torch.equal(spread(tokens()).logits, model(tokens()).logits)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surgeon.runtime.natives import NATIVES
-from surgeon.runtime.surgery import read_surgery
+from surgeon.runtime.rules import read_surgery
 from tests import tiny
 from tests.runtime.grafting import adapters, both, classes, config, control
 
@@ -23,7 +23,7 @@ def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "unknown key": (changed(control(), "contrl", value=[]), "unknown keys.*contrl"),
+    "unknown key": (changed(control(), "contrl", value=[1]), "unknown keys.*contrl"),
     "unknown entry key": (changed(control(), "control", 0, "alhpa", value=1), "control has unknown keys.*alhpa"),
     "kind": (control("spline"), "interpolator kind is `spline`"),
     "alpha": (control(alpha=1.5), "alpha is 1.5"),
@@ -52,7 +52,7 @@ def test_refused(case: str) -> None:
     plain = tiny.config("llama").to_dict() | {"num_hidden_layers": 6 + len(surgery.get("control", ()))}
     plain.pop("model_type")
     with pytest.raises(ValueError, match=words):
-        classes("llama", "Config")(surgery=surgery, **plain)
+        classes("llama", "Config", surgery)(surgery=surgery, **plain)
 
 
 def test_a_branch_of_another_attention_type_is_refused() -> None:
@@ -73,7 +73,7 @@ def test_config_survives_its_json(tmp_path: Path) -> None:
     for family in tiny.FAMILIES:
         before = config(family, both())
         before.save_pretrained(tmp_path / family)
-        after = classes(family, "Config").from_pretrained(tmp_path / family)
+        after = classes(family, "Config", both()).from_pretrained(tmp_path / family)
         assert after.to_dict() == before.to_dict()
         assert after.model_type == f"upcycled_{family}"
         assert after.auto_map == NATIVES[family].auto_map
