@@ -67,7 +67,7 @@ def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
 def roots_of(native: Native, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
     roots = {f"{_PACKAGE}.{'encoders' if native.encoder else 'models'}", f"{_PACKAGE}.graft"}
-    return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken})
+    return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
 @cache

@@ -74,7 +74,7 @@ def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
     native = native_of(config)
     used: set[Any] = {native.model_type} if native is not None else set()
     named = {name for name, rules in grafts().items() if rules.present(raw)}
-    parts = {part for name in named for _, part, _ in grafts()[name].uses(raw)}
+    parts = {part for name in named for _, part, _ in grafts()[name].uses(raw) or ()}
     found: dict[str, str] = {}
     for plugin in plugins(GROUP):
         value = plugin.value

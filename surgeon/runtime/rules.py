@@ -113,9 +113,9 @@ class GraftRules:
         """Whether in every forward something of it crosses layers."""
         return False
 
-    def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
-        """What it takes by name from other parts, as (key, module, name); `Graft` gets these as a mapping."""
-        return ()
+    def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
+        """What its `Graft` takes from other parts, as (key, module, name), and gets as a mapping; None: takes none."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -165,13 +165,15 @@ class Use:
     """A graft in a joined file: its rules, and what it takes by name from other parts (key, module, name)."""
 
     rules: GraftRules
-    taken: tuple[tuple[str, str, str], ...]
+    taken: tuple[tuple[str, str, str], ...] | None
 
     @property
     def source(self) -> str:
         """How the config class makes it: `ControlGraft({"lerp": Lerp})`."""
+        if self.taken is None:
+            return f"{self.rules.module}()"
         taken = ", ".join(f'"{key}": {name}' for key, _, name in self.taken)
-        return f"{self.rules.module}({{{taken}}})" if taken else f"{self.rules.module}()"
+        return f"{self.rules.module}({{{taken}}})"
 
 
 def classes_of(native: Native, uses: tuple[Use, ...]) -> str:

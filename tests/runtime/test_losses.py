@@ -344,7 +344,9 @@ def test_scaled_under_gradient_accumulation() -> None:
 def test_sequence_classifiers_get_them_too(family: str) -> None:
     torch.manual_seed(0)
     surgery = both()
-    model = perturbed(classes(family, "ForSequenceClassification", surgery)(config(family, surgery, num_labels=3))).train()
+    model = perturbed(
+        classes(family, "ForSequenceClassification", surgery)(config(family, surgery, num_labels=3))
+    ).train()
     inputs = batch() | {"labels": torch.tensor([0, 2, 1]), "domain_ids": torch.tensor([0, 1, 0])}
     out = model(**inputs)
     task = torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
