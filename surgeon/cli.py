@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.common.distributed import joined, speaks
+from surgeon.common.distributed import Ranks, joined
 from surgeon.errors import BadInput, SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Group(TyperGroup):
 def _fail(message: str, code: int) -> NoReturn:
     if _Debug.on:
         traceback.print_exc()
-    if speaks():
+    if Ranks.of_environment().leads:
         print(f"surgeon: {printable(message, 2000)}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -173,7 +173,7 @@ def apply(
     from surgeon.rework.apply_delta import applied_delta_view
 
     if delta:
-        if not speaks():
+        if not Ranks.of_environment().leads:
             return
         with _listening(quiet) as listener:
             put = surgeon.apply_delta(
@@ -263,7 +263,7 @@ def train(
     """
     from surgeon.train.train import trained_view
 
-    with _listening(quiet or not speaks()) as listener:
+    with _listening(quiet or not Ranks.of_environment().leads) as listener:
         trained = surgeon.train(
             out,
             config,
@@ -688,7 +688,7 @@ def demo(
 
 def _leave_ranks() -> None:
     """End a process of torchrun's that is done: gloo's threads may outlive the interpreter, whose exit then aborts."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if Ranks.of_environment().size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

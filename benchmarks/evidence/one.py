@@ -24,7 +24,7 @@ from surgeon.manifest.trainable import trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.settings import Settings
-from surgeon.train.trainable import unfreeze
+from surgeon.train.trainer import unfreeze
 
 FRENCH = ("fr_man", "fr_gnome", "fr_handbook", "fr_office")
 REPLAYED = "en_office"

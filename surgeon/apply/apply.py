@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Growth, Job
+from surgeon.apply.job import Computing, Job, begins_in, manifest_and_card, model_files, origins_in
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, texts_of
-from surgeon.apply.write import assist, execute
-from surgeon.blueprint.draft import Blueprint
+from surgeon.apply.readback import ReadBack
+from surgeon.apply.write import assist, check_output, execute
 from surgeon.blueprint.recipes import is_computed
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate, remote_folder
-from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import PROMISE_STYLES, listed
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.timing import Stopwatch
-from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import BaseId, Manifest, manifest_of
+from surgeon.errors import printable
+from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
 from surgeon.plan.loading import LoadedPlan
+from surgeon.runtime.bundle import bundle
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def apply(
 
     With `read_back` what was written is read again and compared with the base on the way: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
-    the processes that torchrun has started (`surgeon.ranks.joined`), which all make this call.
+    the processes that torchrun has started (`surgeon.common.distributed.joined`), which all make this call.
 
     `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
     """
@@ -92,45 +93,82 @@ def apply(
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     shown = preview_of(loaded, folder, adapters, max_shard_bytes=max_shard_bytes)
-    job = Job(
-        purpose=Growth(
-            loaded,
-            BaseId(located.repo_id or located.path.resolve().name, located.revision),
-            texts={name: _digest(path) for name, path in texts_of(shown.blueprint, loaded).items()},
-            metadata=metadata_of(folder),
-            adapters=adapters,
-        ),
-        blueprint=shown.blueprint,
-        base=folder,
-        shards=shown.shards,
-        device=_device(device, ranks) if computes(shown.blueprint) else "cpu",
-        read_back=read_back,
+    base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
+    job = surgery_job(
+        loaded, shown, folder, base_id, adapters, device=lambda: _device(device, ranks), read_back=read_back
     )
     stopwatch = Stopwatch()
     if ranks.leads:
         with ranks.leading():
-            manifest = _lead(job, shown, located.path, target, listener, stopwatch, ranks)
+            check_output(job, located.path, target)
+            for note in shown.notes:
+                listener.say(note)
+            if not shown.blueprint.native:
+                from surgeon.apply.preflight import check_skeleton
+
+                check_skeleton(shown.blueprint)
+            execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)
-        manifest = manifest_of(CheckpointFolder.open(target))
     left_behind = tuple(name for name in folder.left_behind if name != CARD_FILE)
-    return Applied(target, manifest, shown, left_behind, stopwatch.seconds, read_back)
+    return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back)
 
 
-def _lead(
-    job: Job, shown: Preview, base: Path, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks
-) -> Manifest:
-    """Check what stands in the way of a surgery, then write."""
-    check_way(job, base, out)
-    for note in shown.notes:
-        listener.say(note)
-    if not shown.blueprint.native:
-        from surgeon.apply.preflight import check_skeleton
+def surgery_job(
+    loaded: LoadedPlan,
+    shown: Preview,
+    base: CheckpointFolder,
+    base_id: BaseId,
+    adapters: Mapping[str, AdapterFolder],
+    *,
+    device: Callable[[], str],
+    read_back: bool,
+) -> Job:
+    """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
+    blueprint, shards = shown.blueprint, shown.shards
+    code = {name: bundle(blueprint.config) for name in blueprint.code_files}
+    texts = {name: _digest(path) for name, path in texts_of(blueprint, loaded).items()}
+    metadata = metadata_of(base)
 
-        check_skeleton(shown.blueprint)
-    manifest = written(job, out, listener, stopwatch, ranks)
-    assert manifest is not None
-    return manifest
+    def finish(proof: ReadBack) -> Mapping[str, bytes]:
+        base_digests = proof.digests_of(base)
+        for adapter in adapters.values():
+            adapter.check_unchanged()
+        manifest = compose(
+            loaded,
+            blueprint,
+            base,
+            base_id,
+            shards,
+            digests=proof.digests,
+            base_digests=base_digests,
+            maps=proof.maps,
+            texts=texts,
+            adapters={name: adapter.facts for name, adapter in adapters.items()},
+        )
+        return manifest_and_card(manifest, blueprint.config, shards, metadata)
+
+    return Job(
+        shards=shards,
+        origins=origins_in(base, shards),
+        begins=begins_in(base, shards),
+        files=model_files(blueprint.config, shards, code),
+        carried=base,
+        finish=finish,
+        identity={
+            "plan": loaded.plan.model_dump(mode="json"),
+            "base": base.identity(),
+            "base_id": [base_id.name, base_id.revision],
+            "base_config": base.config,
+            "texts": texts,
+            "metadata": asdict(metadata),
+            "adapters": {name: adapter.facts.identity() for name, adapter in adapters.items()},
+        },
+        computing=Computing(blueprint, base, loaded.source, adapters, device())
+        if any(is_computed(output.recipe) for output in blueprint.outputs)
+        else None,
+        read_back=read_back,
+    )
 
 
 def _digest(text: Path) -> str:
@@ -142,35 +180,6 @@ def _device(device: str, ranks: Ranks) -> str:
     """The device of this process; of several, `auto` gives each its own."""
     resolved = devices.resolve(device)
     return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
-
-
-def computes(blueprint: Blueprint) -> bool:
-    """Whether some tensor of the output must be computed, so that torch is needed."""
-    return any(is_computed(output.recipe) for output in blueprint.outputs)
-
-
-def check_way(job: Job, base: Path, out: Path) -> None:
-    """BadInput where `out` is taken, or stands in `base`, or the disk has no room for what the job writes."""
-    check_destination(out, base)
-    check_space(out, job.bytes_to_write, fingerprint=job.fingerprint)
-
-
-def written(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> Manifest | None:
-    """Carry out a job; BadInput where the disk, or what is read, gives trouble."""
-    try:
-        return execute(job, out, listener, stopwatch, ranks)
-    except OSError as error:
-        raise BadInput(disk_trouble(error, out)) from error
-
-
-def disk_trouble(error: OSError, out: Path) -> str:
-    """What to tell of an error while `out` was being written: where, what, and that nothing finished is lost."""
-    where = printable(str(error.filename or out))
-    working = printable(str(out.parent / f".{out.name}.surgeon"))
-    staged = f"what was finished is kept in {working}: the same command continues"
-    if error.errno == errno.ENOSPC:
-        return f"{where}: the disk is full; make room and run the same command again ({staged})"
-    return f"{where}: {error.strerror or error}; {staged}"
 
 
 def applied_view(applied: Applied) -> RenderableType:

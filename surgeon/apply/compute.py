@@ -44,17 +44,11 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
+from surgeon.models.load import stored_dtype
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import half_identity
 from surgeon.transport.problem import TransportMap, TransportSettings
 from surgeon.transport.solving import solve
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 
 class Workshop:
@@ -101,7 +95,7 @@ class Workshop:
     def make(self, output: Output) -> memoryview:
         """The bytes of the output's tensor in its dtype. BadInput names what stands in the way."""
         try:
-            made = self._cook(output.recipe).to("cpu", TORCH_DTYPES[output.recipe.dtype]).contiguous()
+            made = self._cook(output.recipe).to("cpu", stored_dtype(output.recipe.dtype)).contiguous()
         except ValueError as error:
             raise BadInput(f"{printable(output.name)}: {error}") from error
         if not bool(torch.isfinite(made).all()):
@@ -161,12 +155,12 @@ class Workshop:
             case Copy(source):
                 return self._read(source)
             case Constant(value, dtype, shape):
-                return torch.full(shape, value, dtype=TORCH_DTYPES[dtype])
+                return torch.full(shape, value, dtype=stored_dtype(dtype))
             case Listed(listed, dtype, shape):
-                return torch.tensor(listed, dtype=TORCH_DTYPES[dtype]).view(shape)
+                return torch.tensor(listed, dtype=stored_dtype(dtype)).view(shape)
             case Random(key, std, dtype, shape):
                 values = self._generator(key).standard_normal(shape, dtype=np.float32)
-                return torch.from_numpy(values).mul_(std).to(TORCH_DTYPES[dtype])
+                return torch.from_numpy(values).mul_(std).to(stored_dtype(dtype))
             case Imported():
                 return self._rounded(self._imported(recipe), recipe.dtype)
             case Average(first, second):
@@ -296,15 +290,15 @@ class Workshop:
         return made.to(self.device, dtype, copy=True)
 
     def _rounded(self, made: Tensor, dtype: str) -> Tensor:
-        return made.to(TORCH_DTYPES[dtype])
+        return made.to(stored_dtype(dtype))
 
     def _read(self, name: str) -> Tensor:
         info = self.base.tensors[name]
         with self.stopwatch.stage("read"):
             raw = self._ahead.read(name)
         if math.prod(info.shape) == 0:
-            return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
-        tensor = torch.frombuffer(raw, dtype=TORCH_DTYPES[info.dtype]).view(info.shape)
+            return torch.empty(info.shape, dtype=stored_dtype(info.dtype))
+        tensor = torch.frombuffer(raw, dtype=stored_dtype(info.dtype)).view(info.shape)
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             where = [int(i) for i in (~finite).nonzero()[0]]
@@ -318,7 +312,7 @@ class Workshop:
         adapter = self.adapters[recipe.adapter]
         with self.stopwatch.stage("read"):
             raw = adapter.read(recipe.tensor)
-        dtype = TORCH_DTYPES[adapter.facts.tensors[recipe.tensor].dtype]
+        dtype = stored_dtype(adapter.facts.tensors[recipe.tensor].dtype)
         tensor = torch.frombuffer(raw, dtype=dtype).view(recipe.shape)
         if not bool(torch.isfinite(tensor).all()):
             raise BadInput(

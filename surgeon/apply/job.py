@@ -1,140 +1,133 @@
-"""What one execution writes, from what, and to what purpose."""
+"""What one execution writes, as plain data: a surgery, a state that comes back, a delta, a trained output."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.readback import ReadBack
-from surgeon.blueprint.draft import Blueprint
+from surgeon.apply.readback import Origin, ReadBack
+from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.recipes import Copy, numel
 from surgeon.blueprint.shards import Shard, is_hole, nbytes
-from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.card_metadata import Metadata
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.manifest.manifest import BaseId, Manifest, compose
-from surgeon.plan.loading import LoadedPlan
-from surgeon.runtime.bundle import bundle
-
-
-class Purpose(Protocol):
-    """What a job is for: a surgery (`Growth`), or taking surgeries back (undoing.py)."""
-
-    @property
-    def source(self) -> str:
-        """What errors call the plan."""
-
-    @property
-    def adapters(self) -> Mapping[str, AdapterFolder]:
-        """The adapters that recipes import from."""
-
-    def identity(self) -> dict[str, Any]:
-        """What the output's bytes depend on beside the base and the blueprint, as JSON data."""
-
-    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
-        """The content of one of the blueprint's `code_files`, beside weights of this config."""
-
-    def settle(self, job: Job, proof: ReadBack) -> None:
-        """Everything is written and read back: raise BadInput where it must not be published."""
-
-    def manifest(self, job: Job, proof: ReadBack) -> Manifest | None:
-        """The output's manifest; None for an output that has none."""
-
-    @property
-    def metadata(self) -> Metadata:
-        """What the base's card says of licence, languages and the like, for the output's."""
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.manifest.card import card
+from surgeon.manifest.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Growth:
-    """A surgery by a plan.
+class Computing:
+    """What tensors are computed by that are not copied: a plan's blueprint, its base and adapters, and the device."""
 
-    `texts` are digests of the texts that it has the base run on, `adapters` what it imports, by the plan's names.
-    """
-
-    loaded: LoadedPlan
-    base_id: BaseId
-    texts: Mapping[str, str] = field(default_factory=dict)
-    metadata: Metadata = NOTHING_KNOWN
-    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
-
-    @property
-    def source(self) -> str:
-        """The plan's file."""
-        return self.loaded.source
-
-    def identity(self) -> dict[str, Any]:
-        """The plan, how the base is called, the texts and the adapters."""
-        return {
-            "plan": self.loaded.plan.model_dump(mode="json"),
-            "base_id": [self.base_id.name, self.base_id.revision],
-            "texts": dict(self.texts),
-            "metadata": asdict(self.metadata),
-            "adapters": {name: adapter.facts.identity() for name, adapter in self.adapters.items()},
-        }
-
-    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
-        """As this version ships it."""
-        return bundle(config)
-
-    def settle(self, job: Job, proof: ReadBack) -> None:
-        """Hash what the output has no copy of, so that the manifest names the whole base."""
-        proof.digest_the_rest()
-        for adapter in self.adapters.values():
-            adapter.check_unchanged()
-
-    def manifest(self, job: Job, proof: ReadBack) -> Manifest:
-        """Everything that was done."""
-        return compose(
-            self.loaded,
-            job.blueprint,
-            job.base,
-            self.base_id,
-            job.shards,
-            digests={output.name: proof.digest_of(output) for output in job.blueprint.outputs if output.new},
-            base_digests=proof.base_digests,
-            maps=proof.maps,
-            texts=self.texts,
-            adapters={name: adapter.facts for name, adapter in self.adapters.items()},
-        )
+    blueprint: Blueprint
+    base: CheckpointFolder
+    plan_source: str
+    adapters: Mapping[str, AdapterFolder]
+    device: str
 
 
 @dataclass(frozen=True)
 class Job:
-    """One execution: what is written, from what, to what purpose."""
+    """One execution: shards with their tensors in order, and small files.
 
-    purpose: Purpose
-    blueprint: Blueprint
-    base: CheckpointFolder
+    `origins` says of every copied output where its bytes lie. `files` are the small files that are known beforehand;
+    side files of `carried` go along as they are. `finish` is called when every shard is written and read back: it
+    raises where the output must not be published, and returns the files that are known only then. `identity` is, as
+    JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
+    `begins` says of shards whose data should lie as in another file, modulo the alignment, where that file's begin.
+    """
+
     shards: tuple[Shard, ...]
-    device: str = "cpu"
+    origins: Mapping[str, Origin]
+    files: Mapping[str, bytes]
+    finish: Callable[[ReadBack], Mapping[str, bytes]]
+    identity: Mapping[str, Any]
+    carried: CheckpointFolder | None = None
+    begins: Mapping[str, int] = field(default_factory=dict)
+    computing: Computing | None = None
     read_back: bool = True
-    # Every file beside the shards, where that is known beforehand; None: config, index, code, side files and so on.
-    files: Mapping[str, bytes] | None = None
 
-    def code(self, name: str) -> bytes:
-        """The content of one of the blueprint's `code_files`."""
-        return self.purpose.code(name, self.blueprint.config)
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Every tensor that is written, shard by shard."""
+        return tuple(output for shard in self.shards for output in shard.outputs)
 
     @property
     def fingerprint(self) -> str:
         """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
         content = {
             "version": __version__,
-            "base": self.base.identity(),
-            "config": self.base.config,
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
-            "code": {name: hashlib.sha256(self.code(name)).hexdigest() for name in self.blueprint.code_files},
-            "device": self.device,
-            "files": {name: hashlib.sha256(content).hexdigest() for name, content in (self.files or {}).items()},
-            **self.purpose.identity(),
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()},
+            "device": self.computing.device if self.computing else "cpu",
+            **self.identity,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def bytes_to_write(self) -> int:
         """Bytes of tensor data that are really written (holes are not)."""
-        return sum(nbytes(o) for shard in self.shards for o in shard.outputs if not is_hole(o))
+        return sum(nbytes(output) for output in self.outputs if not is_hole(output))
+
+    def check_unchanged(self) -> None:
+        """Raise BadInput where a shard that was read is not what it was when it was opened."""
+        sources = {id(origin.source): origin.source for origin in self.origins.values()}
+        if self.carried is not None:
+            sources[id(self.carried.source)] = self.carried.source
+        for source in sources.values():
+            source.check_unchanged()
+
+
+def copied(name: str, info: TensorInfo) -> Output:
+    """The output `name`, copied from the tensor that `info` describes."""
+    return Output(name, Copy(info.name, info.dtype, info.shape), False, None)
+
+
+def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
+    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`."""
+    return {
+        output.name: Origin(folder.source, folder.tensors[output.recipe.source])
+        for shard in shards
+        for output in shard.outputs
+        if isinstance(output.recipe, Copy)
+    }
+
+
+def begins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, int]:
+    """Where the data of the shards' twins in `folder` begin."""
+    return {shard.file: folder.headers[shard.twin].data_begin for shard in shards if shard.twin is not None}
+
+
+def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:
+    """config.json, the index where there is one, and the files of code."""
+    files = {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    if [shard.file for shard in shards] != [SINGLE_FILE]:
+        files[INDEX_FILE] = index_of(shards)
+    return {**files, **code}
+
+
+def index_of(shards: tuple[Shard, ...]) -> bytes:
+    """The content of the index that names every tensor's shard."""
+    outputs = [(output, shard) for shard in shards for output in shard.outputs]
+    metadata = {
+        "total_parameters": sum(numel(output.recipe) for output, _ in outputs),
+        "total_size": sum(shard.nbytes for shard in shards),
+    }
+    weight_map = {output.name: shard.file for output, shard in outputs}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def manifest_and_card(
+    manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
+) -> dict[str, bytes]:
+    """The manifest, and the card that is written from it. Raises BadInput where an ancestor's manifest was edited."""
+    sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
+    return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

@@ -21,7 +21,8 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan
@@ -139,11 +140,11 @@ def preview_of(
     """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput."""
     if folder.manifest is not None:
         # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
-        manifest_of(folder)
+        Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
     anatomy = dissect(folder.config, folder.tensors)
     known = {name: adapter.facts for name, adapter in adapters.items()}
     blueprint = draw(loaded, anatomy, folder.config, known)
-    shards = lay_out(blueprint, folder.tensors, max_new_shard_bytes=max_shard_bytes)
+    shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())]
     if metadata_of(folder).license is None:

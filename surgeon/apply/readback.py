@@ -10,16 +10,17 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.digest import compare_ranges, sha256_range, zeros_sha256
 from surgeon.checkpoint.durable import sync
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, read_header
+from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.staging import Staging
 from surgeon.errors import PromiseBroken, printable
 
@@ -27,39 +28,53 @@ from surgeon.errors import PromiseBroken, printable
 _READERS = 2
 
 
-class Sources:
-    """Base shards, opened at first need and closed together."""
+@dataclass(frozen=True)
+class Origin:
+    """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder."""
 
-    def __init__(self, base: CheckpointFolder) -> None:
-        self.base = base
-        self.opened: dict[str, int] = {}
+    source: Source
+    tensor: TensorInfo
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What tells it from the others: its source and its name there."""
+        return id(self.source), self.tensor.name
+
+
+class OpenShards:
+    """Shards that are read from, opened at first need and closed together."""
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[int, str], int] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for source in self.opened.values():
-            os.close(source)
+        for descriptor in self._opened.values():
+            os.close(descriptor)
 
-    def __getitem__(self, file: str) -> int:
-        if file not in self.opened:
-            self.opened[file] = self.base.open_shard(file)
-        return self.opened[file]
+    def of(self, origin: Origin) -> int:
+        """The descriptor of the shard that holds it; BadInput where the shard was changed since it was opened."""
+        shard = id(origin.source), origin.tensor.file
+        if shard not in self._opened:
+            self._opened[shard] = origin.source.open_shard(origin.tensor.file)
+        return self._opened[shard]
 
 
 class ReadBack:
     """Proves shards in threads of its own. A failure comes out at the next `add`, or in `settle`.
 
-    `digests` (of computed and constant tensors) and `base_digests` (of base tensors) fill as shards are done;
-    `maps` are the reports of transport maps that were handed in with them. Without `compare` copies are taken on
-    trust: the base is hashed, the output not read again.
+    `digests` (of every output; a copy's is its original's, which it was found equal to) fill as shards are done, and
+    so do `maps`, the reports of transport maps that were handed in with them. `origins` says where the bytes of copies
+    lie. Without `compare` copies are taken on trust: originals are hashed, the output is not read again.
     """
 
-    def __init__(self, base: CheckpointFolder, staging: Staging, *, compare: bool = True) -> None:
+    def __init__(self, origins: Mapping[str, Origin], staging: Staging, *, compare: bool = True) -> None:
         self.digests: dict[str, str] = {}
-        self.base_digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
-        self._base = base
+        self._origins = origins
+        self._originals: dict[tuple[int, str], str] = {}
         self._staging = staging
         self._compare = compare
         self._lock = threading.Lock()
@@ -87,42 +102,40 @@ class ReadBack:
         """Take over what an earlier run's journal says of a shard."""
         with self._lock:
             self.digests.update(record["digests"])
-            self.base_digests.update(record["base_digests"])
             self.maps.update(record["maps"])
+            for name, digest in record["digests"].items():
+                if name in self._origins:
+                    self._originals[self._origins[name].key] = digest
 
     def settle(self) -> None:
         """Wait until every shard is proved, flushed and journalled."""
         for pending in self._pending:
             pending.result()
 
-    def digest_the_rest(self) -> None:
-        """Hash the base tensors that the output has no copy of, so that the manifest names the whole base."""
-        with Sources(self._base) as sources:
-            for name, info in self._base.tensors.items():
-                if name not in self.base_digests:
-                    self.base_digests[name] = sha256_range(sources[info.file], info.begin, info.end)
-
-    def digest_of(self, output: Output) -> str:
-        """The digest of an output tensor; a copy's is its original's, which it was found equal to."""
-        if isinstance(output.recipe, Copy):
-            return self.base_digests[output.recipe.source]
-        return self.digests[output.name]
+    def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
+        """Digests of all tensors of a checkpoint that the job reads; those that the output has no copy of are read."""
+        found: dict[str, str] = {}
+        with OpenShards() as shards:
+            for name, info in folder.tensors.items():
+                origin = Origin(folder.source, info)
+                digest = self._originals.get(origin.key)
+                found[name] = digest or sha256_range(shards.of(origin), info.begin, info.end)
+        return found
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
         digests: dict[str, str] = {}
-        base_digests: dict[str, str] = {}
         written = os.open(self._staging.folder / shard.file, os.O_RDONLY)
         try:
             infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
-            with Sources(self._base) as sources:
+            with OpenShards() as shards:
                 for output in shard.outputs:
                     info = infos[output.name]
                     if isinstance(output.recipe, Copy):
-                        original = self._base.tensors[output.recipe.source]
-                        base_digests[original.name] = (
-                            _compared(written, info, sources[original.file], original)
+                        origin = self._origins[output.name]
+                        digests[output.name] = (
+                            _compared(written, info, shards.of(origin), origin.tensor)
                             if self._compare
-                            else self._digest(sources[original.file], original)
+                            else self._digest(shards, origin)
                         )
                     elif is_hole(output):
                         digests[output.name] = zeros_sha256(info.nbytes)
@@ -130,15 +143,16 @@ class ReadBack:
                         digests[output.name] = sha256_range(written, info.begin, info.end)
         finally:
             os.close(written)
-        record = {"digests": digests, "base_digests": base_digests, "maps": maps}
+        record = {"digests": digests, "maps": maps}
         self.remember(record)
         flushed.result()
         with self._lock:
             self._staging.done(shard.file, record)
 
-    def _digest(self, source: int, original: TensorInfo) -> str:
-        """A base tensor's digest; a layer's copy finds it known where its original's shard is done."""
-        return self.base_digests.get(original.name) or sha256_range(source, original.begin, original.end)
+    def _digest(self, shards: OpenShards, origin: Origin) -> str:
+        """An original's digest; a layer's copy finds it known where its original's shard is done."""
+        known = self._originals.get(origin.key)
+        return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end)
 
 
 def _compared(written: int, info: TensorInfo, source: int, original: TensorInfo) -> str:

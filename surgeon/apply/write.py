@@ -7,10 +7,10 @@ it with the base (readback.py).
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.job import Job
-from surgeon.apply.readback import ReadBack, Sources
+from surgeon.apply.readback import OpenShards, ReadBack
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
 from surgeon.checkpoint.copying import WriteBehind, copy_range, reserve, write_all
-from surgeon.checkpoint.folder import CARD_FILE
-from surgeon.checkpoint.header import ALIGNMENT, build_header
-from surgeon.checkpoint.staging import Staging
+from surgeon.checkpoint.header import ALIGNMENT, FLOAT_DTYPES, build_header
+from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener
 from surgeon.common.timing import Stopwatch
-from surgeon.errors import SurgeonError, printable
-from surgeon.manifest.card import card
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.errors import BadInput, SurgeonError, printable
 
 if TYPE_CHECKING:
     from surgeon.apply.compute import Workshop
@@ -43,39 +40,59 @@ _ALONE = Ranks()
 _WRITERS = 2
 
 
-INDEX_FILE = "model.safetensors.index.json"
+def check_output(job: Job, base: Path, out: Path) -> None:
+    """BadInput where `out` is taken, or stands in `base`, or the disk has no room for what the job writes."""
+    check_destination(out, base)
+    check_space(out, job.bytes_to_write, fingerprint=job.fingerprint)
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Manifest | None:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> None:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
 
     With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
     what was read back is not what was written.
     """
-    with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
-        if staging.already_published:
-            listener.say(f"{printable(str(out))} was already complete; nothing to do")
-            ranks.send(Order("", ()))
-            ranks.gather(Report({}))
-            return _published_manifest(out)
-        listener.begin("writing", job.bytes_to_write)
-        try:
-            with ReadBack(job.base, staging, compare=job.read_back) as proof:
-                run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof)
-                run.all_shards()
-                with stopwatch.stage("wait for read-back"):
-                    proof.settle()
-                    job.purpose.settle(job, proof)
-            job.base.check_unchanged()
-        except SurgeonError as error:
-            # The base or the plan is at fault, not the moment: the same command would fail again.
-            if not (isinstance(error, Elsewhere) and error.momentary):
-                staging.abandon()
-            raise
-        manifest = run.small_files()
-        staging.publish()
-    return manifest
+    try:
+        with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
+            if staging.already_published:
+                listener.say(f"{printable(str(out))} was already complete; nothing to do")
+                ranks.send(Order("", ()))
+                ranks.gather(Report({}))
+            else:
+                _write(job, staging, listener, stopwatch, ranks)
+                staging.publish()
+    except OSError as error:
+        raise BadInput(disk_trouble(error, out)) from error
+
+
+def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+    """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
+    listener.begin("writing", job.bytes_to_write)
+    try:
+        with ReadBack(job.origins, staging, compare=job.read_back) as proof:
+            run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof)
+            run.all_shards()
+            with stopwatch.stage("wait for read-back"):
+                proof.settle()
+                last = job.finish(proof)
+        job.check_unchanged()
+    except SurgeonError as error:
+        # The base or the plan is at fault, not the moment: the same command would fail again.
+        if not (isinstance(error, Elsewhere) and error.momentary):
+            staging.abandon()
+        raise
+    run.small_files(last)
+
+
+def disk_trouble(error: OSError, out: Path) -> str:
+    """What to tell of an error while `out` was being written: where, what, and that nothing finished is lost."""
+    where = printable(str(error.filename or out))
+    working = printable(str(out.parent / f".{out.name}.surgeon"))
+    staged = f"what was finished is kept in {working}: the same command continues"
+    if error.errno == errno.ENOSPC:
+        return f"{where}: the disk is full; make room and run the same command again ({staged})"
+    return f"{where}: {error.strerror or error}; {staged}"
 
 
 @dataclass(frozen=True)
@@ -111,13 +128,15 @@ class _Share:
         if self._workshop is None:
             from surgeon.apply.compute import Workshop
 
+            computing = self.job.computing
+            assert computing is not None
             self._workshop = Workshop(
-                self.job.blueprint,
-                self.job.base,
-                device=self.job.device,
+                computing.blueprint,
+                computing.base,
+                device=computing.device,
                 stopwatch=self.stopwatch,
-                plan_source=self.job.purpose.source,
-                adapters=self.job.purpose.adapters,
+                plan_source=computing.plan_source,
+                adapters=computing.adapters,
             )
         return self._workshop
 
@@ -166,12 +185,12 @@ class _Share:
         computes = any(is_computed(output.recipe) for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR)
         try:
-            with Sources(self.job.base) as sources, WriteBehind(target, self.listener.advance) as behind:
+            with OpenShards() as shards, WriteBehind(target, self.listener.advance) as behind:
                 for layer, following in pairwise([*group_by_layer(outputs), then]):
                     if computes:
                         self.workshop.expect(layer, following)
                     for output in layer:
-                        _write_tensor(self, output, target, *place_of[output.name], sources, behind)
+                        _write_tensor(self, output, target, *place_of[output.name], shards, behind)
         finally:
             os.close(target)
         return self.workshop.take_reports() if computes else {}
@@ -191,7 +210,7 @@ class _Share:
         entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
         # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
         # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
-        begins = self.job.base.headers[shard.twin].data_begin if shard.twin else 0
+        begins = self.job.begins.get(shard.file, 0)
         return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
 
 
@@ -263,31 +282,21 @@ class _Run(_Share):
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
         return True
 
-    def small_files(self) -> Manifest | None:
-        """Config, index, side files, manifest and card, each journalled; an output without a manifest has no card."""
-        job, folder = self.job, self.staging.folder
-        if job.files is not None:
-            for name, content in job.files.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                self._small(name, content)
-            return job.purpose.manifest(job, self.proof)
-        self._small("config.json", (json.dumps(job.blueprint.config, indent=2, ensure_ascii=False) + "\n").encode())
-        if len(job.shards) > 1:
-            self._small(INDEX_FILE, index_of(job.shards))
-        for name in job.blueprint.code_files:
-            self._small(name, job.code(name))
-        for name in job.base.side_files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            self._small(name, job.base.read_side_file(name))
-        manifest = job.purpose.manifest(job, self.proof)
-        if manifest is not None:
-            self._small(MANIFEST_FILE, manifest.to_bytes())
-            sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
-            self._small(CARD_FILE, card(manifest, job.blueprint.config, sizes, job.purpose.metadata))
-        return manifest
+    def small_files(self, last: Mapping[str, bytes]) -> None:
+        """Write the small files, each journalled; `last` are those that became known in the end."""
+        job = self.job
+        for name, content in job.files.items():
+            self._small(name, content)
+        if job.carried is not None:
+            for name in job.carried.side_files:
+                self._small(name, job.carried.read_side_file(name))
+        for name, content in last.items():
+            self._small(name, content)
 
     def _small(self, name: str, content: bytes) -> None:
-        (self.staging.folder / name).write_bytes(content)
+        file = self.staging.folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
         self.staging.done(name, {})
 
 
@@ -297,16 +306,16 @@ def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
 
 
 def _write_tensor(
-    run: _Share, output: Output, target: int, begin: int, end: int, sources: Sources, behind: WriteBehind
+    run: _Share, output: Output, target: int, begin: int, end: int, shards: OpenShards, behind: WriteBehind
 ) -> None:
     match output.recipe:
-        case Copy(source):
-            info = run.job.base.tensors[source]
+        case Copy():
+            origin = run.job.origins[output.name]
             with run.stopwatch.stage("copy"):
                 copy_range(
-                    sources[info.file],
+                    shards.of(origin),
                     target,
-                    source_offset=info.begin,
+                    source_offset=origin.tensor.begin,
                     target_offset=begin,
                     count=end - begin,
                     progress=run.listener.advance,
@@ -329,24 +338,9 @@ def constant_bytes(recipe: Constant | Listed) -> bytes:
 
 
 def _element(value: float, dtype: str) -> bytes:
-    if dtype != "BF16":
-        return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[dtype], value)
+    code = FLOAT_DTYPES[dtype].packed
+    if code is not None:
+        return struct.pack(code, value)
     # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
-
-
-def index_of(shards: tuple[Shard, ...]) -> bytes:
-    """The content of the index that names every tensor's shard."""
-    weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
-    metadata = {
-        "total_parameters": sum(numel(output.recipe) for shard in shards for output in shard.outputs),
-        "total_size": sum(shard.nbytes for shard in shards),
-    }
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _published_manifest(out: Path) -> Manifest | None:
-    file = out / MANIFEST_FILE
-    return parse(json.loads(file.read_bytes()), file=str(file)) if file.exists() else None

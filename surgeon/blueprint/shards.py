@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, numel
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.weights import SINGLE_FILE
 
 MAX_NEW_SHARD_BYTES = 2_000_000_000
 
@@ -41,22 +42,20 @@ def is_hole(output: Output) -> bool:
 
 
 def lay_out(
-    blueprint: Blueprint, base: Mapping[str, TensorInfo], *, max_new_shard_bytes: int = MAX_NEW_SHARD_BYTES
+    outputs: Sequence[Output], base: Mapping[str, TensorInfo], *, max_new_shard_bytes: int = MAX_NEW_SHARD_BYTES
 ) -> tuple[Shard, ...]:
-    """Shards of the output: the base's first, then the new ones, cut between layers at `max_new_shard_bytes`."""
+    """Shards of `outputs`: the base's first, then the new ones, cut between layers at `max_new_shard_bytes`."""
     mirrored: dict[str, list[Output]] = {}
-    for output in blueprint.outputs:
+    for output in outputs:
         if not output.new:
             assert isinstance(output.recipe, Copy), output.name
             mirrored.setdefault(base[output.recipe.source].file, []).append(output)
     groups: list[tuple[str | None, list[Output]]] = [
-        (file, sorted(outputs, key=lambda output: _offset(output, base))) for file, outputs in sorted(mirrored.items())
+        (file, sorted(kept, key=lambda output: _offset(output, base))) for file, kept in sorted(mirrored.items())
     ]
-    groups.extend((None, outputs) for outputs in _new_shards(blueprint, max_new_shard_bytes))
+    groups.extend((None, made) for made in _new_shards(outputs, max_new_shard_bytes))
     total = len(groups)
-    return tuple(
-        Shard(_shard_name(number, total), tuple(outputs), twin) for number, (twin, outputs) in enumerate(groups, 1)
-    )
+    return tuple(Shard(_shard_name(number, total), tuple(held), twin) for number, (twin, held) in enumerate(groups, 1))
 
 
 def _offset(output: Output, base: Mapping[str, TensorInfo]) -> int:
@@ -65,7 +64,7 @@ def _offset(output: Output, base: Mapping[str, TensorInfo]) -> int:
 
 
 def _shard_name(number: int, total: int) -> str:
-    return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+    return SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
@@ -77,14 +76,14 @@ def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
     return list(layers.values())
 
 
-def _new_shards(blueprint: Blueprint, limit: int) -> list[list[Output]]:
+def _new_shards(outputs: Sequence[Output], limit: int) -> list[list[Output]]:
     shards: list[list[Output]] = []
     room = 0
-    for outputs in group_by_layer([output for output in blueprint.outputs if output.new]):
-        size = sum(nbytes(output) for output in outputs)
+    for layer in group_by_layer([output for output in outputs if output.new]):
+        size = sum(nbytes(output) for output in layer)
         if not shards or size > room:
             shards.append([])
             room = limit
-        shards[-1].extend(outputs)
+        shards[-1].extend(layer)
         room -= size
     return shards

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
@@ -54,7 +54,22 @@ DTYPE_BITS: dict[str, int] = {
     "I64": 64,
     "U64": 64,
 }
-FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class FloatDtype(NamedTuple):
+    """What torch calls a floating dtype, and its code in `struct` (None: it has none)."""
+
+    torch: str
+    packed: str | None
+
+
+# The dtypes that surgery computes with.
+FLOAT_DTYPES: dict[str, FloatDtype] = {
+    "F64": FloatDtype("float64", "<d"),
+    "F32": FloatDtype("float32", "<f"),
+    "F16": FloatDtype("float16", "<e"),
+    "BF16": FloatDtype("bfloat16", None),
+}
 
 
 @dataclass(frozen=True, slots=True)

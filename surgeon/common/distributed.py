@@ -40,14 +40,23 @@ class Report:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size`. With size 1 nothing is sent anywhere, and torch.distributed is not imported."""
+    """This process among the `size` that torchrun started; one alone is rank 0 of 1.
+
+    With size 1 nothing is sent anywhere, and torch.distributed is not imported.
+    """
 
     rank: int = 0
     size: int = 1
 
+    @classmethod
+    def of_environment(cls) -> Ranks:
+        """As torchrun's environment says; one alone without it."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else cls()
+
     @property
     def leads(self) -> bool:
-        """Whether this process owns the output."""
+        """Whether this process owns the output and writes to the terminal."""
         return self.rank == 0
 
     @property
@@ -93,21 +102,17 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun's environment tells of; one alone where there is none."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
-        yield Ranks()
+    """The ranks that torchrun's environment tells of, which can send to each other inside."""
+    ranks = Ranks.of_environment()
+    if ranks.size == 1:
+        yield ranks
         return
     distributed = _distributed()
     distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
     try:
-        yield Ranks(distributed.get_rank(), distributed.get_world_size())
+        yield ranks
     finally:
         distributed.destroy_process_group()
-
-
-def speaks() -> bool:
-    """Whether this process is the one that writes to the terminal."""
-    return os.environ.get("RANK", "0") == "0" or int(os.environ.get("WORLD_SIZE", "1")) < 2
 
 
 def _distributed() -> Any:
@@ -120,25 +125,6 @@ def _opened(message: Any) -> Any:
     if isinstance(message, Elsewhere):
         raise message
     return message
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process among those torchrun started."""
-
-    rank: int = 0
-    size: int = 1
-
-    @classmethod
-    def of_environment(cls) -> Processes:
-        """As torchrun's environment says; one alone without it."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(int(os.environ.get("RANK", "0")), size) if size > 1 else cls()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process says what there is to say, and publishes."""
-        return self.rank == 0
 
 
 def is_sharded(model: Any) -> bool:

@@ -123,7 +123,7 @@ def continual(
     within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
     BadInput too where the tasks file, its texts or the base changed since.
     """
-    from surgeon.common.distributed import Processes
+    from surgeon.common.distributed import Ranks
     from surgeon.continual.config import load_tasks
     from surgeon.continual.course import Course, Means, run_course
     from surgeon.continual.surgeries import at_line, check_tasks, plans_of
@@ -131,7 +131,7 @@ def continual(
     from surgeon.train.session import run_training
 
     listener = listener or Quiet()
-    if Processes.of_environment().size > 1:
+    if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
     device = devices.resolve(device)

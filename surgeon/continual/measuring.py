@@ -74,7 +74,9 @@ class Measure:
         packer = Packer(length, loaded.config.train.packing or "isolated", 0)
         sequences = held_out(documents, list(numbers), encoder, packer, most=loaded.config.evaluation_sequences)
         if not sequences:
-            raise BadInput(f"{printable(str(loaded.source))}: what source {name} holds out gives not two tokens")
+            raise BadInput(
+                f"{printable(str(loaded.source))}: the held-out part of source {name} has fewer than two tokens"
+            )
         self._held.setdefault(where, []).append(sequences)
 
     def identity(self) -> list[Any]:

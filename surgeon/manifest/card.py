@@ -12,6 +12,7 @@ from typing import Any
 
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
+from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.operations.papers import papers_of
 
@@ -49,7 +50,7 @@ def card(
 ) -> bytes:
     """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
-    `verified` are lines on what was checked.
+    `verified` are lines on what was checked. Raises BadInput where an earlier surgery's manifest was edited.
     With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
     """
     base_model = base_model_of(manifest, metadata)
@@ -295,21 +296,19 @@ def _license(metadata: Metadata) -> str:
 
 
 def _papers(manifest: Manifest) -> str:
-    surgeries = [
-        (ancestor.operations, _inits((ancestor.manifest or {}).get("layers"))) for ancestor in manifest.lineage
+    """Papers of all surgeries; raises BadInput where the manifest of an earlier one was edited."""
+    lineage = Lineage.of(manifest)
+    # Of surgeries whose manifests were not kept, the operations are known and not what their layers were made of.
+    surgeries: list[tuple[list[str], list[str]]] = [
+        (ancestor.operations, []) for ancestor in manifest.lineage[: lineage.first - 1]
     ]
-    made = [layer.init for layer in manifest.layers if layer.base is None]
-    surgeries.append(([entry.op for entry in manifest.operations], made))
+    for known in lineage.surgeries:
+        made = [layer.init for layer in known.layers if layer.base is None]
+        surgeries.append(([entry.op for entry in known.operations], made))
     papers = list(dict.fromkeys(paper for surgery in surgeries for paper in papers_of(*surgery)))
     if not papers:
         return ""
     return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"
-
-
-def _inits(layers: object) -> list[str]:
-    """How an earlier surgery's new layers were filled, from its manifest as data, which nobody has checked."""
-    found = layers if isinstance(layers, list) else []
-    return [str(layer.get("init")) for layer in found if isinstance(layer, dict) and layer.get("base") is None]
 
 
 def _history(manifest: Manifest) -> list[list[str]]:

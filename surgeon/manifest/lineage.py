@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy
-from surgeon.checkpoint.folder import MAX_CODE_BYTES, CheckpointFolder
+from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect, renumbered
+from surgeon.families.anatomy import dissect
 from surgeon.families.grafted import is_grafted
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
+from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -27,123 +26,185 @@ _CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """State `number` of an output after `surgeries` surgeries.
+class Lineage:
+    """An output's surgeries, oldest first, the output's own last; each earlier one is what its digest says.
 
-    `places` maps that state's tensors to their names in the output, `digests` to what they held. `manifest` is that
-    state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `code` are the files of
-    code that lie beside its weights.
+    Older versions of surgeon did not keep every manifest: `first` is the number, from 1, of the oldest that is here.
+    """
+
+    surgeries: tuple[Manifest, ...]
+    first: int
+    file: str
+
+    @classmethod
+    def of(cls, last: Manifest, *, file: str = MANIFEST_FILE) -> Lineage:
+        """The surgeries before `last`, which was read from `file`, as far as their manifests were kept.
+
+        Raises BadInput where one of them was edited, or where two do not fit together.
+        """
+        # As the ancestors' files had it: the data as it was read, no default filled in.
+        entries = [entry.model_dump(exclude_unset=True) for entry in last.lineage]
+        surgeries = [last]
+        for number in range(len(entries), 0, -1):
+            entry = last.lineage[number - 1]
+            if entry.manifest is None:
+                break
+            data = entry.manifest | {"lineage": entries[: number - 1]}
+            surgeries.insert(0, _ancestor(data, entry.sha256, file=f"{file} (surgery {number})"))
+        first = len(entries) + 2 - len(surgeries)
+        for number, (earlier, later) in enumerate(pairwise(surgeries), first):
+            if len(earlier.layers) != later.base.layers:
+                raise BadInput(
+                    f"{printable(file)}: surgery {number} made {len(earlier.layers)} layers, surgery {number + 1} found"
+                    f" {later.base.layers}; was it edited by hand?"
+                )
+        return cls(tuple(surgeries), first, file)
+
+    @property
+    def last(self) -> Manifest:
+        """The output's own manifest."""
+        return self.surgeries[-1]
+
+    @property
+    def count(self) -> int:
+        """How many surgeries there were, those included whose manifests were not kept."""
+        return len(self.last.lineage) + 1
+
+    def since(self, number: int) -> tuple[Manifest, ...]:
+        """The surgeries after state `number`, oldest first. Raises BadInput where one of them was not kept."""
+        if number + 1 < self.first:
+            raise self.too_old(f"the manifest of surgery {self.first - 1}")
+        return self.surgeries[number + 1 - self.first :]
+
+    def layers(self, number: int) -> dict[int, int]:
+        """For every layer of state `number`, its number in the output. Raises as `since`."""
+        undone = self.since(number)
+        count = undone[0].base.layers if undone else len(self.last.layers)
+        layers = {layer: layer for layer in range(count)}
+        for nth, manifest in enumerate(undone, number + 1):
+            moved = layers_of(manifest, file=self._file_of(nth))
+            layers = {layer: moved[place] for layer, place in layers.items()}
+        return layers
+
+    def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
+        """How tensors of state `number` are called in the output, by layer numbers. Raises as `since`."""
+        places = {name: name for name in names}
+        for nth, manifest in enumerate(self.since(number), number + 1):
+            moved = places_of(manifest, places.values(), file=self._file_of(nth))
+            places = {name: moved[place] for name, place in places.items()}
+        return places
+
+    def state(self, number: int | None, out: CheckpointFolder) -> State:
+        """State `number` of the output in the folder `out` (None: the one before its last surgery), from headers.
+
+        Raises BadInput where there is no such state, or the output no longer holds it as far as headers and digests
+        tell.
+        """
+        if number is None:
+            number = self.count - 1
+        if not 0 <= number < self.count:
+            has = "1 surgery" if self.count == 1 else f"{self.count} surgeries"
+            raise BadInput(
+                f"{printable(str(out.path))} has {has}; --to {number}: N must be"
+                f" {'0' if self.count == 1 else f'between 0 and {self.count - 1}'}"
+            )
+        own = self.since(number - 1)[0] if number else None
+        undone = self.since(number)
+        config = undone[0].base.config
+        if config is None:
+            raise self.too_old(f"the config.json that surgery {number + 1} found", undone[0])
+        places = self._kept(number)
+        for name, place in places.items():
+            if place not in out.tensors:
+                raise BadInput(
+                    f"{shown_name(name, place)}: no shard of {printable(str(out.path))} has it; {instead_of(undone[0])}"
+                )
+        dissect(config, {name: dataclasses.replace(out.tensors[place], name=name) for name, place in places.items()})
+        return State(number, self, own, undone, places, config, _code(config, own, out))
+
+    def too_old(self, what: str, manifest: Manifest | None = None) -> BadInput:
+        """The error for `what` an older surgeon did not keep in `manifest` (None: the output's own)."""
+        manifest = manifest or self.last
+        return BadInput(
+            f"{printable(self.file)}: does not hold {what}, since an older surgeon"
+            f" ({printable(manifest.tool.version)}) wrote it; {instead_of(manifest)}, or apply the plan again with this"
+            " one"
+        )
+
+    def _file_of(self, number: int) -> str:
+        return self.file if number == self.count else f"{self.file} (surgery {number})"
+
+    def _kept(self, number: int) -> dict[str, str]:
+        """Where the tensors of state `number` stand in the output; BadInput where a surgery found or left another."""
+        undone = self.since(number)
+        found = undone[0].base.tensors
+        places = {name: name for name in found}
+        for nth, manifest in enumerate(undone, number + 1):
+            moved = places_of(manifest, places.values(), file=self._file_of(nth))
+            for name, place in places.items():
+                digest = manifest.base.tensors.get(place)
+                if digest != found[name]:
+                    how = "gone" if digest is None else "trained or edited"
+                    raise BadInput(
+                        f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
+                        f" there is lost; {instead_of(undone[0])}"
+                    )
+                places[name] = moved[place]
+                made = manifest.new_tensors.get(places[name])
+                # One that only trains on begins as what it was; whether it still is that its bytes will tell.
+                if made is not None and made.recipe != {"copy": place}:
+                    raise BadInput(
+                        f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
+                        f" it another value, so what stood there is lost; {instead_of(manifest)}"
+                    )
+        return places
+
+
+@dataclass(frozen=True)
+class State:
+    """State `number` of an output.
+
+    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `places`
+    maps that state's tensors to their names in the output. `code` are the files of code that lie beside its weights.
     """
 
     number: int
-    surgeries: int
+    lineage: Lineage
     manifest: Manifest | None
     undone: tuple[Manifest, ...]
     places: Mapping[str, str]
-    digests: Mapping[str, str]
     config: dict[str, Any]
     code: Mapping[str, bytes]
 
-    def blueprint(self, out: CheckpointFolder) -> Blueprint:
-        """Every tensor copied from the output to its name of then."""
-        held = [(name, out.tensors[place]) for name, place in self.places.items()]
-        return Blueprint(
-            seed=0,
-            outputs=tuple(Output(name, Copy(info.name, info.dtype, info.shape), False, None) for name, info in held),
-            couplings={},
-            layers=(),
-            operations=(),
-            config=self.config,
-            code_files=tuple(self.code),
-        )
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """What the state's tensors held."""
+        return self.undone[0].base.tensors
+
+    @property
+    def promise(self) -> str:
+        """What the surgeries since promise: exact where all of them do."""
+        return "exact" if all(manifest.promise == "exact" for manifest in self.undone) else "none"
+
+    @property
+    def trained(self) -> bool:
+        """Whether anything was trained since the first surgery after this state."""
+        return any(manifest.training for manifest in self.undone)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """For every layer of the state, its number in the output."""
+        found = self.lineage.layers(self.number)
+        return tuple(found[layer] for layer in sorted(found))
 
 
-def find_state(out: CheckpointFolder, last: Manifest, number: int | None) -> Earlier:
-    """State `number` of an output whose manifest is `last` (None: the one before its last surgery), from headers.
-
-    Raises BadInput where there is no such state, or the output no longer holds it as far as headers and digests tell.
-    """
-    surgeries = len(last.lineage) + 1
-    if number is None:
-        number = surgeries - 1
-    if not 0 <= number < surgeries:
-        has = "1 surgery" if surgeries == 1 else f"{surgeries} surgeries"
-        raise BadInput(
-            f"{printable(str(out.path))} has {has}; --to {number}: N must be"
-            f" {'0' if surgeries == 1 else f'between 0 and {surgeries - 1}'}"
-        )
-    undone = tuple(manifest_after(each, out, last) for each in range(number + 1, surgeries + 1))
-    kept = manifest_after(number, out, last) if number else None
-    config = undone[0].base.config
-    if config is None:
-        raise _too_old(out, undone[0], f"the config.json that surgery {number + 1} found")
-    places = _places(undone, number)
-    for name, place in places.items():
-        if place not in out.tensors:
-            raise BadInput(
-                f"{_shown(name, place)}: no shard of {printable(str(out.path))} has it; {_instead(undone[0])}"
-            )
-    dissect(config, {name: dataclasses.replace(out.tensors[place], name=name) for name, place in places.items()})
-    return Earlier(
-        number=number,
-        surgeries=surgeries,
-        manifest=kept,
-        undone=undone,
-        places=places,
-        digests=undone[0].base.tensors,
-        config=config,
-        code=_code(config, kept, out),
-    )
-
-
-def manifest_after(number: int, out: CheckpointFolder, last: Manifest) -> Manifest:
-    """The manifest of surgery `number`, counted from 1; an ancestor's is checked by the digest that is kept of it."""
-    if number == len(last.lineage) + 1:
-        return last
-    entry = last.lineage[number - 1]
-    if entry.manifest is None:
-        raise _too_old(out, last, f"the manifest of surgery {number}")
-    assert out.manifest is not None
-    # As the ancestor's file had it: the data as it was read, no default filled in.
-    data = entry.manifest | {"lineage": out.manifest["lineage"][: number - 1]}
-    file = f"{out.path / MANIFEST_FILE} (surgery {number})"
-    if digest_of(data) != entry.sha256:
+def _ancestor(data: dict[str, Any], sha256: str, *, file: str) -> Manifest:
+    if digest_of(data) != sha256:
         raise BadInput(
             f"{printable(file)}: not what its sha256 says, so it was edited since surgeon wrote it; use the file as it"
             " was"
         )
     return parse(data, file=file)
-
-
-def _places(undone: Sequence[Manifest], number: int) -> dict[str, str]:
-    """Where the tensors before the first of these surgeries stand after the last."""
-    found = undone[0].base.tensors
-    places = {name: name for name in found}
-    for nth, manifest in enumerate(undone, number + 1):
-        layers = layers_of(manifest, file=f"{MANIFEST_FILE} (surgery {nth})")
-        for name, place in places.items():
-            digest = manifest.base.tensors.get(place)
-            if digest != found[name]:
-                how = "gone" if digest is None else "trained or edited"
-                raise BadInput(
-                    f"{_shown(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found there"
-                    f" is lost; {_instead(undone[0])}"
-                )
-            try:
-                places[name] = renumbered(place, layers)
-            except KeyError:
-                raise BadInput(
-                    f"{MANIFEST_FILE}: surgery {nth} found {printable(place)}, yet only {len(layers)} layers; was it"
-                    " edited by hand?"
-                ) from None
-            made = manifest.new_tensors.get(places[name])
-            # One that only trains on begins as what it was; whether it still is that its bytes will tell.
-            if made is not None and made.recipe != {"copy": place}:
-                raise BadInput(
-                    f"{_shown(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave it"
-                    f" another value, so what stood there is lost; {_instead(manifest)}"
-                )
-    return places
 
 
 def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolder) -> dict[str, bytes]:
@@ -177,7 +238,8 @@ def _shipped(name: str, config: Mapping[str, Any]) -> bytes | None:
     return bundle(config) if name == CODE_FILE and native_of(config) is not None else None
 
 
-def _shown(name: str, place: str) -> str:
+def shown_name(name: str, place: str) -> str:
+    """A tensor as errors call it: where it stands, and its name of then where that was another."""
     return printable(place) if name == place else f"{printable(place)} (then {printable(name)})"
 
 
@@ -185,13 +247,7 @@ def _operation(manifest: Manifest, number: int) -> str:
     return printable(manifest.operations[number].op) if 0 <= number < len(manifest.operations) else "unknown operation"
 
 
-def _instead(manifest: Manifest) -> str:
+def instead_of(manifest: Manifest) -> str:
+    """What to do where a state cannot come back: the base of that surgery has it."""
     revision = f"@{manifest.base.revision}" if manifest.base.revision else ""
     return f"take the base of that surgery itself ({printable(manifest.base.id + revision)})"
-
-
-def _too_old(out: CheckpointFolder, manifest: Manifest, what: str) -> BadInput:
-    return BadInput(
-        f"{printable(str(out.path / MANIFEST_FILE))}: does not hold {what}, since an older surgeon"
-        f" ({printable(manifest.tool.version)}) wrote it; {_instead(manifest)}, or apply the plan again with this one"
-    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,15 +19,13 @@ from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import describe
 from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import renumbered
 from surgeon.plan.loading import LoadedPlan
 from surgeon.runtime.bundle import bundle
-
-MANIFEST_FILE = "surgery.json"
-
 
 FORMAT = 1
 
@@ -179,12 +178,6 @@ class Manifest(_Entry):
         """Digests of the tensors that were trained since the surgery, as the last run left each."""
         return {name: tensor.sha256 for run in self.training for name, tensor in run.tensors.items()}
 
-    @property
-    def layer_of_base(self) -> list[int]:
-        """For every base layer, its number in the output."""
-        kept = [(layer.base, index) for index, layer in enumerate(self.layers) if layer.base is not None]
-        return [index for _, index in sorted(kept)]
-
     def to_bytes(self) -> bytes:
         """The file's content."""
         # An ancestor whose entry lacks a field that came later is written as it was: digests are over such entries.
@@ -315,18 +308,24 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
     return layers
 
 
-def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
-    """What every tensor of the output holds, by digests, as far as the manifest tells: born, kept, trained since."""
+def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
+    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest cannot tell."""
     layers = layers_of(manifest, file=file)
-    held: dict[str, str] = {}
-    for name, digest in manifest.base.tensors.items():
+    places: dict[str, str] = {}
+    for name in manifest.base.tensors if names is None else names:
         try:
-            held[renumbered(name, layers)] = digest
+            places[name] = renumbered(name, layers)
         except KeyError:
             raise BadInput(
                 f"{printable(file)}: the base's {printable(name)} is in none of its {len(layers)} layers; was it edited"
                 " by hand?"
             ) from None
+    return places
+
+
+def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
+    """What every tensor of the output holds, by digests, as far as the manifest tells: born, kept, trained since."""
+    held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
     held.update({name: tensor.sha256 for name, tensor in manifest.new_tensors.items()})
     return held | manifest.trained
 
@@ -377,3 +376,9 @@ def manifest_of(folder: CheckpointFolder) -> Manifest:
             " saved again by another tool, which leaves that file out)"
         )
     return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
+
+
+def written_manifest(out: Path) -> Manifest:
+    """The manifest of an output that surgeon has just written (or found complete)."""
+    file = out / MANIFEST_FILE
+    return parse(json.loads(file.read_bytes()), file=str(file))

@@ -8,8 +8,8 @@ from typing import Literal
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 
 What = Literal["last", "all"] | Sequence[int]
 
@@ -26,14 +26,15 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
     """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
 
     An operation that trains everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
-    where a tensor is missing, where an ancestor's manifest was not kept, and where nothing is left to train.
+    where a tensor is missing, where an ancestor's manifest was edited or not kept, and where nothing is left to train.
     """
     shown = printable(str(out.path / MANIFEST_FILE))
     chosen: dict[str, None] = {}
     operations: list[str] = []
     everything = False
-    surgeries = [manifest] if what != "all" else [*_ancestors(manifest, shown), manifest]
-    for nth, surgery in enumerate(surgeries):
+    lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)) if what == "all" else None
+    surgeries = (manifest,) if lineage is None else lineage.since(0)
+    for nth, surgery in enumerate(surgeries, 1):
         numbers = list(range(len(surgery.operations)))
         if not isinstance(what, str):
             unknown = [number for number in what if number not in numbers]
@@ -46,12 +47,10 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
         for number in numbers:
             operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
-        later = [layers_of(each, file=str(out.path / MANIFEST_FILE)) for each in surgeries[nth + 1 :]]
-        for name, tensor in surgery.new_tensors.items():
-            now = _name_now(name, later)
-            # A later merge may have folded an earlier surgery's branches away.
-            if tensor.operation in numbers and (not later or now in out.tensors):
-                chosen[now] = None
+        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
+        now = made if lineage is None else lineage.places(nth, made).values()
+        # A later merge may have folded an earlier surgery's branches away.
+        chosen |= dict.fromkeys(name for name in now if surgery is manifest or name in out.tensors)
     if everything:
         chosen = dict.fromkeys(out.tensors)
     missing = [name for name in chosen if name not in out.tensors]
@@ -60,27 +59,3 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
     if not chosen:
         raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
     return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations))
-
-
-def _ancestors(manifest: Manifest, shown: str) -> list[Manifest]:
-    found: list[Manifest] = []
-    for number, ancestor in enumerate(manifest.lineage, 1):
-        if ancestor.manifest is None:
-            raise BadInput(
-                f"{shown}: does not hold the manifest of surgery {number}, since an older surgeon"
-                f" ({printable(ancestor.tool)}) wrote it; train `what: last`, or apply the plans again with this one"
-            )
-        found.append(parse(ancestor.manifest | {"lineage": []}, file=f"{shown} (surgery {number})"))
-    return found
-
-
-def _name_now(name: str, later: list[dict[int, int]]) -> str:
-    for layers in later:
-        try:
-            name = renumbered(name, layers)
-        except KeyError:
-            raise BadInput(
-                f"{MANIFEST_FILE}: {printable(name)} is in a layer that a later surgery did not find; was it edited"
-                " by hand?"
-            ) from None
-    return name

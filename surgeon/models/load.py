@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, SurgeonError, printable
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
@@ -60,15 +61,21 @@ def first_line(error: BaseException) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The floating torch dtype called `name` ("bfloat16", "float32", …); BadInput for anything else."""
-    known = {
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "float64": torch.float64,
-    }
+    known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
     if name not in known:
         raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")
-    return known[name]
+    return _torch(name)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a tensor that a checkpoint's header calls `name` ("BF16", …)."""
+    return _torch(FLOAT_DTYPES[name].torch)
+
+
+def _torch(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype), name
+    return found
 
 
 def load_model(

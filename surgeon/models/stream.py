@@ -19,10 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers, torch_dtype
-
-_INDEX = "model.safetensors.index.json"
 
 
 class StreamedModel:
@@ -246,7 +245,7 @@ def _digest(hidden: Tensor) -> bytes:
 
 def _shards(folder: Path) -> dict[str, Path]:
     """For every stored tensor, its shard; a single file goes before an index, as in transformers."""
-    single, index = folder / "model.safetensors", folder / _INDEX
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         try:
             with safe_open(single, framework="pt") as shard:
@@ -254,7 +253,7 @@ def _shards(folder: Path) -> dict[str, Path]:
         except (OSError, SafetensorError) as error:
             raise BadInput(f"{printable(str(single))}: cannot be read: {first_line(error)}") from error
     if not index.is_file():
-        raise BadInput(f"{printable(str(folder))}: neither model.safetensors nor {_INDEX} is here")
+        raise BadInput(f"{printable(str(folder))}: neither {SINGLE_FILE} nor {INDEX_FILE} is here")
     try:
         weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = {str(name): str(shard) for name, shard in weights.items()}

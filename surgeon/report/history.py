@@ -11,7 +11,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.families.grafted import owner_of
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, parse
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of
 from surgeon.runtime.states_rules import BANK
 
 Origin = Literal["base", "changed", "copied", "fused", "made"]
@@ -54,11 +55,20 @@ class StackLayer:
 
 @dataclass(frozen=True)
 class History:
-    """The manifests of an output's surgeries, oldest first, and its layers. `first` numbers the oldest one known."""
+    """The surgeries of an output, as far as their manifests were kept, and its layers."""
 
-    surgeries: tuple[Manifest, ...]
-    first: int
+    lineage: Lineage
     layers: tuple[StackLayer, ...]
+
+    @property
+    def surgeries(self) -> tuple[Manifest, ...]:
+        """The manifests that are known, oldest first."""
+        return self.lineage.surgeries
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest surgery that is known, from 1."""
+        return self.lineage.first
 
     @property
     def base_layers(self) -> int:
@@ -67,55 +77,43 @@ class History:
 
     def places(self, nth: int) -> dict[int, int]:
         """For each layer of the output of known surgery `nth` (from 0), its number in the output of the last."""
-        return _places(self.surgeries, nth)
+        return self.lineage.layers(self.first + nth)
 
 
 def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
     """Follow every layer back through the lineage, as far as manifests were kept. Raises BadInput for a broken one."""
-    earlier: list[Manifest] = []
-    for ancestor in reversed(manifest.lineage):
-        if ancestor.manifest is None:
-            break
-        file = f"{folder.path / MANIFEST_FILE} (lineage)"
-        earlier.insert(0, parse(ancestor.manifest | {"lineage": []}, file=file))
-    surgeries = (*earlier, manifest)
-    _check(surgeries, folder)
-    first = len(manifest.lineage) - len(earlier) + 1
+    lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
+    _check(lineage, folder)
     grafts = grafts_of(folder.config)
     own = _layers_with_new_weights(manifest)
     everything = any(entry.trains == "all" for entry in manifest.operations)
     layers = [
-        _layer(surgeries, first, index, grafts.get(index, []), trains=everything or index in own)
+        _layer(lineage, index, grafts.get(index, []), trains=everything or index in own)
         for index in range(len(manifest.layers))
     ]
-    return History(surgeries, first, tuple(layers))
+    return History(lineage, tuple(layers))
 
 
-def _check(surgeries: Sequence[Manifest], folder: CheckpointFolder) -> None:
-    """BadInput where manifests contradict each other, or the weights beside the last."""
-    file = str(folder.path / MANIFEST_FILE)
+def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
+    """BadInput where manifests contradict themselves, or the weights beside the last."""
+    file = lineage.file
     held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
-    counts = [len(manifest.layers) for manifest in surgeries]
-    found = [*(manifest.base.layers for manifest in surgeries[1:]), max(held, default=-1) + 1]
-    for manifest, told, real in zip(surgeries, counts, found, strict=True):
+    if len(lineage.last.layers) != max(held, default=-1) + 1:
+        raise BadInput(
+            f"{printable(file)}: `layers` tells of {len(lineage.last.layers)} layers, where there are"
+            f" {max(held, default=-1) + 1} layers; was it edited by hand?"
+        )
+    for manifest in lineage.surgeries:
         layers_of(manifest, file=file)
-        numbers = [layer.operation for layer in manifest.layers if layer.operation is not None]
-        sources = [source for layer in manifest.layers for source in layer.sources]
-        if told != real or any(not 0 <= n < len(manifest.operations) for n in numbers):
+        numbers = {layer.operation for layer in manifest.layers if layer.operation is not None}
+        if any(not 0 <= number < len(manifest.operations) for number in numbers):
             raise BadInput(
-                f"{printable(file)}: `layers` tells of {told} layers and of operations {sorted(set(numbers))}, where"
-                f" there are {real} layers and {len(manifest.operations)} operations; was it edited by hand?"
+                f"{printable(file)}: `layers` tells of operations {sorted(numbers)}, where there are"
+                f" {len(manifest.operations)} operations; was it edited by hand?"
             )
-        if any(not 0 <= source < told for source in sources):
+        sources = [source for layer in manifest.layers for source in layer.sources]
+        if any(not 0 <= source < len(manifest.layers) for source in sources):
             raise BadInput(f"{printable(file)}: `layers` names a source that is no layer; was it edited by hand?")
-
-
-def _places(surgeries: Sequence[Manifest], nth: int) -> dict[int, int]:
-    places = {index: index for index in range(len(surgeries[nth].layers))}
-    for later in surgeries[nth + 1 :]:
-        there = {layer.base: index for index, layer in enumerate(later.layers) if layer.base is not None}
-        places = {index: there[now] for index, now in places.items() if now in there}
-    return places
 
 
 def _layers_with_new_weights(manifest: Manifest) -> set[int]:
@@ -127,10 +125,9 @@ def _layers_with_new_weights(manifest: Manifest) -> set[int]:
     return found
 
 
-def _layer(
-    surgeries: Sequence[Manifest], first: int, index: int, grafts: Sequence[Graft], *, trains: bool
-) -> StackLayer:
+def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: bool) -> StackLayer:
     """Walk down from the last surgery until one made the layer, or the first base had it."""
+    surgeries, first = lineage.surgeries, lineage.first
     brought: dict[str, int] = {}
     here, changed, changed_by = index, "", None
     made_by: int | None = None
@@ -161,13 +158,13 @@ def _layer(
         origin: Origin = "changed" if changed else "base"
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
-    places = _places(surgeries, made_by)
+    places = lineage.layers(made_by + first)
     return StackLayer(
         index=index,
         base=None,
         origin=_ORIGINS.get(entry.init.partition(",")[0].split()[0] if entry.init else "", "made"),
         init=entry.init,
-        sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
+        sources=tuple(sorted({places[source] for source in entry.sources})),
         surgery=made_by + first,
         operation=entry.operation,
         trains=trains,

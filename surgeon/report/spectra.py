@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.apply.compute import TORCH_DTYPES
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
+from surgeon.models.load import stored_dtype
 from surgeon.runtime.adapters_rules import ADAPTER
 from surgeon.runtime.rules import BRANCH
 
@@ -67,7 +67,7 @@ def _gate_part(anatomy: Anatomy) -> tuple[str, slice]:
 
 def _read(folder: CheckpointFolder, name: str) -> Tensor:
     info = folder.tensors[name]
-    return torch.frombuffer(folder.read(name), dtype=TORCH_DTYPES[info.dtype]).view(info.shape)
+    return torch.frombuffer(folder.read(name), dtype=stored_dtype(info.dtype)).view(info.shape)
 
 
 def _spectrum(matrix: Tensor) -> tuple[float, ...]:

@@ -5,33 +5,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from surgeon.apply.apply import check_way, written
-from surgeon.apply.job import Job
-from surgeon.apply.readback import ReadBack
-from surgeon.apply.write import index_of
+from surgeon.apply.job import Job, copied, index_of
+from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.write import check_output, execute
+from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
-from surgeon.checkpoint.header import Header
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
-from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
-from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import Manifest
-from surgeon.rework.delta_folder import Delta, blueprint_of, copied, edited, places_of
-from surgeon.rework.make_delta import AsItIs
+from surgeon.manifest.manifest import Manifest, places_of
+from surgeon.rework.delta_folder import Delta
 
 
 @dataclass(frozen=True)
@@ -82,77 +78,91 @@ def apply_delta(
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     job = putting_job(opened, folder)
     check_destination(target, opened.path)
-    check_way(job, located.path, target)
+    check_output(job, located.path, target)
     stopwatch = Stopwatch()
-    written(job, target, listener, stopwatch, Ranks())
+    execute(job, target, listener, stopwatch)
     return AppliedDelta(
         path=target,
         base=located.repo_id or str(located.path),
         manifest=opened.manifest,
         tensors=len(opened.tensors),
-        whole=len(job.blueprint.outputs),
+        whole=len(job.outputs),
         nbytes=job.bytes_to_write,
         seconds=stopwatch.seconds,
     )
 
 
-# What stands before the delta's tensors and shards, so that they are told from the base's of the same name.
-_MARK = "delta/"
+def putting_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
+    """The job that writes the output again. Raises BadInput where headers (and `small_files`) show that it cannot."""
+    manifest = delta.manifest
+    if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):
+        raise wrong_base(manifest, differing[0], base.source.shown)
+    origins = _origins(delta, base)
+    shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
+    _check_whole(delta, shards, origins)
+    files = dict(delta.files)
+    if small_files:
+        files |= _from_base(delta, base)
+    if delta.index.shards.keys() != {SINGLE_FILE}:
+        files[INDEX_FILE] = index_of(shards)
 
-
-@dataclass(frozen=True)
-class PutBack(AsItIs):
-    """The purpose of a job that puts a delta back onto its base. `held` are digests of the delta's tensors."""
-
-    held: Mapping[str, str] = field(default_factory=dict)
-
-    def settle(self, job: Job, proof: ReadBack) -> None:
+    def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """BadInput where the base is another, or the delta was edited."""
-        proof.digest_the_rest()
-        for name, digest in proof.base_digests.items():
-            own = name.removeprefix(_MARK)
-            if name.startswith(_MARK) and self.held[own] != digest:
+        for name, tensor in delta.index.tensors.items():
+            if proof.digests[name] != tensor.sha256:
                 raise BadInput(
-                    f"{printable(own)}: not what {DELTA_FILE} of {self.source} says, so the delta was edited or"
+                    f"{printable(name)}: not what {DELTA_FILE} of {delta.source.shown} says, so the delta was edited or"
                     " damaged; get it again. Nothing was written"
                 )
-            if not name.startswith(_MARK) and self.told.base.tensors.get(name) != digest:
-                raise wrong_base(self.told, name, job.base.source.shown)
+        for name, digest in proof.digests_of(base).items():
+            if manifest.base.tensors[name] != digest:
+                raise wrong_base(manifest, name, base.source.shown)
+        return {}
+
+    return Job(
+        shards=shards,
+        origins=origins,
+        begins=_begins(delta, base, shards, origins),
+        files=files,
+        finish=finish,
+        identity={"what": "put back", "base": base.identity(), "delta": delta.source.identity()},
+    )
 
 
-def putting_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
-    """The job that writes the output again. Raises BadInput where headers (and `small_files`) tell that it cannot."""
-    manifest, shown = delta.manifest, printable(str(delta.path / DELTA_FILE))
-    missing = sorted(manifest.base.tensors.keys() - base.tensors.keys())
-    unknown = sorted(base.tensors.keys() - manifest.base.tensors.keys())
-    if missing or unknown:
-        raise wrong_base(manifest, (missing or unknown)[0], base.source.shown)
-    both = _both(delta, base)
-    source_of = {place: name for name, place in places_of(manifest).items()}
-    source_of |= {name: f"{_MARK}{name}" for name in delta.tensors}
-    named = [name for names in delta.index.shards.values() for name in names]
+def _origins(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
+    """Where each tensor of the output lies: in the delta, else in the base."""
+    in_base = {place: Origin(base.source, base.tensors[name]) for name, place in places_of(delta.manifest).items()}
+    return in_base | {name: Origin(delta.source, info) for name, info in delta.tensors.items()}
+
+
+def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Output, ...]:
+    """The tensors of one shard of the output, in the order of their bytes."""
+    names = delta.index.shards[file]
+    if not names:
+        raise delta.edited(f"`shards` has {printable(file)} without a tensor")
+    for name in names:
+        if name not in origins:
+            raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
+    return tuple(copied(name, origins[name].tensor) for name in names)
+
+
+def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin]) -> None:
+    """BadInput where the index forgets or repeats a tensor, or what it puts together is no model."""
+    named = [output.name for shard in shards for output in shard.outputs]
     if len(named) != len(set(named)) or not delta.tensors.keys() <= set(named):
-        raise edited(shown, "`shards` does not name each tensor once")
+        raise delta.edited("`shards` does not name each tensor once")
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:
-        raise edited(shown, f"`shards` has {SINGLE_FILE} beside others")
-    shards: list[Shard] = []
-    for file, names in delta.index.shards.items():
-        for name in names:
-            if name not in source_of:
-                raise edited(shown, f"{printable(name)} is neither the base's nor the delta's")
-        infos = {name: both.tensors[source_of[name]] for name in names}
-        twins = {info.file for info in infos.values()}
-        if not twins:
-            raise edited(shown, f"`shards` has {printable(file)} without a tensor")
-        twin = twins.pop() if len(twins) == 1 else None
-        shards.append(Shard(file, tuple(copied(name, info) for name, info in infos.items()), twin))
-    outputs = {output.name: both.tensors[source_of[output.name]] for shard in shards for output in shard.outputs}
+        raise delta.edited(f"`shards` has {SINGLE_FILE} beside others")
     try:
-        dissect(delta.config, {name: dataclasses.replace(info, name=name) for name, info in outputs.items()})
+        dissect(delta.config, {name: dataclasses.replace(origins[name].tensor, name=name) for name in named})
     except BadInput as error:
-        raise BadInput(f"{shown}: what would be put together is no model ({error})") from error
-    files = dict(delta.files)
-    for name, digest in delta.index.from_base.items() if small_files else ():
+        raise BadInput(f"{delta.shown}: what would be put together is no model ({error})") from error
+
+
+def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
+    """The small files that the base brings; BadInput where it lacks one or has it otherwise."""
+    files: dict[str, bytes] = {}
+    for name, digest in delta.index.from_base.items():
         content = base.read_side_file(name) if name in base.side_files else None
         if content is None or hashlib.sha256(content).hexdigest() != digest:
             how = "not there" if content is None else "not what the output had"
@@ -161,20 +171,20 @@ def putting_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tru
                 " delta with `--base`, so that it brings that file. Nothing was written"
             )
         files[name] = content
-    if delta.index.shards.keys() != {SINGLE_FILE}:
-        files[INDEX_FILE] = index_of(tuple(shards))
-    return Job(
-        purpose=PutBack(
-            source=printable(str(delta.path)),
-            told=manifest,
-            what="put back",
-            held={name: tensor.sha256 for name, tensor in delta.index.tensors.items()},
-        ),
-        blueprint=blueprint_of(tuple(shards), delta.config),
-        base=both,
-        shards=tuple(shards),
-        files=files,
-    )
+    return files
+
+
+def _begins(
+    delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], origins: Mapping[str, Origin]
+) -> dict[str, int]:
+    """Of shards whose tensors all come from one file, where that file's data begin."""
+    begins: dict[str, int] = {}
+    for shard in shards:
+        read = [origins[output.name] for output in shard.outputs]
+        if len({(origin.source is delta.source, origin.tensor.file) for origin in read}) == 1:
+            headers = delta.headers if read[0].source is delta.source else base.headers
+            begins[shard.file] = headers[read[0].tensor.file].data_begin
+    return begins
 
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
@@ -183,63 +193,6 @@ def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
     return BadInput(
         f"{printable(name)}: not what the delta's base holds there, so {shown} is another checkpoint; the delta goes"
         f" onto what its last surgery found, {printable(manifest.base.id + revision)}. Nothing was written"
-    )
-
-
-@dataclass(frozen=True)
-class _Both:
-    """The base's files, and the delta's shards behind a mark."""
-
-    base: Source
-    delta: LocalSource
-
-    @property
-    def shown(self) -> str:
-        """What errors call it."""
-        return self.base.shown
-
-    def listing(self) -> dict[str, int]:
-        """The base's."""
-        return self.base.listing()
-
-    def small(self, name: str, *, max_bytes: int) -> bytes:
-        """The base's."""
-        return self.base.small(name, max_bytes=max_bytes)
-
-    def check_small(self, name: str) -> None:
-        """As the base's."""
-        self.base.check_small(name)
-
-    def headers(self, files: list[str]) -> dict[str, Header]:
-        """Of the base's shards."""
-        return self.base.headers(files)
-
-    def open_shard(self, file: str) -> int:
-        """A read-only descriptor."""
-        if file.startswith(_MARK):
-            return self.delta.open_shard(file.removeprefix(_MARK))
-        return self.base.open_shard(file)
-
-    def identity(self) -> list[dict[str, Any]]:
-        """Of all shards."""
-        return [*self.base.identity(), *self.delta.identity()]
-
-    def check_unchanged(self) -> None:
-        """Of all shards."""
-        self.base.check_unchanged()
-        self.delta.check_unchanged()
-
-
-def _both(delta: Delta, base: CheckpointFolder) -> CheckpointFolder:
-    marked = {
-        f"{_MARK}{name}": dataclasses.replace(info, name=f"{_MARK}{name}", file=f"{_MARK}{info.file}")
-        for name, info in delta.tensors.items()
-    }
-    return dataclasses.replace(
-        base,
-        tensors=base.tensors | marked,
-        headers=base.headers | {f"{_MARK}{file}": header for file, header in delta.headers.items()},
-        source=_Both(base.source, delta.source),
     )
 
 

@@ -17,9 +17,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy
-from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import (
     CARD_FILE,
     CONFIG_FILE,
@@ -34,8 +31,7 @@ from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, Sha256, layers_of, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, Sha256, parse
 
 FORMAT = 1
 
@@ -96,6 +92,15 @@ class Delta:
     headers: Mapping[str, Header]
     source: LocalSource
 
+    @property
+    def shown(self) -> str:
+        """What errors call its index."""
+        return printable(str(self.path / DELTA_FILE))
+
+    def edited(self, what: str) -> BadInput:
+        """The error for an index that contradicts itself."""
+        return _edited(self.shown, what)
+
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> Delta:
         """Open a local folder. Raises BadInput, one line, for the first thing that is not as it must be."""
@@ -117,13 +122,13 @@ class Delta:
             files[name] = content
         for name in index.from_base:
             if not is_side_file(name):
-                raise edited(shown, f"{printable(name)} is no file that comes from a base")
+                raise _edited(shown, f"{printable(name)} is no file that comes from a base")
         if missing := {CONFIG_FILE, MANIFEST_FILE} - files.keys():
-            raise edited(shown, f"`files` lacks {sorted(missing)[0]}")
+            raise _edited(shown, f"`files` lacks {sorted(missing)[0]}")
         data = parse_json_strict(files[MANIFEST_FILE], file=MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
         config = parse_json_strict(files[CONFIG_FILE], file=CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
-            raise edited(shown, f"{CONFIG_FILE} holds no JSON object")
+            raise _edited(shown, f"{CONFIG_FILE} holds no JSON object")
         whose, told = code_of(config, listing, source)
         if whose == "foreign" and not trust_remote_code:
             raise BadInput(
@@ -134,38 +139,9 @@ class Delta:
         found = {info.name: info for header in headers.values() for info in header.tensors}
         for name in sorted(found.keys() | index.tensors.keys()):
             if name not in found or name not in index.tensors or found[name].file != index.tensors[name].shard:
-                raise edited(shown, f"{printable(name)} is not where it says")
+                raise _edited(shown, f"{printable(name)} is not where it says")
         manifest = parse(data, file=str(path / MANIFEST_FILE))
         return cls(path, index, manifest, config, files, found, headers, source)
-
-
-def places_of(manifest: Manifest) -> dict[str, str]:
-    """Where the base's tensors stand in the output, by their names in the base."""
-    layers = layers_of(manifest, file=MANIFEST_FILE)
-    try:
-        return {name: renumbered(name, layers) for name in manifest.base.tensors}
-    except KeyError as error:
-        raise BadInput(
-            f"{MANIFEST_FILE}: names a tensor of base layer {error.args[0]}, which `layers` has not; was it edited by"
-            " hand?"
-        ) from None
-
-
-def copied(name: str, info: TensorInfo) -> Output:
-    """The output `name`, copied from the tensor that `info` describes."""
-    return Output(name, Copy(info.name, info.dtype, info.shape), True, None)
-
-
-def blueprint_of(shards: tuple[Shard, ...], config: dict[str, Any]) -> Blueprint:
-    """A blueprint that copies every tensor of `shards`."""
-    return Blueprint(
-        seed=0,
-        outputs=tuple(output for shard in shards for output in shard.outputs),
-        couplings={},
-        layers=(),
-        operations=(),
-        config=config,
-    )
 
 
 def _index(content: bytes, shown: str) -> DeltaIndex:
@@ -186,7 +162,7 @@ def _index(content: bytes, shown: str) -> DeltaIndex:
 def _check_name(name: str, shown: str) -> None:
     if name in (CONFIG_FILE, MANIFEST_FILE, CARD_FILE) or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
-    raise edited(shown, f"{printable(name)} is no file of an output")
+    raise _edited(shown, f"{printable(name)} is no file of an output")
 
 
 def _most(name: str) -> int:
@@ -195,6 +171,5 @@ def _most(name: str) -> int:
     return known.get(name, MAX_CODE_BYTES if name.endswith(".py") else MAX_SIDE_FILE_BYTES)
 
 
-def edited(shown: str, what: str) -> BadInput:
-    """The error for a delta that contradicts itself."""
+def _edited(shown: str, what: str) -> BadInput:
     return BadInput(f"{shown}: {what}; was it edited by hand?")

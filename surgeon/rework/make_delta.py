@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.apply import check_way, written
-from surgeon.apply.job import Job
+from surgeon.apply.job import Job, begins_in, copied, origins_in
 from surgeon.apply.readback import ReadBack
+from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.recipes import numel
 from surgeon.blueprint.shards import Shard
-from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, metadata_of
+from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import (
     CARD_FILE,
     CONFIG_FILE,
@@ -32,16 +31,14 @@ from surgeon.checkpoint.folder import (
     digests_of,
 )
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.staging import check_destination
-from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
-from surgeon.rework.delta_folder import CODE_NAME, KEPT_CARD, DeltaIndex, HeldTensor, blueprint_of, copied, places_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of, places_of
+from surgeon.rework.delta_folder import CODE_NAME, KEPT_CARD, DeltaIndex, HeldTensor
 
 
 @dataclass(frozen=True)
@@ -109,13 +106,34 @@ def make_delta_of(
     manifest = manifest_of(folder)
     check_destination(target, folder.path)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
-    job = making_job(folder, manifest, digests_of(folder, folder.tensors, listener.advance), base)
-    sizes = {output.name: numel(output.recipe) for output in job.blueprint.outputs}
-    text = delta_card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
-    job = dataclasses.replace(job, files={**(job.files or {}), CARD_FILE: text})
-    check_way(job, folder.path, target)
+    digests = digests_of(folder, folder.tensors, listener.advance)
+    shards = _shards(folder, manifest, digests)
+    files = _small_files(folder, manifest)
+    from_base = _side_files(folder, base, files)
+    index = _index(folder, shards, files, from_base, digests)
+    sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
+    own_card = delta_card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
+    if CARD_FILE in files:
+        files[KEPT_CARD] = files.pop(CARD_FILE)
+
+    def finish(proof: ReadBack) -> Mapping[str, bytes]:
+        """BadInput where a tensor is no longer what it was when the delta's list was made."""
+        for name, digest in proof.digests.items():
+            if digests[name] != digest:
+                raise BadInput(f"{printable(name)}: changed while the delta was made; start again when nothing writes")
+        return {}
+
+    job = Job(
+        shards=shards,
+        origins=origins_in(folder, shards),
+        begins=begins_in(folder, shards),
+        files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
+        finish=finish,
+        identity={"what": "delta", "out": folder.identity()},
+    )
+    check_output(job, folder.path, target)
     stopwatch = Stopwatch()
-    written(job, target, listener, stopwatch, Ranks())
+    execute(job, target, listener, stopwatch)
     return MadeDelta(
         out=folder.path,
         path=target,
@@ -125,82 +143,36 @@ def make_delta_of(
         whole=len(folder.tensors),
         nbytes=job.bytes_to_write,
         whole_nbytes=sum(info.nbytes for info in folder.tensors.values()),
-        from_base=tuple(name for name in folder.side_files if name not in (job.files or {})),
+        from_base=tuple(from_base),
         seconds=stopwatch.seconds,
     )
 
 
-# Terms go where the weights go.
-_TERMS = re.compile(r"(LICENSE|LICENCE|NOTICE|USE_POLICY).*")
-
-
-@dataclass(frozen=True)
-class AsItIs:
-    """The purpose of a job whose small files are known beforehand: a delta that is made.
-
-    `what` tells two such jobs apart beside their files.
-    """
-
-    source: str
-    told: Manifest
-    what: str
-    metadata: Metadata = NOTHING_KNOWN
-    # Nothing is imported.
-    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
-
-    def identity(self) -> dict[str, Any]:
-        """What is made; its files are known to the job."""
-        return {"what": self.what}
-
-    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
-        """No code but what is among the job's files."""
-        raise AssertionError(name)
-
-    def settle(self, job: Job, proof: ReadBack) -> None:
-        """BadInput where a tensor is no longer what it was when the delta's list was made."""
-        assert job.files is not None
-        listed = DeltaIndex.model_validate_json(job.files[DELTA_FILE]).tensors
-        for name, digest in proof.base_digests.items():
-            if listed[name].sha256 != digest:
-                raise BadInput(f"{printable(name)}: changed while the delta was made; start again when nothing writes")
-
-    def manifest(self, job: Job, proof: ReadBack) -> Manifest:
-        """The output's, as it was."""
-        return self.told
-
-
-def making_job(
-    out: CheckpointFolder,
-    manifest: Manifest,
-    digests: Mapping[str, str],
-    base: CheckpointFolder | None,
-) -> Job:
-    """The job that writes the delta of an output whose tensors have these `digests`; its card is not among its files.
-
-    With a `base`, side files that it lacks or has otherwise go into the delta.
-    """
+def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str]) -> tuple[Shard, ...]:
+    """The tensors of the output, by its shards, that are not the base's in their place."""
     base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
     own: dict[str, list[TensorInfo]] = {}
-    order: dict[str, list[str]] = {file: [] for file in out.shards}
     for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        order[info.file].append(info.name)
         if base_at.get(info.name) != digests[info.name]:
             own.setdefault(info.file, []).append(info)
-    shards = tuple(
+    return tuple(
         Shard(f"delta-{number:05d}-of-{len(own):05d}.safetensors", tuple(copied(i.name, i) for i in infos), file)
         for number, (file, infos) in enumerate(sorted(own.items()), 1)
     )
-    files = _small_files(out, manifest)
-    from_base: dict[str, str] = {}
-    for name in out.side_files:
-        content = out.read_side_file(name)
-        if _TERMS.fullmatch(name) or (base is not None and not _has(base, name, content)):
-            files[name] = content
-        else:
-            from_base[name] = hashlib.sha256(content).hexdigest()
-    shown = printable(str(out.path))
+
+
+def _index(
+    out: CheckpointFolder,
+    shards: tuple[Shard, ...],
+    files: Mapping[str, bytes],
+    from_base: dict[str, str],
+    digests: Mapping[str, str],
+) -> DeltaIndex:
+    order: dict[str, list[str]] = {file: [] for file in out.shards}
+    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
+        order[info.file].append(info.name)
     try:
-        index = DeltaIndex(
+        return DeltaIndex(
             surgeon_delta=1,
             tool=__version__,
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
@@ -213,15 +185,24 @@ def making_job(
             },
         )
     except ValidationError as error:
-        raise BadInput(f"{shown}: {printable(error.errors(include_url=False)[0]['msg'])}: a shard's name") from None
-    written = {KEPT_CARD if name == CARD_FILE else name: content for name, content in files.items()}
-    return Job(
-        purpose=AsItIs(source=shown, told=manifest, what="delta"),
-        blueprint=blueprint_of(shards, out.config),
-        base=out,
-        shards=shards,
-        files=written | {DELTA_FILE: index.to_bytes()},
-    )
+        told = printable(error.errors(include_url=False)[0]["msg"])
+        raise BadInput(f"{printable(str(out.path))}: {told}: a shard's name") from None
+
+
+# Terms go where the weights go.
+_TERMS = re.compile(r"(LICENSE|LICENCE|NOTICE|USE_POLICY).*")
+
+
+def _side_files(out: CheckpointFolder, base: CheckpointFolder | None, files: dict[str, bytes]) -> dict[str, str]:
+    """Digests of the side files that the base brings; the others, terms among them, are added to `files`."""
+    from_base: dict[str, str] = {}
+    for name in out.side_files:
+        content = out.read_side_file(name)
+        if _TERMS.fullmatch(name) or (base is not None and not _has(base, name, content)):
+            files[name] = content
+        else:
+            from_base[name] = hashlib.sha256(content).hexdigest()
+    return from_base
 
 
 def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:

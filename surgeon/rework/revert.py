@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.apply import check_way, written
-from surgeon.apply.job import Job
+from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files, origins_in
 from surgeon.apply.readback import ReadBack
+from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.shards import lay_out
-from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, metadata_of
+from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.lineage import Earlier, _instead, _shown, find_state
+from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 
 
@@ -86,72 +82,57 @@ def revert(
     listener = listener or Quiet()
     target = Path(dest)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    state = find_state(folder, manifest_of(folder), to)
-    blueprint = state.blueprint(folder)
-    job = Job(
-        purpose=Return(state, source=str(Path(out) / MANIFEST_FILE), metadata=metadata_of(folder)),
-        blueprint=blueprint,
-        base=folder,
-        shards=lay_out(blueprint, folder.tensors),
-    )
-    check_way(job, Path(out), target)
+    manifest = manifest_of(folder)
+    state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(to, folder)
+    job = reverting_job(folder, state)
+    check_output(job, Path(out), target)
     for note in folder.notes:
         listener.say(note)
     stopwatch = Stopwatch()
-    written(job, target, listener, stopwatch, Ranks())
+    execute(job, target, listener, stopwatch)
     return Reverted(
         path=target,
         to=state.number,
-        surgeries=state.surgeries,
+        surgeries=state.lineage.count,
         base=state.undone[0].base.id,
         undone=tuple(tuple(entry.op for entry in manifest.operations) for manifest in state.undone),
         manifest=state.manifest,
-        tensors=len(blueprint.outputs),
-        dropped=len(folder.tensors) - len(blueprint.outputs),
+        tensors=len(job.outputs),
+        dropped=len(folder.tensors) - len(job.outputs),
         nbytes=job.bytes_to_write,
         left_behind=tuple(folder.left_behind),
         seconds=stopwatch.seconds,
     )
 
 
-@dataclass(frozen=True)
-class Return:
-    """The purpose of a job that writes an earlier state."""
+def reverting_job(out: CheckpointFolder, state: State) -> Job:
+    """The job that writes an earlier state of the output `out`."""
+    shards = lay_out([copied(name, out.tensors[place]) for name, place in state.places.items()], out.tensors)
+    files = model_files(state.config, shards, state.code)
+    if state.manifest is not None:
+        files |= manifest_and_card(state.manifest, state.config, shards, metadata_of(out))
 
-    state: Earlier
-    source: str
-    metadata: Metadata = NOTHING_KNOWN
-    adapters: Mapping[str, AdapterFolder] = field(default_factory=dict)
-
-    def identity(self) -> dict[str, Any]:
-        """Which state, and what it must hold."""
-        kept = self.state.manifest
-        return {
-            "revert": self.state.number,
-            "digests": dict(self.state.digests),
-            "manifest": hashlib.sha256(kept.to_bytes()).hexdigest() if kept else None,
-            "metadata": dataclasses.asdict(self.metadata),
-        }
-
-    def code(self, name: str, config: Mapping[str, Any]) -> bytes:
-        """As the surgeries that stay put it there."""
-        return self.state.code[name]
-
-    def settle(self, job: Job, proof: ReadBack) -> None:
+    def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """BadInput where a tensor is not what the first surgery that is undone found."""
-        state = self.state
-        changed = [name for name, place in state.places.items() if proof.base_digests[place] != state.digests[name]]
+        changed = [name for name in state.places if proof.digests[name] != state.digests[name]]
         if changed:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
-                f"{_shown(changed[0], state.places[changed[0]])}{more}: trained or edited since surgery"
-                f" {state.number + 1}, so what stood there then is not in {printable(job.base.source.shown)};"
-                f" {_instead(state.undone[0])}"
+                f"{shown_name(changed[0], state.places[changed[0]])}{more}: trained or edited since surgery"
+                f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)};"
+                f" {instead_of(state.undone[0])}"
             )
+        return {}
 
-    def manifest(self, job: Job, proof: ReadBack) -> Manifest | None:
-        """That state's own."""
-        return self.state.manifest
+    return Job(
+        shards=shards,
+        origins=origins_in(out, shards),
+        begins=begins_in(out, shards),
+        files=files,
+        carried=out,
+        finish=finish,
+        identity={"revert": state.number, "digests": dict(state.digests), "out": out.identity()},
+    )
 
 
 def reverted_view(reverted: Reverted) -> RenderableType:

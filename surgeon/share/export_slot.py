@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.apply import disk_trouble
+from surgeon.apply.write import disk_trouble
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -32,8 +32,8 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.families.grafted import is_grafted
-from surgeon.manifest.lineage import manifest_after
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, manifest_of
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.selectors import show
 
 
@@ -134,14 +134,10 @@ def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     first = next((number for number, named in enumerate(operations, 1) if _OPERATION in named), None)
     if first is None:
         raise BadInput(f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited?")
-    surgeries = [manifest_after(number, out, last) for number in range(first, len(operations) + 1)]
-    places = {layer: layer for layer in range(surgeries[0].base.layers)}
-    for number, manifest in enumerate(surgeries, first):
-        moved = layers_of(manifest, file=f"{out.path / MANIFEST_FILE} (surgery {number})")
-        places = {layer: moved[place] for layer, place in places.items()}
-    layers = {place: layer for layer, place in places.items()}
+    lineage = Lineage.of(last, file=str(out.path / MANIFEST_FILE))
+    base = lineage.since(first - 1)[0].base
+    layers = {place: layer for layer, place in lineage.layers(first - 1).items()}
     added = tuple(index for index in range(len(last.layers)) if index not in layers)
-    base = surgeries[0].base
     return Origin(base.id, base.revision, layers, added, None if base.config is None else _kinds(base.config))
 
 

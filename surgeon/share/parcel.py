@@ -63,24 +63,24 @@ def pack_delta(folder: Path) -> Parcel:
     return Parcel(files, {name: (folder / name).stat().st_size for name in files}, ())
 
 
-def with_options(metadata: Metadata, *, license: str | None, base_model: str | None) -> Metadata:
-    """What is known of the base's card, with what was given for it."""
-    if license is not None:
-        metadata = dataclasses.replace(metadata, license=license, license_name=None, license_link=None)
-    if base_model is not None:
-        metadata = dataclasses.replace(metadata, base_model=base_model)
-    return metadata
+@dataclass(frozen=True)
+class Given:
+    """What a push puts into the card: licence and base model where they were given, and lines on what was checked."""
+
+    license: str | None
+    base_model: str | None
+    verified: tuple[str, ...]
+
+    def over(self, metadata: Metadata) -> Metadata:
+        """What is known of the base's card, with what was given for it."""
+        if self.license is not None:
+            metadata = dataclasses.replace(metadata, license=self.license, license_name=None, license_link=None)
+        if self.base_model is not None:
+            metadata = dataclasses.replace(metadata, base_model=self.base_model)
+        return metadata
 
 
-def card_for(
-    folder: CheckpointFolder,
-    manifest: Manifest,
-    repo_id: str,
-    *,
-    license: str | None,
-    base_model: str | None,
-    verified: list[str],
-) -> bytes:
+def card_for(folder: CheckpointFolder, manifest: Manifest, repo_id: str, given: Given) -> bytes:
     """The folder's card as it goes up: with the repository's name and what was checked, where nobody wrote into it.
 
     A card that was edited goes up as it is; a licence or base model given for it is then refused. Raises BadInput.
@@ -91,14 +91,13 @@ def card_for(
         found = folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
     metadata = read_metadata(found) if found is not None else NOTHING_KNOWN
     if found is not None and found != card(manifest, folder.config, sizes, metadata):
-        if license is not None or base_model is not None:
-            option = "--license" if license is not None else "--base-model"
+        if given.license is not None or given.base_model is not None:
+            option = "--license" if given.license is not None else "--base-model"
             raise BadInput(
                 f"{printable(str(folder.path / CARD_FILE))}: was edited, so {option} belongs into it by hand"
             )
         return found
-    metadata = with_options(metadata, license=license, base_model=base_model)
-    return card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
+    return card(manifest, folder.config, sizes, given.over(metadata), repo_id=repo_id, verified=given.verified)
 
 
 def check_names(license: str | None, base_model: str | None) -> None:

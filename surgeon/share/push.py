@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,16 +15,17 @@ from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import metadata_of, read_metadata
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.uploading import Destination, check_token, look, send
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.rework.make_delta import make_delta_of
+from surgeon.share.parcel import Given, Parcel, card_for, check_names, check_way, pack, pack_delta
+from surgeon.verify.own_manifest import check_own_manifest
+from surgeon.verify.static import Check
 from surgeon.verify.verify import Verification, verdict, verify
-
-if TYPE_CHECKING:
-    from surgeon.verify.static import Check
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,6 @@ def push(
     for whatever the Hub or the network answers; the repository then holds what it held, and the same call goes on
     where it stopped.
     """
-    from surgeon.checkpoint.uploading import Destination, check_token, look, send
-    from surgeon.share.parcel import card_for, check_names, check_way, pack, pack_delta, with_options
-
     listener = listener or Quiet()
     to = Destination(repo_id, revision, private, pull_request)
     check_names(license, base_model)
@@ -131,26 +129,17 @@ def push(
     verification = None
     if base is not None:
         verification = verify(base, out, trust_remote_code=trust_remote_code, listener=listener)
-        checks = tuple(verification.checks)
-        holds = verification.holds
-    else:
-        checks = _own_checks(folder, manifest, listener)
-        holds = all(check.holds for check in checks)
-    if not holds and not force:
-        broken = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), "its logits differ")
-        raise BadInput(
-            f"{printable(str(out))}: not pushed, as a promise does not hold ({broken}); --force pushes it all the same"
-        )
-    told = _verified(checks, verification)
+    checks = tuple(verification.checks) if verification else _own_checks(folder, manifest, listener)
+    if not force:
+        _check_kept(folder, checks, verification)
+    given = Given(license, base_model, tuple(_verified(checks, verification)))
     with contextlib.ExitStack() as stack:
         if delta:
-            holder = stack.enter_context(_room_beside(Path(out)))
-            metadata = with_options(metadata_of(folder), license=license, base_model=base_model)
+            room = stack.enter_context(_room_beside(Path(out)))
             other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
-            made = make_delta_of(folder, holder / "delta", other, metadata, listener, repo_id=repo_id, verified=told)
-            parcel, known = pack_delta(made.path), metadata.license
+            parcel, known = _packed_delta(folder, other, room / "delta", repo_id, given, listener)
         else:
-            card = card_for(folder, manifest, repo_id, license=license, base_model=base_model, verified=told)
+            card = card_for(folder, manifest, repo_id, given)
             parcel, known = pack(folder, manifest, card), read_metadata(card).license
         if known is None:
             listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
@@ -161,9 +150,7 @@ def push(
             listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
             folder.check_unchanged()
             content = {name: parcel.files[name] for name in missing}
-            message = f"surgeon: {', '.join(entry.op for entry in manifest.operations)}"
-            message += " (delta)" if delta else ""
-            commit = send(to, before, content, stale, message=printable(message), say=listener.say)
+            commit = send(to, before, content, stale, message=_message(manifest, delta=delta), say=listener.say)
     return Pushed(
         path=Path(out),
         repo_id=repo_id,
@@ -185,9 +172,39 @@ def push(
     )
 
 
-def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
-    from surgeon.verify.own_manifest import check_own_manifest
+def _check_kept(folder: CheckpointFolder, checks: Sequence[Check], verification: Verification | None) -> None:
+    """Raise BadInput where the output does not keep what it promises."""
+    broken = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), None)
+    if broken is None and verification is not None and not verification.holds:
+        broken = "its logits differ"
+    if broken is not None:
+        raise BadInput(
+            f"{printable(str(folder.path))}: not pushed, as a promise does not hold ({broken}); --force pushes it all"
+            " the same"
+        )
 
+
+def _packed_delta(
+    folder: CheckpointFolder,
+    base: CheckpointFolder | None,
+    target: Path,
+    repo_id: str,
+    given: Given,
+    listener: Listener,
+) -> tuple[Parcel, str | None]:
+    """The delta of `folder`, made at `target`, as it goes up, and its licence."""
+    metadata = given.over(metadata_of(folder))
+    made = make_delta_of(folder, target, base, metadata, listener, repo_id=repo_id, verified=given.verified)
+    return pack_delta(made.path), metadata.license
+
+
+def _message(manifest: Manifest, *, delta: bool) -> str:
+    """The commit's message."""
+    operations = ", ".join(entry.op for entry in manifest.operations)
+    return printable(f"surgeon: {operations}{' (delta)' if delta else ''}")
+
+
+def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
     anatomy = dissect(folder.config, folder.tensors)
     return tuple(check_own_manifest(manifest, folder, anatomy, advance=listener.advance))

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
-from transformers.utils import logging as transformers_logging
+from transformers import TrainerCallback
 
 from surgeon._version import __version__
 from surgeon.apply.write import execute
@@ -24,16 +23,14 @@ from surgeon.checkpoint.durable import working_in, write_durably
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common import devices
-from surgeon.common.distributed import Processes
+from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener
 from surgeon.common.timing import Stopwatch
-from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
-from surgeon.data.packing import Batches, Mixture, PackedSequence, Packer, SourceStream, held_out, split
-from surgeon.data.sources import open_source
+from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by
+from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by, written_manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import LoadedConfig
@@ -42,7 +39,6 @@ from surgeon.train.publishing import Change, publishing_job, write_final
 from surgeon.train.settings import Settings, settle
 from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
 from surgeon.train.trackers import open_trackers
-from surgeon.train.trainable import unfreeze
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -52,7 +48,10 @@ from surgeon.train.trainer import (
     losses_by_source,
     newest_checkpoint,
     step_of,
+    training_arguments,
+    unfreeze,
 )
+from surgeon.train.training_data import TrainingData
 
 RUN_FILE = "run.json"
 
@@ -102,70 +101,49 @@ def run_training(
 
     With `deliver` the run is published in the work folder instead, and `deliver` makes `target` of that.
     """
-    processes = Processes.of_environment()
-    config = loaded.config
-    sharding = sharding_asked(config)
+    ranks = Ranks.of_environment()
+    say = listener.say if ranks.leads else _silent
+    sharding = sharding_asked(loaded.config)
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     device = devices.resolve(device)
-    wanted = trainable_set(out, manifest, config.what)
+    wanted = trainable_set(out, manifest, loaded.config.what)
     anatomy = dissect(out.config, out.tensors)
-    if anatomy.family.encoder:
-        raise BadInput(
-            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
-            " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
-        )
+    _check_trainable(out, anatomy, wanted, loaded.config.dtype)
     context = out.config.get("max_position_embeddings")
     settings, notes = settle(
         loaded,
         wanted.operations,
         context=context if isinstance(context, int) else sys.maxsize,
-        processes=processes.size,
+        processes=ranks.size,
     )
-    _check_narrow(out, wanted, config.dtype)
     check_destination(target, out.path)
-    trackers = open_trackers(config.report_to, target=target, config=str(loaded.source))
-    work = work_folder(target)
-    say = listener.say if processes.leads else _silent
-    encoder = Encoder(out.path, vocabulary=anatomy.sizes.vocabulary)
-    data = _Data.open(loaded, settings, encoder, say)
+    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
+    data = TrainingData.open(loaded, settings, Encoder(out.path, vocabulary=anatomy.sizes.vocabulary), say)
     held = _check_as_left(out, manifest, listener)
-    fingerprint = _fingerprint(loaded, settings, held, data)
-    with _held(work, target, fingerprint, leads=processes.leads):
+    run = _Run(
+        out, loaded, settings, wanted, data, target, device, ranks, sharding, trackers, trust_remote_code, listener, say
+    )
+    with _held(run.work, target, _fingerprint(loaded, settings, held, data), leads=ranks.leads):
         for note in (*out.notes, *notes, *data.notes):
             say(note)
-        for step in drop_torn_checkpoints(work) if processes.leads else ():
+        for step in drop_torn_checkpoints(run.work) if ranks.leads else ():
             say(f"the checkpoint of step {step} was cut off while it was written, and is dropped")
-        if sharding is not None and processes.size == 1:
-            say("one process: nothing is sharded")
-            sharding = None
-        run = _Run(
-            out=out,
-            loaded=loaded,
-            settings=settings,
-            wanted=wanted,
-            data=data,
-            target=target,
-            device=device,
-            processes=processes,
-            sharding=sharding,
-            trackers=trackers,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-            say=say,
-        )
         with sharded_here():
             finished = _train(run)
-        if processes.leads:
-            whole = work / WHOLE_FOLDER if deliver else target
+        if ranks.leads:
+            whole = run.work / WHOLE_FOLDER if deliver else target
             if deliver and whole.exists():
                 # Of a run that was cut off between the two.
                 shutil.rmtree(whole)
             _publish(finished, run, manifest, whole, held)
             if deliver:
                 deliver(whole)
-    if processes.leads:
-        shutil.rmtree(work)
+    if ranks.leads:
+        shutil.rmtree(run.work)
     return finished
 
 
@@ -177,10 +155,10 @@ class _Run:
     loaded: LoadedConfig
     settings: Settings
     wanted: TrainableSet
-    data: _Data
+    data: TrainingData
     target: Path
     device: str
-    processes: Processes
+    ranks: Ranks
     sharding: Sharding | None
     trackers: Sequence[TrainerCallback]
     trust_remote_code: bool
@@ -194,45 +172,62 @@ class _Run:
 
 
 def _train(run: _Run) -> Finished:
-    config, settings, processes, say, work = run.loaded.config, run.settings, run.processes, run.say, run.work
-    args = _arguments(run)
-    model = load_model(
-        run.out.path,
-        dtype=config.dtype,
-        attention=config.attention,
-        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        trust_remote_code=run.trust_remote_code or run.out.code == "shipped",
+    """Train from the newest checkpoint, or from the beginning, to the last step."""
+    settings, ranks = run.settings, run.ranks
+    checkpoint = newest_checkpoint(run.work)
+    done = step_of(checkpoint) if checkpoint else 0
+    trainer = _trainer(run, done)
+    first = _first_losses(trainer, run)
+    begun = time.perf_counter()
+    if checkpoint is not None:
+        run.say(f"continuing from the checkpoint of step {done}")
+        trainer.batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
+    if ranks.leads:
+        run.listener.begin("training", settings.steps, "steps")
+        run.listener.advance(done)
+    if done < settings.steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        history = trainer.state.log_history
+    else:
+        history = json.loads((run.work / f"checkpoint-{done}" / "trainer_state.json").read_text())["log_history"]
+    seconds = time.perf_counter() - begun
+    made = (settings.steps - done) * settings.batch * settings.length
+    return Finished(
+        manifest=None,
+        wanted=run.wanted,
+        settings=settings,
+        changes={},
+        losses={name: [loss, _last(history, name)] for name, loss in first.items()},
+        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        tokens=settings.steps * settings.batch * settings.length,
+        log=history,
+        resumed_at=done,
+        seconds=seconds,
+        tokens_per_second=made / seconds if made else None,
+        peak_memory=_peak_memory(run.device),
     )
-    names = unfreeze(model, run.wanted, base_names=run.out.tensors)
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
-    for name in names:
-        # Loaded weights may be mapped from the file.
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.clone()
-    model.config.use_cache = False
-    if config.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+
+
+def _trainer(run: _Run, done: int) -> SurgeonTrainer:
+    """The model with exactly what is wanted set to train, and the trainer that goes on after step `done`."""
+    config, settings, ranks = run.loaded.config, run.settings, run.ranks
+    args = training_arguments(
+        run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
+    )
+    model, names = _model(run)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
-        say(f"sharded over {processes.size} processes (FSDP2)")
-    say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
+        run.say(f"sharded over {ranks.size} processes (FSDP2)")
+    run.say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     batches = Batches(
         run.data.mixture,
         micro_batch=settings.micro_batch,
-        process=processes.rank,
-        processes=processes.size,
+        process=ranks.rank,
+        processes=ranks.size,
         domains=hasattr(model, "surgery"),
     )
-    checkpoint = newest_checkpoint(work)
-    done = step_of(checkpoint) if checkpoint else 0
-    if processes.leads:
-        run.listener.begin("training", settings.steps, "steps")
-        run.listener.advance(done)
-    log = _Log(say, run.listener if processes.leads else None, done)
-    cadence = Cadence(evaluate_every=config.evaluate_every, on_step=log.step, on_log=log.entry)
-    fused = _fused(config.cross_entropy, model, settings, run.device, say)
+    cadence = Cadence(config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
+    fused = _fused(run, model)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -247,32 +242,31 @@ def _train(run: _Run) -> Finished:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.vocab_size, (1, settings.length), generator=drawn))
         let_go(model)
-    first = _first_losses(trainer, work, processes, say)
-    begun = time.perf_counter()
-    if checkpoint is not None:
-        say(f"continuing from the checkpoint of step {done}")
-        batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
-    if done < settings.steps:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        history = trainer.state.log_history
-    else:
-        history = json.loads((work / f"checkpoint-{done}" / "trainer_state.json").read_text())["log_history"]
-    seconds = time.perf_counter() - begun
-    made = (settings.steps - done) * settings.batch * settings.length
-    return Finished(
-        manifest=None,
-        wanted=run.wanted,
-        settings=settings,
-        changes={},
-        losses={name: [loss, _last(history, name)] for name, loss in first.items()},
-        parameters=parameters,
-        tokens=settings.steps * settings.batch * settings.length,
-        log=history,
-        resumed_at=done,
-        seconds=seconds,
-        tokens_per_second=made / seconds if made else None,
-        peak_memory=_peak_memory(run.device),
+    return trainer
+
+
+def _model(run: _Run) -> tuple[Any, list[str]]:
+    """The model, of which the wanted parameters train, and their names."""
+    config = run.loaded.config
+    model = load_model(
+        run.out.path,
+        dtype=config.dtype,
+        attention=config.attention,
+        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+        trust_remote_code=run.trust_remote_code or run.out.code == "shipped",
     )
+    names = unfreeze(model, run.wanted, base_names=run.out.tensors)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
+    for name in names:
+        # Loaded weights may be mapped from the file.
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.clone()
+    model.config.use_cache = False
+    if config.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model, names
 
 
 def _publish(finished: Finished, run: _Run, manifest: Manifest, target: Path, held: dict[str, str]) -> None:
@@ -289,121 +283,16 @@ def _publish(finished: Finished, run: _Run, manifest: Manifest, target: Path, he
         "tokens": finished.tokens,
         "losses": finished.losses,
     }
-    job = publishing_job(
-        run.out, manifest, run.work, source=str(run.loaded.source), held=held, changes=finished.changes, entry=entry
-    )
+    job = publishing_job(run.out, manifest, run.work, held=held, changes=finished.changes, entry=entry)
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
-    finished.manifest = execute(job, target, run.listener, Stopwatch())
+    execute(job, target, run.listener, Stopwatch())
+    finished.manifest = written_manifest(target)
 
 
-@dataclass
-class _Data:
-    """The sources, opened: what to train on and what is held out."""
-
-    mixture: Mixture
-    validation: dict[str, list[PackedSequence]]
-    documents: list[Corpus]
-    notes: list[str]
-    # Of sources on the Hub, by name.
-    commits: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, say: Any) -> _Data:
-        config = loaded.config
-        if any(source.kind == "chat" for source in config.sources):
-            encoder.check_chat()
-        streams: list[SourceStream] = []
-        found = cls(Mixture([], [], seed=0), {}, [], [])
-        for source in config.sources:
-            if source.repo_id is not None:
-                say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-            opened = open_source(source, loaded)
-            documents = opened.text
-            found.documents += [documents] if opened.held_out is None else [documents, opened.held_out]
-            if opened.commit is not None:
-                found.commits[source.name] = opened.commit
-                found.notes.append(f"source {source.name}: {printable(source.path)} at commit {opened.commit}")
-            share = source.validation if isinstance(source.validation, float) else 0.0
-            kept, held = split(documents, share, name=source.name)
-            packer = Packer(settings.length, config.packing, config.domain_of(source))
-            streams.append(SourceStream(source.name, documents, kept, encoder, packer, seed=config.seed))
-            if documents.blank:
-                found.notes.append(f"source {source.name}: {documents.blank} blank documents are left out")
-            aside = Packer(settings.length, config.packing, config.domain_of(source))
-            if opened.held_out is not None:
-                others = opened.held_out
-                sequences = held_out(others, range(len(others)), encoder, aside, most=config.validation_sequences)
-            else:
-                sequences = held_out(documents, list(held), encoder, aside, most=config.validation_sequences)
-            if sequences:
-                found.validation[source.name] = sequences
-            elif source.validation:
-                raise BadInput(
-                    f"{printable(str(loaded.source))}: what source {source.name} holds out gives not two tokens"
-                )
-        found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
-        return found
-
-
-class _Log:
-    """Tells progress and what was logged."""
-
-    def __init__(self, say: Any, listener: Listener | None, done: int) -> None:
-        self.say = say
-        self.listener = listener
-        self.done = done
-
-    def step(self, number: int) -> None:
-        """Step `number` is done."""
-        if self.listener is not None:
-            self.listener.advance(number - self.done)
-        self.done = number
-
-    def entry(self, entry: dict[str, Any]) -> None:
-        """One entry of the log."""
-        if "loss" in entry:
-            self.say(f"step {entry['step']}: loss {entry['loss']:.4f}, rate {entry['learning_rate']:.3g}")
-        held = {key[5:-5]: value for key, value in entry.items() if key.startswith("eval_") and key.endswith("_loss")}
-        if held:
-            told = ", ".join(f"{name} {loss:.4f}" for name, loss in held.items())
-            self.say(f"step {entry['step']}: held-out loss {told}")
-            if self.listener is not None:
-                self.listener.rename(f"training ({told})")
-
-
-def _arguments(run: _Run) -> TrainingArguments:
-    config, settings = run.loaded.config, run.settings
-    transformers_logging.set_verbosity_error()
-    args = TrainingArguments(
-        run_name=run.target.name,
-        output_dir=str(run.work),
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=settings.accumulation,
-        learning_rate=settings.lr,
-        max_grad_norm=settings.clip,
-        logging_strategy="steps",
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=config.save_every,
-        save_total_limit=2,
-        ignore_data_skip=True,
-        # Trackers are callbacks that are given (`open_trackers`).
-        report_to=[],
-        disable_tqdm=True,
-        seed=settings.seed,
-        use_cpu=run.device == "cpu",
-    )
-    if args.device.type == "cuda":
-        # One process trains on one device; several devices are for torchrun.
-        args._n_gpu = 1
-    return args
-
-
-def _first_losses(trainer: SurgeonTrainer, work: Path, processes: Processes, say: Any) -> dict[str, float]:
+def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     """Held-out losses before the first step; of a run that is continued, as they were then."""
-    kept = json.loads((work / RUN_FILE).read_text(encoding="utf-8")) if (work / RUN_FILE).is_file() else {}
+    file = run.work / RUN_FILE
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "first" in kept:
         found: dict[str, float] = kept["first"]
         return found
@@ -411,13 +300,13 @@ def _first_losses(trainer: SurgeonTrainer, work: Path, processes: Processes, say
         trainer.model,
         trainer.validation,
         micro_batch=trainer.settings.micro_batch,
-        process=processes.rank,
-        processes=processes.size,
+        process=run.ranks.rank,
+        processes=run.ranks.size,
     )
     if losses:
-        say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
-    if processes.leads:
-        write_durably(work / RUN_FILE, json.dumps(kept | {"first": losses}))
+        run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+    if run.ranks.leads:
+        write_durably(file, json.dumps(kept | {"first": losses}))
     return losses
 
 
@@ -425,7 +314,13 @@ def _last(history: list[dict[str, Any]], name: str) -> float:
     return float(next(entry[f"eval_{name}_loss"] for entry in reversed(history) if f"eval_{name}_loss" in entry))
 
 
-def _check_narrow(out: CheckpointFolder, wanted: TrainableSet, dtype: str) -> None:
+def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
+    """BadInput for an encoder, and for float16 that would be trained as it is."""
+    if anatomy.family.encoder:
+        raise BadInput(
+            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
+            " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
+        )
     narrow = [name for name in wanted.names if out.tensors[name].dtype == "F16"]
     if narrow and dtype == "auto":
         raise BadInput(
@@ -449,7 +344,7 @@ def _check_as_left(out: CheckpointFolder, manifest: Manifest, listener: Listener
     return found
 
 
-def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: _Data) -> str:
+def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
     """Digest of all that the run's numbers depend on, but for the number of processes."""
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
@@ -489,14 +384,14 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
         yield
 
 
-def _fused(asked: str, model: Any, settings: Settings, device: str, say: Any) -> FusedHead | None:
+def _fused(run: _Run, model: Any) -> FusedHead | None:
+    """The head that computes cross-entropy without all logits at once; None where torch's own does."""
     vocabulary = int(model.config.vocab_size)
-    kind = choose(asked, tokens=settings.micro_batch * settings.length, vocabulary=vocabulary, device=device)
+    tokens = run.settings.micro_batch * run.settings.length
+    kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
     if kind == "torch":
         return None
-    say(
-        f"cross-entropy: {kind}, without all {settings.micro_batch * settings.length:,} × {vocabulary:,} logits at once"
-    )
+    run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
     return FusedHead(model, kind)
 
 

@@ -1,5 +1,7 @@
 """transformers' Trainer, thinly: our batches, our optimizer, loss by source, checkpoints of what trains alone.
 
+The parameters that train are set on the model here, and checked before the first step.
+
 A checkpoint is complete once its `complete.json` is there, which is written last and flushed; what a kill left without
 one is never resumed from.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging as transformers_logging
 
 from surgeon.checkpoint.durable import sync
 from surgeon.common.distributed import is_sharded
+from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import SurgeonError, printable
+from surgeon.manifest.trainable import TrainableSet
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.settings import Settings
 from surgeon.train.sharding import dealt_out, gathered, let_go
-from surgeon.train.trainable import check_set
 
 TRAINED_FILE = "trained.safetensors"
 
@@ -38,6 +42,12 @@ DATA_FILE = "data.json"
 
 
 COMPLETE_FILE = "complete.json"
+
+
+class WrongSet(SurgeonError):
+    """What would train is not what was asked for."""
+
+    exit_code = 3
 
 
 class Diverged(SurgeonError):
@@ -179,27 +189,71 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's."""
+    """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
 
-    def __init__(
-        self, *, evaluate_every: int, on_step: Callable[[int], None], on_log: Callable[[dict[str, Any]], None]
-    ) -> None:
+    `done` steps were made before; `listener` shows progress (None: another process does).
+    """
+
+    def __init__(self, evaluate_every: int, say: Callable[[str], None], listener: Listener | None, done: int) -> None:
         self.evaluate_every = evaluate_every
-        self.on_step = on_step
-        self.on_log_entry = on_log
+        self.say = say
+        self.listener = listener
+        self.done = done
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """What is due after this step."""
         last = state.global_step >= state.max_steps
         control.should_evaluate = last or state.global_step % self.evaluate_every == 0
         control.should_log = control.should_log or control.should_save or control.should_evaluate or last
-        self.on_step(state.global_step)
+        if self.listener is not None:
+            self.listener.advance(state.global_step - self.done)
+        self.done = state.global_step
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Hand the entry on."""
-        if state.is_world_process_zero and logs:
-            self.on_log_entry({"step": state.global_step, **logs})
+        """Say what was logged."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if "loss" in logs:
+            self.say(f"step {state.global_step}: loss {logs['loss']:.4f}, rate {logs['learning_rate']:.3g}")
+        held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
+        if held:
+            shown = ", ".join(f"{name} {loss:.4f}" for name, loss in held.items())
+            self.say(f"step {state.global_step}: held-out loss {shown}")
+            if self.listener is not None:
+                self.listener.rename(f"training ({shown})")
+
+
+def training_arguments(
+    name: str, work: Path, settings: Settings, *, log_every: int, save_every: int, device: str
+) -> TrainingArguments:
+    """What transformers' Trainer is asked to do: the settings, with checkpoints in `work`."""
+    transformers_logging.set_verbosity_error()
+    args = TrainingArguments(
+        run_name=name,
+        output_dir=str(work),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.lr,
+        max_grad_norm=settings.clip,
+        logging_strategy="steps",
+        logging_steps=log_every,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=save_every,
+        save_total_limit=2,
+        ignore_data_skip=True,
+        # Trackers are callbacks that are given (`open_trackers`).
+        report_to=[],
+        disable_tqdm=True,
+        seed=settings.seed,
+        use_cpu=device == "cpu",
+    )
+    if args.device.type == "cuda":
+        # One process trains on one device; several devices are for torchrun.
+        args._n_gpu = 1
+    return args
 
 
 def losses_by_source(
@@ -238,3 +292,47 @@ def step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("checkpoint-")
     assert number.isdecimal(), printable(checkpoint.name)
     return int(number)
+
+
+def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
+    """Let exactly the wanted parameters train; returns their names in the model's order.
+
+    Raises WrongSet where the model has no such parameter, or lacks one under another name than the checkpoint's.
+    `base_names` are the checkpoint's tensors, for telling a parameter that is none of them.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    missing = [name for name in wanted.names if name not in names and not _is_tied(model, name)]
+    if missing:
+        raise WrongSet(f"{printable(missing[0])}: to train, yet the loaded model has no parameter of this name")
+    chosen = set(wanted.names)
+    for name, parameter in model.named_parameters():
+        if name in chosen and name not in base_names:
+            raise WrongSet(f"{printable(name)}: to train, yet the checkpoint has no tensor of this name")
+        parameter.requires_grad_(name in chosen)
+    check_set(model, wanted.names)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:
+    """Raise WrongSet unless the parameters that train, and those an optimizer holds, are exactly the wanted ones."""
+    names = {name for name, _ in model.named_parameters()}
+    expected = {name for name in wanted if name in names}
+    training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for odd, how in ((training - expected, "trains, and must not"), (expected - training, "is frozen, and must train")):
+        if odd:
+            more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+            raise WrongSet(f"{printable(min(odd))}{more}: {how}; nothing was trained")
+    if not training:
+        raise WrongSet("nothing trains: the model has none of the parameters that were asked for")
+    if optimizer is not None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        meant = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        if held != meant:
+            raise WrongSet(
+                f"the optimizer holds {len(held)} parameters, {len(meant)} are to train; nothing was trained"
+            )
+
+
+def _is_tied(model: nn.Module, name: str) -> bool:
+    """Whether the tensor is another name of a parameter (a tied output embedding)."""
+    return name in dict(model.named_parameters(remove_duplicate=False))

@@ -256,10 +256,10 @@ def passes_for(matrix_NM: Tensor) -> Passes:
     fits = matrix_NM.is_cuda and matrix_NM.dtype == torch.float32 and matrix_NM.is_contiguous()
     if not fits or importlib.util.find_spec("triton") is None:
         return TORCH
-    from surgeon.transport import fused
+    from surgeon.transport.fused import PASSES, WIDEST, block_of
 
-    block = fused.block_of(matrix_NM.shape[1])
-    return fused.PASSES if block <= fused.WIDEST and _works(matrix_NM.device, block) else TORCH
+    block = block_of(matrix_NM.shape[1])
+    return PASSES if block <= WIDEST and _works(matrix_NM.device, block) else TORCH
 
 
 @functools.cache
@@ -268,10 +268,10 @@ def _works(device: torch.device, block: int) -> bool:
 
     Compilers and cards differ (a C compiler is needed, and shared memory): a fusion is not to fail for that.
     """
-    from surgeon.transport import fused
+    from surgeon.transport.fused import PASSES
 
     try:
-        agree = _agree(fused.PASSES, TORCH, device, block - block // 4)
+        agree = _agree(PASSES, TORCH, device, block - block // 4)
         told = "their sums are not torch's"
     except torch.OutOfMemoryError:
         raise

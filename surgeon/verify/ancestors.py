@@ -6,58 +6,35 @@ Every surgery in between is known by its manifest, so what must hold is told by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.lineage import Earlier, find_state
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, held_by, layers_of
+from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, held_by
 from surgeon.verify.own_manifest import check_own_manifest
 from surgeon.verify.static import Check, some
 
 
-@dataclass(frozen=True)
-class Ancestry:
-    """The surgeries between a base and an output."""
+def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
+    """The state of `out`, whose manifest is `manifest`, that `base` is; None unless that is before the last base.
 
-    state: Earlier
-
-    @property
-    def promise(self) -> str:
-        """Exact where all of them promised it."""
-        return "exact" if all(manifest.promise == "exact" for manifest in self.state.undone) else "none"
-
-    @property
-    def trained(self) -> bool:
-        """Whether anything was trained since the first of them."""
-        return any(manifest.training for manifest in self.state.undone)
-
-    @property
-    def layer_of_base(self) -> tuple[int, ...]:
-        """For every base layer, its number in the output."""
-        layers = list(range(self.state.undone[0].base.layers))
-        for manifest in self.state.undone:
-            places = layers_of(manifest, file=MANIFEST_FILE)
-            layers = [places[layer] for layer in layers]
-        return tuple(layers)
-
-
-def ancestry_of(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> Ancestry | None:
-    """The way from `base` to `out`, whose manifest is `manifest`; None unless `base` is of before the last base.
-
-    Raises BadInput where what stood in that state is lost, or an ancestor's manifest was not kept.
+    Raises BadInput where what stood in that state is lost, or an ancestor's manifest was edited or not kept.
     """
     if not manifest.lineage or base.tensors.keys() == manifest.base.tensors.keys():
         return None
-    if base.manifest is None:
-        return Ancestry(find_state(out, manifest, 0))
     known = [ancestor.sha256 for ancestor in manifest.lineage]
-    number = known.index(digest_of(base.manifest)) + 1 if digest_of(base.manifest) in known else len(known)
-    return Ancestry(find_state(out, manifest, number)) if number < len(known) else None
+    number = len(known)
+    if base.manifest is None:
+        number = 0
+    elif (digest := digest_of(base.manifest)) in known:
+        number = known.index(digest) + 1
+    if number == len(known):
+        return None
+    return Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)).state(number, out)
 
 
 def check_ancestry(
-    ancestry: Ancestry,
+    state: State,
     manifest: Manifest,
     base: CheckpointFolder,
     out: CheckpointFolder,
@@ -65,7 +42,6 @@ def check_ancestry(
     advance: Callable[[int], None],
 ) -> list[Check]:
     """The static checks. `advance` hears of bytes read (of base and output together)."""
-    state = ancestry.state
     found = digests_of(base, base.tensors, advance)
     differing = [name for name, digest in state.digests.items() if found.get(name) != digest]
     extra = [name for name in found if name not in state.digests]

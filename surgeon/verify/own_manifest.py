@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Callable
 
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of
+from surgeon.errors import printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, places_of
 from surgeon.verify.static import Check, some
 
 
@@ -22,25 +22,13 @@ def check_own_manifest(
 
     Raises BadInput where the manifest contradicts itself.
     """
-    places = _places(manifest)
+    # But for those to which the surgery gave another value.
+    places = {name: place for name, place in places_of(manifest).items() if place not in manifest.new_tensors}
     described = [_layers(manifest, anatomy), _tensors(manifest, places, out), *_code(manifest, out)]
     if not all(check.holds for check in described):
         return described
     digests = digests_of(out, out.tensors, advance)
     return [*described, _base_tensors(manifest, places, digests), _new_tensors(manifest, digests)]
-
-
-def _places(manifest: Manifest) -> dict[str, str]:
-    """Where the base's tensors stand, but for those to which the surgery gave another value."""
-    layers = layers_of(manifest, file=MANIFEST_FILE)
-    try:
-        places = {name: renumbered(name, layers) for name in manifest.base.tensors}
-    except KeyError as error:
-        raise BadInput(
-            f"{MANIFEST_FILE}: names a tensor of base layer {error.args[0]}, which `layers` has not; was it edited by"
-            " hand?"
-        ) from None
-    return {name: place for name, place in places.items() if place not in manifest.new_tensors}
 
 
 def _layers(manifest: Manifest, anatomy: Anatomy) -> Check:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,12 +16,14 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import parse_plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
     from surgeon.verify.static import Check
@@ -105,73 +107,106 @@ def verify(
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
     is no output of surgeon; a broken promise is told in the result.
     """
-    from surgeon.verify.ancestors import ancestry_of, check_ancestry
-    from surgeon.verify.static import bytes_to_read, check_static
-
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest = manifest_of(out_folder)
-    loaded = parse_plan(manifest.plan, source=f"{Path(out) / MANIFEST_FILE} (plan)")
     anatomy = dissect(base_folder.config, base_folder.tensors)
     if streamed and anatomy.family.encoder:
         raise BadInput(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
-    listener.begin("reading", bytes_to_read(base_folder, out_folder))
-    checks: list[Check]
-    if ancestry := ancestry_of(base_folder, out_folder, manifest):
-        promise, trained, layer_of_base = ancestry.promise, ancestry.trained, ancestry.layer_of_base
-        checks = check_ancestry(ancestry, manifest, base_folder, out_folder, advance=listener.advance)
-    else:
-        adapters = adapters_of(manifest, file=str(Path(out) / MANIFEST_FILE))
-        blueprint = draw(loaded, anatomy, base_folder.config, adapters)
-        promise, trained, layer_of_base = blueprint.promise, bool(manifest.training), blueprint.layer_of_base
-        checks = check_static(blueprint, manifest, base_folder, out_folder, anatomy, advance=listener.advance)
-    if not logits or not all(check.holds for check in checks):
-        return Verification(promise, checks, trained=trained)
+    proof = _static(base_folder, out_folder, anatomy, listener)
+    if not logits or not all(check.holds for check in proof.checks):
+        return Verification(proof.promise, proof.checks, trained=proof.trained)
 
-    from surgeon.models.compare import compare_logits, compare_streamed
-    from surgeon.models.encoders import auto_class, compare_encoders
     from surgeon.models.tokens import token_batches
 
-    # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-    trust_remote_code = trust_remote_code or "shipped" in (base_folder.code, out_folder.code)
-    device = devices.resolve(device)
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    compared = (Path(base), Path(out), tokens.ids)
+    comparing = _Comparing(
+        base_folder,
+        out_folder,
+        tokens.ids,
+        devices.resolve(device),
+        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+        trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
+    )
     comparisons: list[LogitComparison | OutputComparison] = []
     layered: list[StreamedComparison] = []
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
         if anatomy.family.encoder:
-            comparisons.append(
-                compare_encoders(
-                    *compared,
-                    auto=auto_class(base_folder.config),
-                    dtype=dtype,
-                    device=device,
-                    trust_remote_code=trust_remote_code,
-                )
-            )
+            comparisons.append(comparing.encoders(dtype))
         elif streamed:
-            layer_by_layer = compare_streamed(
-                *compared,
-                dtype=dtype,
-                device=device,
-                layer_of_base=layer_of_base,
-                trust_remote_code=trust_remote_code,
-            )
-            layered.append(layer_by_layer)
-            comparisons.extend(layer_by_layer.logits)
+            layered.append(comparing.layer_by_layer(dtype, proof.layer_of_base))
+            comparisons.extend(layered[-1].logits)
         else:
-            comparisons.extend(
-                compare_logits(*compared, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            )
-    return Verification(promise, checks, comparisons, layered, tokens.source, trained=trained)
+            comparisons.extend(comparing.whole(dtype))
+    return Verification(proof.promise, proof.checks, comparisons, layered, tokens.source, trained=proof.trained)
+
+
+class _Static(NamedTuple):
+    """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output."""
+
+    promise: str
+    trained: bool
+    layer_of_base: tuple[int, ...]
+    checks: list[Check]
+
+
+def _static(base: CheckpointFolder, out: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> _Static:
+    """The checks that need bytes only, against the base of the last surgery or an earlier state."""
+    from surgeon.verify.ancestors import check_ancestry, earlier_state
+    from surgeon.verify.static import bytes_to_read, check_static
+
+    manifest, file = manifest_of(out), out.path / MANIFEST_FILE
+    loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
+    listener.begin("reading", bytes_to_read(base, out))
+    if state := earlier_state(base, out, manifest):
+        checks = check_ancestry(state, manifest, base, out, advance=listener.advance)
+        return _Static(state.promise, state.trained, state.layers, checks)
+    blueprint = draw(loaded, anatomy, base.config, adapters_of(manifest, file=str(file)))
+    checks = check_static(blueprint, manifest, base, out, anatomy, advance=listener.advance)
+    return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks)
+
+
+@dataclass(frozen=True)
+class _Comparing:
+    """Both models run on the same tokens."""
+
+    base: CheckpointFolder
+    out: CheckpointFolder
+    ids: Tensor
+    device: str
+    trust_remote_code: bool
+
+    def whole(self, dtype: str) -> list[LogitComparison]:
+        """Logits of causal models, each held whole."""
+        from surgeon.models.compare import compare_logits
+
+        return compare_logits(*self._compared, dtype=dtype, **self._options)
+
+    def layer_by_layer(self, dtype: str, layer_of_base: Sequence[int]) -> StreamedComparison:
+        """Hidden states and logits of causal models, one layer of each held at a time."""
+        from surgeon.models.compare import compare_streamed
+
+        return compare_streamed(*self._compared, dtype=dtype, layer_of_base=layer_of_base, **self._options)
+
+    def encoders(self, dtype: str) -> OutputComparison:
+        """Outputs of encoders, each held whole."""
+        from surgeon.models.encoders import auto_class, compare_encoders
+
+        return compare_encoders(*self._compared, auto=auto_class(self.base.config), dtype=dtype, **self._options)
+
+    @property
+    def _compared(self) -> tuple[Path, Path, Tensor]:
+        return self.base.path, self.out.path, self.ids
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"device": self.device, "trust_remote_code": self.trust_remote_code}
 
 
 def verification_view(verification: Verification) -> RenderableType:

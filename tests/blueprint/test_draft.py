@@ -71,7 +71,7 @@ def test_whatever_is_inserted_the_base_stays(base: CheckpointFolder, gaps: list[
 @given(st.integers(1, 200_000))
 def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -> None:
     drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))
-    shards = lay_out(drawn, base.tensors, max_new_shard_bytes=limit)
+    shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
     assert [shard.twin for shard in shards if shard.twin] == list(base.shards)
     new = [shard for shard in shards if shard.twin is None]
     layers = [{output.name.split(".")[2] for output in shard.outputs} for shard in new]

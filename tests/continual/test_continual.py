@@ -370,6 +370,7 @@ def test_a_bad_line_of_the_last_task_is_told_before_the_first(tmp_path: Path) ->
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(BadInput, match="runs in one process"):
         carried_out(tmp_path)
 

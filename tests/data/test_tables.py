@@ -164,7 +164,7 @@ def in_a_process(hub: Hub, home: Path, *arguments: str, **environment: str) -> s
 ASK = """
 import json, sys
 from surgeon.errors import BadInput
-from surgeon.training.tables import HubDataset
+from surgeon.data.tables import HubDataset
 for repo, config, revision, split in json.loads(sys.argv[1]):
     try:
         dataset = HubDataset(repo, config=config, revision=revision)
@@ -232,7 +232,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
 CUT_OFF = """
 import sys
 from surgeon import cli
-from surgeon.training import session
+from surgeon.train import session
 session._publish = lambda *_: sys.exit(9)
 cli.main()
 """

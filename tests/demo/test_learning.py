@@ -14,8 +14,8 @@ from surgeon.demo.corpus import code
 from surgeon.demo.demo import demo_view, run_demo
 from surgeon.demo.learning import KNOWN, NEW, _batches, _write_config
 from surgeon.train.config import load_config
-from surgeon.train.session import _Data
 from surgeon.train.settings import settle
+from surgeon.train.training_data import TrainingData
 from tests import tiny
 from tests.demo.test_base import FEW_STEPS, WHOLE
 from tests.train.texts import add_tokenizer, text
@@ -51,7 +51,7 @@ def test_the_comparison_reads_what_training_reads(tmp_path: Path) -> None:
     loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
     encoder = Encoder(base, vocabulary=128)
-    theirs = _Data.open(loaded, settings, encoder, lambda _words: None)
+    theirs = TrainingData.open(loaded, settings, encoder, lambda _words: None)
     assert theirs.validation.keys() == {NEW, KNOWN}
     for _, batch in zip(range(9), _batches(loaded, settings, encoder), strict=False):
         rows = [theirs.mixture.next() for _ in range(settings.batch)]

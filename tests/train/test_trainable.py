@@ -15,7 +15,7 @@ from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.optimizer import MasterAdamW, make_schedule
 from surgeon.train.settings import Settings
-from surgeon.train.trainable import WrongSet, check_set, unfreeze
+from surgeon.train.trainer import WrongSet, check_set, unfreeze
 from tests import tiny
 
 

@@ -1,0 +1,71 @@
+"""A run's sources, opened: documents to train on in shares, and sequences that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from surgeon.data.documents import Corpus
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
+from surgeon.data.sources import OpenedSource, open_source
+from surgeon.data.specs import SourceSpec
+from surgeon.errors import BadInput, printable
+from surgeon.train.config import LoadedConfig
+from surgeon.train.settings import Settings
+
+
+@dataclass
+class TrainingData:
+    """What to train on, and by source the sequences that are held out. `commits` are of sources on the Hub, by name."""
+
+    mixture: Mixture
+    validation: dict[str, list[PackedSequence]]
+    documents: list[Corpus]
+    notes: list[str] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, say: Callable[[str], None]
+    ) -> TrainingData:
+        """Open every source of the config. Raises BadInput for one that cannot be read or that holds out too little."""
+        config = loaded.config
+        if any(source.kind == "chat" for source in config.sources):
+            encoder.check_chat()
+        streams: list[SourceStream] = []
+        found = cls(Mixture([], [], seed=0), {}, [])
+        for source in config.sources:
+            if source.repo_id is not None:
+                say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
+            opened = open_source(source, loaded)
+            found._note(source, opened)
+            documents = opened.text
+            share = source.validation if isinstance(source.validation, float) else 0.0
+            kept, held = split(documents, share, name=source.name)
+            domain = config.domain_of(source)
+            packer = Packer(settings.length, config.packing, domain)
+            streams.append(SourceStream(source.name, documents, kept, encoder, packer, seed=config.seed))
+            aside, numbers = documents, list(held)
+            if opened.held_out is not None:
+                aside, numbers = opened.held_out, list(range(len(opened.held_out)))
+            packer = Packer(settings.length, config.packing, domain)
+            sequences = held_out(aside, numbers, encoder, packer, most=config.validation_sequences)
+            if sequences:
+                found.validation[source.name] = sequences
+            elif source.validation:
+                raise BadInput(
+                    f"{printable(str(loaded.source))}: the held-out part of source {source.name} has fewer than two"
+                    " tokens"
+                )
+        found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
+        return found
+
+    def _note(self, source: SourceSpec, opened: OpenedSource) -> None:
+        """Remember what was opened, and what there is to say of it."""
+        self.documents += [opened.text] if opened.held_out is None else [opened.text, opened.held_out]
+        if opened.commit is not None:
+            self.commits[source.name] = opened.commit
+            self.notes.append(f"source {source.name}: {printable(source.path)} at commit {opened.commit}")
+        if opened.text.blank:
+            self.notes.append(f"source {source.name}: {opened.text.blank} blank documents are left out")
