@@ -6,25 +6,25 @@ its output matrix is zero at birth, so the grown model computes what the base co
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Random, Recipe
+from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.families.grafted import ADAPTER
+from surgeon.operations.one_of import OneOf
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8
 # The paper's α where it is not varied (section 4.1).
 _DEFAULT_WEIGHT = 0.01
 
-LossKind = Literal["l1", "cross_entropy"]
+LossKind = Annotated[str, OneOf(lambda: LOCAL_LOSSES)]
 
 
 class LocalLoss(Spec):
@@ -69,11 +69,13 @@ class GatedAdapters(Operation):
     ] = None
     size: Annotated[int | None, Field(ge=1, le=2**20, description="hidden size of every adapter, instead")] = None
     gate: Annotated[
-        Literal["relu", "sigmoid", "none"],
+        str,
+        OneOf(lambda: GATES),
         Field(description="the block's scalar gate: Neutral Residues, its sigmoid variant, a vanilla parallel adapter"),
     ] = "relu"
     init: Annotated[
-        Literal["low_variance", "he"],
+        str,
+        OneOf(lambda: VARIANCES),
         Field(description="variance 1/(d·L) or 2/d of the matrices that read; output zero"),
     ] = "low_variance"
     local_loss: Annotated[
@@ -141,20 +143,12 @@ class GatedAdapters(Operation):
     def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
         width = draft.anatomy.sizes.hidden
         dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
-        std = math.sqrt(1 / (width * len(draft.layers)) if self.init == "low_variance" else 2 / width)
-        shapes = {"gate_proj": (size, width), "up_proj": (size, width)}
-        if self.gate != "none":
-            shapes["gate"] = (1, width)
-        tensors: dict[str, Recipe] = {}
-        for name, shape in shapes.items():
-            suffix = f"{ADAPTER}{name}.weight"
-            tensors[suffix] = Random(f"operations[{number}].layer[{layer}].{suffix}", std, dtype, shape)
-        tensors[f"{ADAPTER}down_proj.weight"] = Constant(0.0, dtype, (width, size))
-        return tensors
+        births = AdapterSpec(layer, size, self.gate, self.init).births(width, len(draft.layers))
+        return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", dtype)
 
     def _set_losses(self, draft: Draft) -> None:
         """The local losses are one setting of the model: two operations that differ in it cannot stand together."""
-        wanted = {"l1": 0.0, "cross_entropy": 0.0} | {str(kind): weight for kind, weight in self.losses.items()}
+        wanted = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")
         if earlier is not None and earlier != wanted:
             raise BadInput(

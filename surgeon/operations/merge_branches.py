@@ -14,10 +14,12 @@ from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.errors import BadInput
-from surgeon.families.grafted import BRANCH, INTERPOLATOR
 from surgeon.operations.control_llm import CONTROL_LLM
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import show
+from surgeon.runtime.control_rules import INTERPOLATOR
+from surgeon.runtime.known import interpolators
+from surgeon.runtime.rules import BRANCH
 
 
 class MergeBranches(Operation):
@@ -70,11 +72,7 @@ class MergeBranches(Operation):
 def _inference_alpha(control: Graft, index: int) -> float | Recipe:
     """The one α that the block uses in evaluation; BadInput where each token has its own."""
     stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
-    if stated["kind"] not in ("lerp", "proj"):
-        why = {
-            "plerp": "projects the pre-trained branch, which no single layer can do",
-            "slerp": "goes along an arc; a straight mean is something else",
-        }.get(stated["kind"], "chooses α for every token")
+    if why := interpolators()[stated["kind"]].unmergeable:
         raise BadInput(
             f"the control block of layer {index} has interpolator `{stated['kind']}`, which {why}; say which fixed"
             " share to take with `alpha` (--alpha)"

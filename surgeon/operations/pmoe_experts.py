@@ -8,7 +8,6 @@ With `from_peft` the slot is an adapter that PEFT trained, with its ranks, scale
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,10 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Random, Recipe
+from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted import ROUTER
 from surgeon.operations.imported_lora import (
     ImportedModule,
     adapter_of,
@@ -30,6 +28,7 @@ from surgeon.operations.imported_lora import (
 )
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
+from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
 
 class RouterLoss(Spec):
@@ -245,26 +244,21 @@ class PMoEExperts(Operation):
         dtype = _dtype(draft, layer)
         tensors: dict[str, Recipe] = {}
         for slot in slots:
-            for target in slot["targets"]:
-                rows, columns = shapes[target]
-                down, up = (f"{target}.slots.{slot['slot']}.lora_{matrix}" for matrix in "AB")
-                key = f"operations[{number}].layer[{layer}].{down}"
-                tensors[down] = Random(key, math.sqrt(1 / (3 * columns)), dtype, (slot["rank"], columns))
-                tensors[up] = Constant(0.0, dtype, (rows, slot["rank"]))
+            births = SlotSpec(**slot | {"targets": tuple(slot["targets"])}).births(shapes)
+            tensors |= recipes_of(births, "", f"operations[{number}].layer[{layer}].", dtype)
         return Graft("experts", {"routed": routed, "slots": slots}, tensors, number)
 
     def _attach_router(self, draft: Draft, number: int, layer: int, first: int, group: int) -> None:
         width, dtype = draft.anatomy.sizes.hidden, _dtype(draft, layer)
+        columns = [RouterSlotSpec(slot, group) for slot in range(first, first + self.slots)]
+        earlier = [RouterSlotSpec(told["slot"], told.get("group", 0)) for told in _columns(draft)]
+        router = RouterSpec(layer, (*earlier, *columns))
         tensors: dict[str, Recipe] = {}
-        columns = []
-        for slot in range(first, first + self.slots):
-            suffix = f"{ROUTER}slots.{slot}."
-            key = f"operations[{number}].{suffix}weight"
-            tensors[f"{suffix}weight"] = Random(key, math.sqrt(1 / (3 * width)), dtype, (1, width))
-            if first and self.new_slot_mass == "exact" and slot == first:
-                tensors[f"{suffix}mass"] = Constant(0.0, dtype, (1,))
-            columns.append({"slot": slot, "group": group})
-        draft.layers[layer].grafts.append(Graft("expert_router", {"slots": columns}, tensors, number))
+        for column in columns:
+            births = router.column_births(column, width)
+            tensors |= recipes_of(births, f"{ROUTER}slots.{column.slot}.", f"operations[{number}].", dtype)
+        entries = [{"slot": column.slot, "group": group} for column in columns]
+        draft.layers[layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, number))
 
     def _train_on(self, draft: Draft, number: int) -> None:
         """Let earlier surgeries' router columns, or the shared LoRA, train on: new tensors that begin as they were."""
@@ -290,6 +284,12 @@ class PMoEExperts(Operation):
         if self.new_slot_mass == "exact":
             return Claim("exact", "the new slots' B and the mass by which they enter the router are zero")
         return Claim("none", "softmax over more columns takes weight from the earlier slots (`new_slot_mass: paper`)")
+
+
+def _columns(draft: Draft) -> list[dict[str, Any]]:
+    """The columns that the router has so far."""
+    routers = [graft for layer in draft.layers for graft in layer.grafts if graft.kind == "expert_router"]
+    return [column for router in routers for column in router.entry["slots"]]
 
 
 def _present(draft: Draft) -> _Present | None:

@@ -10,11 +10,12 @@ from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import BANK, owner_of
+from surgeon.families.grafted import owner_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of
 from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
+from surgeon.runtime.states_rules import BANK
 
 Origin = Literal["base", "changed"] | Made
 
@@ -165,29 +166,10 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
     return tuple(
         Mark(
             kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=_sign(kinds.get(graft.text)),
+            sign=kinds[graft.text].sign if graft.text in kinds else "?",
             text=graft.text,
             surgery=brought.get(graft.text),
             trains=graft.operation is not None,
         )
         for graft in last
     )
-
-
-def _sign(graft: Graft | None) -> str:
-    if graft is None:
-        return "?"
-    match graft.kind:
-        case "control":
-            return "C"
-        case "adapters":
-            return "A"
-        case "expert_router":
-            return "R"
-        case "control_states" | "mixture":
-            return "M"
-        case "experts":
-            if not graft.entry["routed"]:
-                return "L"
-            numbers = [slot["slot"] for slot in graft.entry["slots"]]
-            return f"S{numbers[0]}" if len(numbers) == 1 else f"S{numbers[0]}–{numbers[-1]}"
