@@ -1,8 +1,8 @@
-"""The layer stack of an output through all its surgeries: where each layer comes from, and what it carries."""
+"""The layer stack of an output through all its surgeries: the origin of each layer, and its grafts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,20 +10,19 @@ from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import BANK, owner_of
+from surgeon.families.grafted import owner_of
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of
+from surgeon.operations import origin_of
+from surgeon.operations.operation import Origin as Made
+from surgeon.runtime.states_rules import BANK
 
-Origin = Literal["base", "changed", "copied", "fused", "made"]
-
-
-# How an init is called in a manifest, and what that is to the reader of a picture.
-_ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
+Origin = Literal["base", "changed"] | Made
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One graft of a layer: `text` in words, `sign` as the picture letters it; `surgery` brought it (1: the first)."""
+    """One graft of a layer: `text` in words, `sign` as its letter in the picture, `surgery` that added it (from 1)."""
 
     kind: str
     sign: str
@@ -36,9 +35,9 @@ class Mark:
 class StackLayer:
     """One layer of the output.
 
-    `base` is its number in the first base, None for one that surgery number `surgery` made, by its operation number
+    `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    what stands beside them. A layer of the base to which a surgery gave other weights is `changed`, as `init` says.
+    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says.
     """
 
     index: int
@@ -79,7 +78,7 @@ class History:
         return self.lineage.layers(self.first + nth)
 
 
-def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
+def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
     """Follow every layer back through the lineage, as far as manifests were kept. Raises BadInput for a broken one."""
     lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
     _check(lineage, folder)
@@ -94,12 +93,12 @@ def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
 
 
 def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
-    """BadInput where manifests contradict themselves, or the weights beside the last."""
+    """Raise BadInput where a manifest contradicts itself, or the last one the weights beside it."""
     file = lineage.file
     held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
     if len(lineage.last.layers) != max(held, default=-1) + 1:
         raise BadInput(
-            f"{printable(file)}: `layers` tells of {len(lineage.last.layers)} layers, where there are"
+            f"{printable(file)}: `layers` lists {len(lineage.last.layers)} layers, where there are"
             f" {max(held, default=-1) + 1} layers; was it edited by hand?"
         )
     for manifest in lineage.surgeries:
@@ -107,12 +106,12 @@ def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
         numbers = {layer.operation for layer in manifest.layers if layer.operation is not None}
         if any(not 0 <= number < len(manifest.operations) for number in numbers):
             raise BadInput(
-                f"{printable(file)}: `layers` tells of operations {sorted(numbers)}, where there are"
+                f"{printable(file)}: `layers` names operations {sorted(numbers)}, where there are"
                 f" {len(manifest.operations)} operations; was it edited by hand?"
             )
         sources = [source for layer in manifest.layers for source in layer.sources]
         if any(not 0 <= source < len(manifest.layers) for source in sources):
-            raise BadInput(f"{printable(file)}: `layers` names a source that is no layer; was it edited by hand?")
+            raise BadInput(f"{printable(file)}: `layers` names a source that is not a layer; was it edited by hand?")
 
 
 def _layers_with_new_weights(manifest: Manifest) -> set[int]:
@@ -141,29 +140,19 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
             made_by = nth
             break
         here = entry.base
-    kinds = {graft.text: graft for graft in grafts}
-    last = surgeries[-1].layers[index]
-    marks = tuple(
-        Mark(
-            kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=_sign(kinds.get(graft.text)),
-            text=graft.text,
-            surgery=brought.get(graft.text),
-            trains=graft.operation is not None,
-        )
-        for graft in last.grafts
-    )
+    marks = _marks(surgeries[-1].layers[index].grafts, grafts, brought)
     if made_by is None:
         origin: Origin = "changed" if changed else "base"
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
     places = lineage.layers(made_by + first)
+    by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
     return StackLayer(
         index=index,
         base=None,
-        origin=_ORIGINS.get(entry.init.partition(",")[0].split()[0] if entry.init else "", "made"),
+        origin=origin_of(by, entry.init),
         init=entry.init,
-        sources=tuple(sorted({places[source] for source in entry.sources})),
+        sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
         surgery=made_by + first,
         operation=entry.operation,
         trains=trains,
@@ -171,20 +160,16 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
     )
 
 
-def _sign(graft: Graft | None) -> str:
-    if graft is None:
-        return "?"
-    match graft.kind:
-        case "control":
-            return "C"
-        case "adapters":
-            return "A"
-        case "expert_router":
-            return "R"
-        case "control_states" | "mixture":
-            return "M"
-        case "experts":
-            if not graft.entry["routed"]:
-                return "L"
-            numbers = [slot["slot"] for slot in graft.entry["slots"]]
-            return f"S{numbers[0]}" if len(numbers) == 1 else f"S{numbers[0]}–{numbers[-1]}"
+def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
+    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
+    kinds = {graft.text: graft for graft in grafts}
+    return tuple(
+        Mark(
+            kind=kinds[graft.text].kind if graft.text in kinds else "other",
+            sign=kinds[graft.text].sign if graft.text in kinds else "?",
+            text=graft.text,
+            surgery=brought.get(graft.text),
+            trains=graft.operation is not None,
+        )
+        for graft in last
+    )

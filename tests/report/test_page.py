@@ -472,5 +472,5 @@ def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Pat
     told, _, _ = reported(grown[-1], tmp_path / "page.html")
     findings = dataclasses.replace(told.findings, runs=(run,))
     page = render(findings)
-    assert "Run 1 trained, and did not change: a.weight." in page
+    assert "Run 1 trained these tensors without changing them: a.weight." in page
     assert "was zero" in page

@@ -143,7 +143,7 @@ PEAK = """
 import torch
 from pathlib import Path
 from torch.nn import functional as F
-from surgeon.training.cross_entropy import chunked_cross_entropy
+from surgeon.train.cross_entropy import chunked_cross_entropy
 def peak():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -172,7 +172,7 @@ def test_logits_are_never_all_in_memory() -> None:
 
 LIGER = """
 import torch
-from surgeon.training.cross_entropy import chunked_cross_entropy, liger_cross_entropy
+from surgeon.train.cross_entropy import chunked_cross_entropy, liger_cross_entropy
 torch.manual_seed(0)
 told = []
 labels = torch.randint(50, (10,))

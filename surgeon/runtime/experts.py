@@ -6,26 +6,29 @@ W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq.
 A stacked by rows, B by columns, G between them. Each group is a product of its own shape, so that adding a group
 leaves what the others compute as it was, to the bit.
 
-A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it and
-g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did and the
-new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g', as in
-the paper.
+A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it
+and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did,
+and the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g',
+as in the paper.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .surgeon_frames import current_frame
-from .surgeon_low_rank import LowRank
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import ExpertsSpec, RouterSpec, SlotSpec
+from .births import Birth
+from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
+from .frames import Frame, current_frame
+from .graft import Graft
+from .low_rank import LowRank
+from .newborn import Newborn
+from .precision import at_least_fp32
+from .rules import Surgery
 
 
 class LoraSlot(LowRank):
@@ -84,23 +87,19 @@ def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class RouterColumn(nn.Module):
+class RouterColumn(Newborn):
     """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
 
-    def __init__(self, width: int, *, with_mass: bool) -> None:
+    weight: nn.Parameter
+    mass: nn.Parameter | None
+
+    def __init__(self, births: Mapping[str, Birth]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, width))
-        self.mass = nn.Parameter(torch.empty(1)) if with_mass else None
+        self.bear(births, absent=("mass",))
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """The column and the mass."""
         return self.weight, self.mass
-
-    def initialise(self) -> None:
-        """Variance 1/(3·D), as `nn.Linear` has it; the mass zero."""
-        init.normal_(self.weight, mean=0.0, std=math.sqrt(1.0 / (3 * self.weight.shape[1])))
-        if self.mass is not None:
-            init.zeros_(self.mass)
 
 
 class ExpertRouter(nn.Module):
@@ -108,14 +107,11 @@ class ExpertRouter(nn.Module):
 
     def __init__(self, spec: RouterSpec, width: int) -> None:
         super().__init__()
-        first = {column.group: column.slot for column in reversed(spec.slots)}
         self.slots = nn.ModuleDict(
-            {
-                str(column.slot): RouterColumn(width, with_mass=column.group > 0 and first[column.group] == column.slot)
-                for column in spec.slots
-            }
+            {str(column.slot): RouterColumn(spec.column_births(column, width)) for column in spec.slots}
         )
-        self.sizes = [sum(column.group == group for column in spec.slots) for group in sorted(first)]
+        groups = sorted({column.group for column in spec.slots})
+        self.sizes = [sum(column.group == group for column in spec.slots) for group in groups]
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """B T D to the slots' weights and to log softmax over all slots (Eq. 7), both B T S in at least fp32."""
@@ -136,6 +132,41 @@ class ExpertRouter(nn.Module):
             old = torch.lerp(weights, wider[..., :count], mass.to(weights.dtype))
             weights = torch.cat([old, wider[..., count:]], dim=-1)
         return weights, F.log_softmax(known, dim=-1)
+
+
+class ExpertGraft(Graft, ExpertRules):
+    """Experts and their router."""
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """`ExpertLinear` in the place of every module that a slot targets; in one layer the router."""
+        found: Experts = surgery.of[self.name]
+        if index in found.by_layer:
+            attach_experts(layer, found.by_layer[index])
+        if found.router is None or found.router.layer != index:
+            return index in found.by_layer
+        layer.expert_router = ExpertRouter(found.router, config.hidden_size)
+        layer.routes = True
+        return True
+
+    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+        """The router reads what goes into its layer."""
+        if layer.routes:
+            frame.routing, logs = layer.expert_router(hidden_states)
+            if frame.valid is not None and frame.domains is not None and layer.loss_weights["router_loss"] > 0:
+                frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The router's loss, in its layer."""
+        found: Experts = surgery.of[self.name]
+        here = found.router is not None and found.router.layer == index
+        return {"router_loss": found.router_loss.task_id} if here else {}
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Slots and columns."""
+        found: Experts = surgery.of[self.name]
+        slots = sum(len(slot.targets) for experts in found.by_layer.values() for slot in experts.slots)
+        columns = 0 if found.router is None else len(found.router.slots)
+        return {"slots": (LoraSlot, slots), "router columns": (RouterColumn, columns)}
 
 
 def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:

@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .surgeon_states import Mixing
-
-
-class AdapterRecord(NamedTuple):
-    """What one adapter did, for local losses: ‖output‖₁ / D and the gate before its sigmoid; B T."""
-
-    l1: Tensor
-    gate_logit: Tensor | None
 
 
 @dataclass
 class Frame:
     """One layer's forward.
 
-    `records` is where adapters leave what local losses need (None: not asked for); `routing` (B T slots) is the
-    experts' distribution; `mixing` holds the control states and takes their balance losses.
+    `valid` (B T, bool; None: nothing is measured) are the tokens that count in losses, `domains` (B T) their domains,
+    `losses` what was measured, by the output's field. `routing` (B T slots) is what a router below or here decided;
+    `mixing` what the model shares among its layers.
     """
 
-    records: list[AdapterRecord] | None = None
+    valid: Tensor | None = None
+    domains: Tensor | None = None
     routing: Tensor | None = None
-    mixing: Mixing | None = None
-    balance: list[Tensor] = field(default_factory=list)
+    mixing: Any = None
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def measure(self, name: str, loss: Tensor) -> None:
+        """Keep a loss, one number, for the output's field `name`."""
+        self.losses.setdefault(name, []).append(loss.reshape(1))
+
+    def measured(self, name: str, like: Tensor) -> Tensor:
+        """The losses kept for a field as one vector, empty where there are none."""
+        found = self.losses.get(name)
+        return like.new_zeros(0, dtype=torch.float32) if found is None else torch.cat(found)
 
 
 class _Active(threading.local):

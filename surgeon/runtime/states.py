@@ -18,34 +18,38 @@ All control states are one bank of the model: a site uses those of other layers 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .surgeon_frames import Frame
-from .surgeon_low_rank import LowRank, product
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import MixtureSpec
+from .frames import Frame
+from .graft import Graft
+from .losses import Flow, valid_tokens
+from .low_rank import LowRank, product
+from .newborn import Newborn
+from .precision import at_least_fp32
+from .rules import Surgery
+from .states_rules import MixtureSpec, States, StatesRules
 
 
 class ControlState(LowRank):
     """g(x) = B A x of one site: D to D."""
 
 
-class MixtureGate(nn.Module):
+class MixtureGate(Newborn):
     """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
+
+    weight: nn.Parameter
+    projection: nn.Parameter | None
 
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
-        self.cosine = spec.gate == "cosine"
         self.temperature = spec.temperature
-        self.projection = nn.Parameter(torch.empty(spec.projection, width)) if self.cosine else None
-        self.weight = nn.Parameter(torch.empty(count, spec.projection if self.cosine else width))
+        self.bear(spec.gate_births(count, width), absent=("projection",))
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T L, in at least fp32."""
@@ -59,36 +63,25 @@ class MixtureGate(nn.Module):
         cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
         return cosines
 
-    def initialise(self) -> None:
-        """Variance 1/(3·inputs), as `nn.Linear` has it."""
-        for matrix in (self.projection, self.weight):
-            if matrix is not None:
-                init.normal_(matrix, mean=0.0, std=math.sqrt(1.0 / (3 * matrix.shape[1])))
-
 
 class ControlBank(nn.Module):
     """All control states of a model and their gates."""
 
-    def __init__(self, spec: MixtureSpec, sites: tuple[tuple[int, str], ...], width: int) -> None:
+    def __init__(self, found: States, width: int) -> None:
         super().__init__()
-        self.spec = spec
-        self.kinds = [kind for _, kind in sites]
-        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in sites])
-        self.gates = nn.ModuleDict()
-        if spec.top_k:
-            for number in range(len(sites)):
-                name = self.gate_of(number)
-                if name not in self.gates:
-                    self.gates[name] = MixtureGate(spec, len(self.choice_of(number)), width)
+        self.spec = spec = found.mixture
+        self.kinds = found.kinds
+        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.kinds])
+        gates = spec.gates(self.kinds)
+        self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
 
     def gate_of(self, site: int) -> str:
         """The name of the gate that serves a site."""
-        return {"all": "all", "by_kind": self.kinds[site], "none": f"site_{site}"}[self.spec.shared]
+        return self.spec.gate_of(site, self.kinds)
 
     def choice_of(self, site: int) -> list[int]:
         """The control states that a site's gate chooses among."""
-        every = range(len(self.kinds))
-        return [n for n in every if self.spec.shared != "by_kind" or self.kinds[n] == self.kinds[site]]
+        return self.spec.choice_of(site, self.kinds)
 
 
 class RoutingCache(CacheLayerMixin):
@@ -208,7 +201,7 @@ class Mixing:
             return product(x, own())
         probabilities = F.softmax(self.bank.gates[self.bank.gate_of(site)](x), dim=-1)
         if own.training and spec.balance_weight > 0:
-            frame.balance.append(balance_loss(probabilities, self.valid, spec.top_k))
+            frame.measure("balance_loss", balance_loss(probabilities, self.valid, spec.top_k))
         shown, ranking = self._shown(site, probabilities, training=own.training)
         chosen, weights = choose(shown, ranking, spec)
         if self.choices is not None:
@@ -263,6 +256,82 @@ class Mixing:
         made = torch.cat([product(part, self.bank.states[number](), weight) for (number, _), part, weight in parts])
         # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
         return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
+
+
+class StatesGraft(Graft, StatesRules):
+    """Control states beside blocks, and their bank."""
+
+    def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
+        """Those of the layer's sites."""
+        found: States = surgery.of[self.name]
+        return tuple({"attention": "self_attn", "ffn": "mlp"}[kind] for kind in found.sites_of(index))
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """Number the blocks; the modules are the bank's."""
+        sites = surgery.of[self.name].sites_of(index)
+        for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
+            if kind in sites:
+                getattr(layer, block).site = sites[kind]
+        return bool(sites)
+
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+        """The block's output and the site's control."""
+        return output + site_control(block.site, x, frame)
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The balance loss's."""
+        found: States = surgery.of[self.name]
+        return {"balance_loss": found.mixture.balance_weight} if found.sites_of(index) else {}
+
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """The bank."""
+        model.control_bank = ControlBank(surgery.of[self.name], model.config.hidden_size)
+
+    def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
+        """Bring the bank, and what earlier tokens chose."""
+        past = _routing_cache(cache, model.control_bank.spec)
+        seen = 0 if cache is None else cache.get_seq_length()
+        valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
+        flow.mixing = Mixing(model.control_bank, valid, past)
+        flow.mixing.choices = [] if flow.records_choices else None
+
+    def close(self, model: Any, flow: Flow, cache: Any) -> None:
+        """Keep what these tokens chose for later ones."""
+        mixing: Mixing = flow.mixing
+        if not mixing.sums or cache is None:
+            return
+        past = mixing.past
+        if past is None:
+            past = RoutingCache(is_sliding=bool(getattr(cache.layers[0], "is_sliding", False)))
+            cache.layers.append(past)
+        mixing.keep(past)
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Control states and gates."""
+        found: States = surgery.of[self.name]
+        gates = len(found.mixture.gates(found.kinds))
+        return {"control states": (ControlState, len(found.sites)), "gates": (MixtureGate, gates)}
+
+
+def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:
+    """What a site adds, in the layer that runs; B T D."""
+    if frame is None or frame.mixing is None:
+        raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
+    mixing: Mixing = frame.mixing
+    return mixing.control(site, x, frame)
+
+
+def _routing_cache(cache: Any, mixture: MixtureSpec) -> RoutingCache | None:
+    """The layer of a cache that holds earlier tokens' routing; an error where earlier tokens have none."""
+    found = next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutingCache)), None)
+    asked = mixture.top_k > 0 and mixture.inference_routing == "prefix_mean"
+    if found is None and asked and cache is not None and not torch.compiler.is_compiling():
+        seen = int(cache.get_seq_length())
+        if seen:
+            raise ValueError(
+                f"the cache holds {seen} tokens that this model did not route; pass one that its own forward filled"
+            )
+    return found
 
 
 def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:

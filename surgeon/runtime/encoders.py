@@ -12,72 +12,46 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
-from .surgeon_frames import Frame, enter_frame
-from .surgeon_losses import LOSS_FIELDS, Flow, close_flow
-from .surgeon_models import UpcycledBase, UpcycledPreTrained, add_auto_map, given_inputs
-from .surgeon_sites import site_control
-from .surgeon_states import ControlBank, Mixing
-from .surgeon_surgery import read_surgery
+from .frames import Frame, current_frame, enter_frame
+from .losses import Flow, close_flow
+from .pretrained import UpcycledBase, UpcycledPreTrained, attach_surgery, given_inputs
+from .rules import read_surgery
+from .states import ControlBank, Mixing, site_control
 
-_BALANCE = LOSS_FIELDS.index("balance_loss")
+_BALANCE = "balance_loss"
 
 
-def attach_encoder_surgery(config: Any, surgery: dict[str, Any] | None) -> None:
-    """Give a config its `surgery`, checked, and the `auto_map` by which remote loading finds its classes."""
-    config.surgery = surgery
-    found = read_surgery(config)
+def attach_encoder_surgery(config: Any, surgery: dict[str, Any] | None, heads: tuple[str, ...]) -> None:
+    """As `attach_surgery`; of grafts, an encoder can carry control states. Raises ValueError for others."""
     # Empty entries say nothing.
     given = {key for key, value in (surgery or {}).items() if value}
     if others := sorted(given - {"trunk_layers", "control_states", "mixture"}):
         raise ValueError(f"config.surgery: an encoder carries control states only, not {', '.join(others)}")
-    if found.mixture is not None and found.mixture.inference_routing == "prefix_mean":
-        raise ValueError(
-            "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
-            "it must be `sequence_mean` or `token`"
-        )
-    if getattr(config, "chunk_size_feed_forward", 0) and any(kind == "ffn" for _, kind in found.sites):
-        raise ValueError("config.chunk_size_feed_forward cuts what control states look at as a whole; set it to 0")
-    add_auto_map(config, ("ForMaskedLM", "ForSequenceClassification"))
-
-
-@dataclass
-class UpcycledMaskedLMOutput(MaskedLMOutput):
-    """The native output, and in training the balance loss before its weight: mean over control states."""
-
-    balance_loss: torch.FloatTensor | None = None
-
-
-@dataclass
-class UpcycledEncoderClassifierOutput(SequenceClassifierOutput):
-    """The native output, and in training the balance loss before its weight: mean over control states."""
-
-    balance_loss: torch.FloatTensor | None = None
+    attach_surgery(config, surgery, heads)
 
 
 class _Running(threading.local):
     flow: Flow | None = None
 
 
-_running = _Running()
+_thread = _Running()
 
 
 @contextmanager
 def running(flow: Flow | None) -> Iterator[None]:
     """Let the base model and the layers that this thread runs find `flow`."""
-    previous = _running.flow
-    _running.flow = flow
+    previous = _thread.flow
+    _thread.flow = flow
     try:
         yield
     finally:
-        _running.flow = previous
+        _thread.flow = previous
 
 
 class EncoderSite(nn.Module):
@@ -90,7 +64,7 @@ class EncoderSite(nn.Module):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """LayerNorm(block + control + residual), B T D; `input_tensor`, the residual, is what the block read."""
         native: Any = self
-        written = native.dropout(native.dense(hidden_states)) + site_control(self.site, input_tensor)
+        written = native.dropout(native.dense(hidden_states)) + site_control(self.site, input_tensor, current_frame())
         output: Tensor = native.LayerNorm(written + input_tensor)
         return output
 
@@ -112,13 +86,12 @@ class UpcycledEncoderLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; the flow of this forward brings the bank and takes the balance loss."""
-        flow = _running.flow
+        flow = _thread.flow
         if flow is None or flow.mixing is None or not self.grafted:
             return super().__call__(*args, **kwargs)
         *output, balance = super().__call__(*args, mixing=flow.mixing, measured=flow.valid is not None, **kwargs)
         if balance.numel():
-            flow.losses[_BALANCE].append(balance)
-            flow.weighted[_BALANCE].append(flow.mixing.bank.spec.balance_weight * balance)
+            flow.add({_BALANCE: balance}, {_BALANCE: flow.mixing.bank.spec.balance_weight})
         return output[0] if len(output) == 1 else tuple(output)
 
     def forward(self, *args: Any, mixing: Mixing | None = None, measured: bool = False, **kwargs: Any) -> Any:
@@ -136,7 +109,7 @@ class UpcycledEncoderLayer(nn.Module):
             return output
         flat = output if isinstance(output, tuple) else (output,)
         none = flat[0].new_zeros(0, dtype=torch.float32)
-        return *flat, torch.cat(frame.balance) if measured and frame.balance else none
+        return *flat, frame.measured(_BALANCE, flat[0]) if measured else none
 
 
 class UpcycledEncoder(UpcycledBase):
@@ -149,15 +122,13 @@ class UpcycledEncoder(UpcycledBase):
     def __init__(self, config: Any, **native: Any) -> None:
         super().__init__(config, **native)
         surgery = self.surgery = read_surgery(config)
-        self.encoder.layer = nn.ModuleList(
-            [
-                self.layer_class(config, surgery.sites_of(index), **({"layer_idx": index} if self.numbered else {}))
-                for index in range(surgery.trunk_layers)
-            ]
-        )
-        self.control_bank = None
-        if surgery.mixture is not None:
-            self.control_bank = ControlBank(surgery.mixture, surgery.sites, config.hidden_size)
+        states = surgery.of.get("states")
+        layers = []
+        for index in range(surgery.trunk_layers):
+            sites = {} if states is None else states.sites_of(index)
+            layers.append(self.layer_class(config, sites, **({"layer_idx": index} if self.numbered else {})))
+        self.encoder.layer = nn.ModuleList(layers)
+        self.control_bank = None if states is None else ControlBank(states, config.hidden_size)
         self.post_init()
 
     def forward(
@@ -171,7 +142,7 @@ class UpcycledEncoder(UpcycledBase):
         **kwargs: Any,
     ) -> Any:
         """The native forward. A flow given by the caller tells afterwards what was routed where."""
-        flow = surgery_flow or _running.flow
+        flow = surgery_flow or _thread.flow
         if self.control_bank is not None:
             flow = flow or Flow()
             inputs = given_inputs(input_ids, inputs_embeds)
@@ -196,7 +167,7 @@ class UpcycledEncoderHead(UpcycledPreTrained):
 
     base_class: ClassVar[type[UpcycledEncoder]]
     base_options: ClassVar[dict[str, Any]] = {}
-    output_class: ClassVar[type[UpcycledMaskedLMOutput] | type[UpcycledEncoderClassifierOutput]]
+    output_class: ClassVar[type[Any]]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -217,7 +188,7 @@ class UpcycledEncoderHead(UpcycledPreTrained):
         **kwargs: Any,
     ) -> Any:
         """The native forward."""
-        flow, measured = surgery_flow, self.training and labels is not None and self.surgery.balances
+        flow, measured = surgery_flow, self.training and labels is not None and self.surgery.measures
         if measured:
             flow = flow or Flow()
             flow.valid = _valid(attention_mask, given_inputs(input_ids, inputs_embeds))
@@ -233,18 +204,6 @@ class UpcycledEncoderHead(UpcycledPreTrained):
                 **kwargs,
             )
         return self.output_class(**close_flow(output, flow if measured else None, 1.0))
-
-
-class UpcycledMaskedLM(UpcycledEncoderHead):
-    """The masked-language-modelling head."""
-
-    output_class = UpcycledMaskedLMOutput
-
-
-class UpcycledEncoderClassifier(UpcycledEncoderHead):
-    """The sequence-classification head."""
-
-    output_class = UpcycledEncoderClassifierOutput
 
 
 def _valid(attention_mask: Tensor | None, inputs: Tensor) -> Tensor:

@@ -8,26 +8,32 @@ Written as p + α (e − p) (`torch.lerp`), the result is bit-exactly p where e 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .surgeon_precision import at_least_fp32
-from .surgeon_specs import InterpolatorSpec
+from .control_rules import INTERPOLATORS, InterpolatorRule, InterpolatorSpec, log_odds
+from .newborn import Newborn
+from .precision import at_least_fp32
+
+_RULES = {rule.key: rule for rule in INTERPOLATORS}
 
 # Below this angle (radians) slerp's share differs from α by less than fp32 can hold.
 SMALL_ANGLE = 1e-3
 
 
-class Interpolator(nn.Module):
-    """A leaf module: its tensors are direct parameters, so that every loader initialises it as a whole."""
+class Interpolator(Newborn):
+    """Two branches become one; its tensors and their values at birth are those of its `rule`."""
 
-    def __init__(self, spec: InterpolatorSpec) -> None:
+    rule: ClassVar[InterpolatorRule]
+
+    def __init__(self, spec: InterpolatorSpec, width: int) -> None:
         super().__init__()
         self.alpha = float(spec.alpha)
         self.inference_alpha = None if spec.inference_alpha is None else float(spec.inference_alpha)
+        self.bear(self.rule.births(spec, width), absent=tuple(self.rule.learned(0.5)))
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Combined states B T D, and α."""
@@ -37,19 +43,11 @@ class Interpolator(nn.Module):
         """What the divergence pulls the expanded branch towards: the pre-trained states, detached."""
         return pretrained.detach()
 
-    def initialise(self) -> None:
-        """Set the values that the tensors are born with (a checkpoint's values replace them)."""
-
 
 class ScalarInterpolator(Interpolator):
     """One α for all tokens: fixed, or the learned σ(`logit`); in eval, `inference_alpha` if one is given."""
 
     logit: nn.Parameter | None
-
-    def __init__(self, spec: InterpolatorSpec) -> None:
-        super().__init__(spec)
-        # Shape (1,): FSDP2 does not shard scalars.
-        self.register_parameter("logit", nn.Parameter(torch.empty(1)) if spec.learnable else None)
 
     def share(self, like: Tensor) -> float | Tensor:
         """α for this forward, in `like`'s dtype where it is a tensor."""
@@ -59,14 +57,11 @@ class ScalarInterpolator(Interpolator):
             return self.alpha
         return torch.sigmoid(at_least_fp32(self.logit)).to(like.dtype)
 
-    def initialise(self) -> None:
-        """σ(logit) = α."""
-        if self.logit is not None:
-            init.constant_(self.logit, log_odds(self.alpha))
-
 
 class Lerp(ScalarInterpolator):
     """h = (1 − α) p + α e."""
+
+    rule = _RULES["lerp"]
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Linear interpolation with one α."""
@@ -80,27 +75,20 @@ class Plerp(ScalarInterpolator):
     W itself would lose its updates in bf16: beside the 1 of its diagonal they round away.
     """
 
-    def __init__(self, spec: InterpolatorSpec, width: int) -> None:
-        super().__init__(spec)
-        self.weight = nn.Parameter(torch.empty(width, width))
+    rule = _RULES["plerp"]
+    weight: nn.Parameter
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Linear interpolation of the lateral layer's output and the expanded branch."""
         alpha = self.share(pretrained)
         return torch.lerp(pretrained + F.linear(pretrained, self.weight), expanded, alpha), alpha
 
-    def initialise(self) -> None:
-        """W = I."""
-        super().initialise()
-        init.zeros_(self.weight)
-
 
 class Proj(ScalarInterpolator):
     """Lerp whose divergence compares e with W p; `weight` is W − I. From the public code, not the paper."""
 
-    def __init__(self, spec: InterpolatorSpec, width: int) -> None:
-        super().__init__(spec)
-        self.weight = nn.Parameter(torch.empty(width, width))
+    rule = _RULES["proj"]
+    weight: nn.Parameter
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Linear interpolation with one α; W takes no part in it."""
@@ -112,11 +100,6 @@ class Proj(ScalarInterpolator):
         fixed = pretrained.detach()
         return fixed + F.linear(fixed, self.weight)
 
-    def initialise(self) -> None:
-        """W = I."""
-        super().initialise()
-        init.zeros_(self.weight)
-
 
 class Slerp(ScalarInterpolator):
     """Spherical interpolation: sin((1−α)θ)/sin θ · p + sin(αθ)/sin θ · e, θ the angle between p and e.
@@ -124,6 +107,8 @@ class Slerp(ScalarInterpolator):
     From the public code, not the paper. Computed as (sum of the factors) · lerp(p, e, share of the second),
     with θ from the chord of the unit vectors, so that equal branches give θ = 0, a sum of 1 and exactly p.
     """
+
+    rule = _RULES["slerp"]
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Interpolation along the arc, in at least fp32."""
@@ -145,12 +130,9 @@ class Slerp(ScalarInterpolator):
 class Dlerp(Interpolator):
     """h = (1 − α) p + α e, α = σ(W [p, e] + b) for every token; b stays at logit α unless `learnable`."""
 
+    rule = _RULES["dlerp"]
+    weight: nn.Parameter
     bias: nn.Parameter | None
-
-    def __init__(self, spec: InterpolatorSpec, features: int) -> None:
-        super().__init__(spec)
-        self.weight = nn.Parameter(torch.empty(1, features))
-        self.register_parameter("bias", nn.Parameter(torch.empty(1)) if spec.learnable else None)
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Linear interpolation with an α for every token, from what both branches say."""
@@ -163,15 +145,11 @@ class Dlerp(Interpolator):
         bias = log_odds(self.alpha) if self.bias is None else at_least_fp32(self.bias)
         return torch.sigmoid(score + bias).to(features.dtype)
 
-    def initialise(self) -> None:
-        """W = 0: every token starts at α, as lerp does."""
-        init.zeros_(self.weight)
-        if self.bias is not None:
-            init.constant_(self.bias, log_odds(self.alpha))
-
 
 class DlerpIn(Dlerp):
     """Dlerp whose α comes from the layer's input: α = σ(W h + b)."""
+
+    rule = _RULES["dlerp_in"]
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """Linear interpolation with an α for every token, from the layer's input."""
@@ -187,12 +165,9 @@ class MixtureOfTwo(Interpolator):
     divergence's α.
     """
 
+    rule = _RULES["moe"]
+    weight: nn.Parameter
     bias: nn.Parameter | None
-
-    def __init__(self, spec: InterpolatorSpec, width: int) -> None:
-        super().__init__(spec)
-        self.weight = nn.Parameter(torch.empty(2, width))
-        self.register_parameter("bias", nn.Parameter(torch.empty(2)) if spec.learnable else None)
 
     def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
         """The chosen branch, and the probability of the expanded one, B T 1."""
@@ -202,39 +177,3 @@ class MixtureOfTwo(Interpolator):
         probability = torch.softmax(scores + bias, dim=-1)[..., 1:]
         choice = (probability >= 0.5).to(probability.dtype) + (probability - probability.detach())
         return torch.lerp(pretrained, expanded, choice.to(pretrained.dtype)), probability
-
-    def initialise(self) -> None:
-        """Random scores, so that both branches get tokens from the first step; b = (0, logit α)."""
-        init.normal_(self.weight, mean=0.0, std=gate_std(self.weight.shape[1]))
-        if self.bias is not None:
-            init.copy_(self.bias, torch.tensor((0.0, log_odds(self.alpha))))
-
-
-def build_interpolator(spec: InterpolatorSpec, width: int) -> Interpolator:
-    """The module that `spec` names, for hidden states of size `width`."""
-    match spec.kind:
-        case "lerp":
-            return Lerp(spec)
-        case "slerp":
-            return Slerp(spec)
-        case "plerp":
-            return Plerp(spec, width)
-        case "proj":
-            return Proj(spec, width)
-        case "dlerp":
-            return Dlerp(spec, 2 * width)
-        case "dlerp_in":
-            return DlerpIn(spec, width)
-        case "moe":
-            return MixtureOfTwo(spec, width)
-    raise ValueError(f"config.surgery: interpolator kind `{spec.kind}` is unknown")
-
-
-def log_odds(alpha: float) -> float:
-    """The number whose sigmoid is α."""
-    return math.log(alpha / (1.0 - alpha))
-
-
-def gate_std(width: int) -> float:
-    """Standard deviation of a fresh MoE gate: that of a linear layer's default, 1/√(3 · width)."""
-    return math.sqrt(1.0 / (3.0 * width))
