@@ -29,7 +29,7 @@ from surgeon.common.timing import Stopwatch
 from surgeon.errors import printable
 from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
 from surgeon.plan.loading import LoadedPlan
-from surgeon.runtime import shipped_code
+from surgeon.runtime.bundle import bundle
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def surgery_job(
 ) -> Job:
     """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
     blueprint, shards = shown.blueprint, shown.shards
-    code = {name: shipped_code(name) for name in blueprint.code_files}
+    code = {name: bundle(blueprint.config) for name in blueprint.code_files}
     texts = {name: _digest(path) for name, path in texts_of(blueprint, loaded).items()}
     metadata = metadata_of(base)
 

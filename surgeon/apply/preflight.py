@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
-from surgeon.families.grafted import BANK, PREFIX
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.runtime.joined import import_bundle
+from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.states_rules import BANK
 
 
 def check_skeleton(blueprint: Blueprint) -> None:
@@ -58,9 +59,7 @@ def _present(name: str, base: str) -> str:
 
 
 def _build(config: dict[str, Any]) -> Any:
-    file, _, _ = str(config["auto_map"]["AutoModel"]).partition(".")
-    module = importlib.import_module(f"surgeon.runtime.{file}")
-    kind = getattr(module, config["architectures"][0])
+    kind = getattr(import_bundle(config), config["architectures"][0])
     try:
         with quiet_transformers(), torch.device("meta"):
             return kind(kind.config_class.from_dict(dict(config)))

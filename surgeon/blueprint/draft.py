@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of
+from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of, settings_of
 from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import MOST_LAYERS, Family, Part, per_layer_lists
-from surgeon.families.grafted import native_config, owner_of
-from surgeon.runtime import RUNTIME_FILES
+from surgeon.families.grafted import native_config
+from surgeon.runtime.bundle import CODE_FILE
 
 
 def silence(tensors: Mapping[str, Recipe], family: Family, parts: tuple[Part, ...]) -> dict[str, Recipe]:
@@ -32,10 +32,6 @@ def silence(tensors: Mapping[str, Recipe], family: Family, parts: tuple[Part, ..
 
 
 Promise = Literal["exact", "none"]
-
-
-# Keys of `config.surgery` that belong to no single layer.
-_MODEL_WIDE = ("local_loss", "router_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ class Draft:
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
         # Model-wide keys of `config.surgery`.
-        self.settings: dict[str, Any] = _settings(config)
+        self.settings: dict[str, Any] = settings_of(config)
         types: Sequence[str | None] = anatomy.layer_types or [None] * anatomy.sizes.layers
         lists = self._per_layer_lists()
         brought = grafts_of(config)
@@ -252,7 +248,7 @@ class Draft:
             layers=tuple(_finished(index, layer) for index, layer in enumerate(self.layers)),
             operations=tuple(self.records),
             config=self._finished_config(grafted=grafted),
-            code_files=RUNTIME_FILES[self.anatomy.family.model_type] if grafted else (),
+            code_files=(CODE_FILE,) if grafted else (),
         )
 
     def _per_layer_lists(self) -> dict[str, list[Any]]:
@@ -288,16 +284,10 @@ def _copied(info: TensorInfo) -> Copy:
     return Copy(info.name, info.dtype, info.shape)
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    surgery = config.get("surgery") if isinstance(config.get("surgery"), Mapping) else None
-    return {key: copy.deepcopy(surgery[key]) for key in _MODEL_WIDE if key in surgery} if surgery else {}
-
-
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
     """Hand a layer's graft tensors to the grafts that own them; BadInput where one has no owner."""
     for suffix, info in tensors.items():
-        whose = owner_of(suffix)
-        owner = None if whose is None else next((graft for graft in grafts if graft.owns(whose)), None)
+        owner = next((graft for graft in grafts if graft.owns(suffix)), None)
         if owner is None:
             raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
         owner.tensors[suffix] = _copied(info)

@@ -11,20 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.blueprint.recipes import Recipe
+from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted import BRANCH, PREFIX, GraftKind, Owner, is_grafted
-from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, ENCODER_PREFIXES
+from surgeon.families.grafted import in_branch, is_grafted, owner_of
+from surgeon.runtime.births import Birth, Fill, Normal
+from surgeon.runtime.known import grafts as known_grafts
+from surgeon.runtime.known import kinds, natives
+from surgeon.runtime.natives import PREFIX, Native
+from surgeon.runtime.rules import BRANCH, Kind
 
 # Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model. Where a config
 # names no class, it is the first.
 _HEADS = ("ForCausalLM", "ForSequenceClassification", "Model")
-
-
 _ENCODER_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
-_LAYER_NUMBERS = ("layer", "branch")
+def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
+    """The recipe of a tensor that is born so; `key` seeds it where it is random."""
+    match birth:
+        case Normal(std=std):
+            return Random(key, std, dtype, birth.shape)
+        case Fill(value=value):
+            return Constant(value, dtype, birth.shape)
+        case _:
+            return Listed(birth.values, dtype, birth.shape)
+
+
+def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -> dict[str, Recipe]:
+    """Recipes of all tensors of a graft whose names begin with `prefix`; `key` is what their seeds' keys begin with."""
+    return {f"{prefix}{name}": recipe_of(birth, f"{key}{prefix}{name}", dtype) for name, birth in births.items()}
 
 
 @dataclass(slots=True)
@@ -36,57 +51,38 @@ class Graft:
     inside the layer's expanded twin.
     """
 
-    kind: GraftKind
+    kind: str
     entry: dict[str, Any]
     tensors: dict[str, Recipe] = field(default_factory=dict)
     operation: int | None = None
     in_branch: bool = False
 
     @property
+    def rules(self) -> Kind:
+        """What holds of all grafts of its kind."""
+        return kinds()[self.kind]
+
+    @property
     def text(self) -> str:
         """What preview says of it: `control block, lerp`; `adapter of 512, relu gate`; `slot 1 of rank 4`."""
-        where = " in the branch" if self.in_branch else ""
-        match self.kind:
-            case "control":
-                return f"control block, {self.entry['interpolator']['kind']}"
-            case "adapters":
-                gate = self.entry.get("gate", "relu")
-                return f"adapter of {self.entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
-            case "experts":
-                return ", ".join(self._slot_text(slot) for slot in self.entry["slots"]) + where
-            case "expert_router":
-                return "router " + ", ".join(f"column {slot['slot']}" for slot in self.entry["slots"])
-            case "control_states":
-                return "control states at " + " and ".join(self.entry["sites"])
-            case "mixture":
-                return f"bank of control states of rank {self.entry['rank']}"
+        return self.rules.text(self.entry, " in the branch" if self.in_branch else "")
 
-    def _slot_text(self, slot: Mapping[str, Any]) -> str:
-        name = f"slot {slot['slot']}" if self.entry["routed"] else "shared LoRA"
-        targets = ", ".join(target.rpartition(".")[2] for target in slot["targets"])
-        ranks = sorted({slot.get("ranks", {}).get(target, slot["rank"]) for target in slot["targets"]})
-        rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        return f"{name} of rank {rank} at {targets}"
+    @property
+    def sign(self) -> str:
+        """One or two characters for it in pictures of the layers."""
+        return self.rules.sign(self.entry)
 
     def twin(self, operation: int) -> Graft:
         """The same graft inside the layer's expanded twin, where it trains: its tensors begin as copies."""
-        entry = {key: copy.deepcopy(value) for key, value in self.entry.items() if key != "frozen"}
-        if "slots" in entry:
-            thawed = [dict(slot) for slot in entry["slots"]]
-            for slot in thawed:
-                slot.pop("frozen", None)
-            entry["slots"] = thawed
         tensors = {f"{BRANCH}{suffix}": recipe for suffix, recipe in self.tensors.items()}
-        return Graft(self.kind, entry, tensors, operation, in_branch=True)
+        return Graft(self.kind, self.rules.thawed(self.entry), tensors, operation, in_branch=True)
 
-    def owns(self, owner: Owner) -> bool:
-        """Whether a tensor of this owner is one of the graft's."""
-        if owner.kind != self.kind or owner.in_branch != self.in_branch:
+    def owns(self, suffix: str) -> bool:
+        """Whether a tensor of its layer, by what follows `layers.{i}.`, is one of the graft's."""
+        owner = owner_of(suffix)
+        if owner is None or owner.key != self.kind:
             return False
-        if owner.slot is None:
-            return True
-        held = next((slot for slot in self.entry["slots"] if slot["slot"] == owner.slot), None)
-        return held is not None and (self.kind == "expert_router" or owner.target in held["targets"])
+        return (owner.branching or in_branch(suffix) == self.in_branch) and owner.owns(self.entry, suffix)
 
 
 def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
@@ -94,22 +90,30 @@ def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
     found: dict[int, list[Graft]] = {}
     if not is_grafted(config):
         return found
+    surgery = config["surgery"]
     homes: dict[int, int] = {}
-    for entry in config["surgery"].get("control", ()):
-        homes[entry["branch"]] = entry["layer"]
-    kinds: tuple[GraftKind, ...] = ("control", "adapters", "experts", "expert_router", "control_states")
-    for kind in kinds:
-        for entry in config["surgery"].get(kind, ()):
-            in_branch = kind in ("adapters", "experts") and entry["layer"] in homes
-            home = homes[entry["layer"]] if in_branch else entry["layer"]
-            found.setdefault(home, []).append(Graft(kind, _kept(kind, entry), in_branch=in_branch))
+    for kind in kinds().values():
+        if kind.branching:
+            homes |= {entry["branch"]: entry["layer"] for entry in surgery.get(kind.key, ())}
+    for kind in kinds().values():
+        for entry in () if kind.whole else surgery.get(kind.key, ()):
+            inside = kind.in_twin == "copied" and entry["layer"] in homes
+            home = homes[entry["layer"]] if inside else entry["layer"]
+            found.setdefault(home, []).append(Graft(kind.key, kind.kept(entry), in_branch=inside))
     return found
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `config.surgery` that are of no layer and no bank (losses' weights), as a base has them."""
+    surgery = config.get("surgery")
+    keys = [key for rules in known_grafts().values() for key in rules.settings]
+    return {key: copy.deepcopy(surgery[key]) for key in keys if key in surgery} if isinstance(surgery, Mapping) else {}
 
 
 def bank_of(config: Mapping[str, Any]) -> Graft | None:
     """The control states that a base brings, all layers' together, without tensors; marked frozen."""
     mixture = config["surgery"].get("mixture") if is_grafted(config) else None
-    return None if mixture is None else Graft("mixture", _kept("mixture", mixture))
+    return None if mixture is None else Graft("mixture", kinds()["mixture"].kept(mixture))
 
 
 def grafted_config(
@@ -129,13 +133,13 @@ def grafted_config(
     """
     grown = copy.deepcopy(dict(config))
     family = str(config["model_type"])
-    twins = [index for index, here in enumerate(grafts) if any(graft.kind == "control" for graft in here)]
+    twins = [index for index, here in enumerate(grafts) if any(graft.rules.branching for graft in here)]
     branch = {layer: len(grafts) + nth for nth, layer in enumerate(twins)}
     surgery: dict[str, Any] = {"trunk_layers": len(grafts)}
     for index, here in enumerate(grafts):
         for graft in here:
             numbers = {"layer": branch[index] if graft.in_branch else index}
-            if graft.kind == "control":
+            if graft.rules.branching:
                 numbers["branch"] = branch[index]
             surgery.setdefault(graft.kind, []).append(numbers | graft.entry)
     if bank is not None:
@@ -144,26 +148,15 @@ def grafted_config(
         grown[key] = [*values, *(values[layer] for layer in twins)]
     grown["num_hidden_layers"] = len(grafts) + len(twins)
     grown["model_type"] = PREFIX + family
-    grown["architectures"] = [_architecture(config, family)]
-    grown["auto_map"] = dict(AUTO_MAP[family])
+    native = natives()[family]
+    grown["architectures"] = [_architecture(config, native)]
+    grown["auto_map"] = native.auto_map
     grown["surgery"] = surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
     return grown
 
 
-def _kept(kind: GraftKind, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A base's entry without layer numbers and marked frozen, slot by slot where it holds several."""
-    kept = {key: copy.deepcopy(value) for key, value in entry.items() if key not in _LAYER_NUMBERS}
-    match kind:
-        case "experts" | "expert_router":
-            return kept | {"slots": [slot | {"frozen": True} for slot in kept["slots"]]}
-        case "control_states":
-            return kept
-        case _:
-            return kept | {"frozen": True}
-
-
-def _architecture(config: Mapping[str, Any], family: str) -> str:
-    heads = _ENCODER_HEADS if family in ENCODER_PREFIXES else _HEADS
+def _architecture(config: Mapping[str, Any], native: Native) -> str:
+    heads = _ENCODER_HEADS if native.encoder else _HEADS
     named = [str(name) for name in config.get("architectures") or ()] or [heads[0]]
     head = next((head for head in heads if named[0].endswith(head)), None)
     if len(named) > 1 or head is None:
@@ -172,4 +165,4 @@ def _architecture(config: Mapping[str, Any], family: str) -> str:
             f"config.json: `architectures` is {printable(repr(named))}; grafts are made for models with"
             f" {with_head} or no head (Model)"
         )
-    return (CLASS_PREFIXES | ENCODER_PREFIXES)[family] + head
+    return native.prefix + head

@@ -15,7 +15,8 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, 
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
 from surgeon.errors import BadInput, printable
-from surgeon.runtime import AUTO_MAP, is_shipped_code
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.known import native_of
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
@@ -173,11 +174,12 @@ def code_of(config: dict[str, Any], listing: dict[str, int], source: Source) -> 
     mapped = config.get("auto_map")
     if mapped is None and not scripts:
         return "none", ""
-    ours = AUTO_MAP.get(str(config.get("model_type", "")).removeprefix("upcycled_"))
-    if mapped is not None and mapped != ours:
+    native = native_of(config)
+    if mapped is not None and (native is None or mapped != native.auto_map):
         return "foreign", "config.json has an `auto_map`"
     for name in scripts:
-        if not is_shipped_code(name, source.small(name, max_bytes=MAX_CODE_BYTES)):
+        ours = native is not None and name == CODE_FILE
+        if not ours or source.small(name, max_bytes=MAX_CODE_BYTES) != bundle(config):
             return "foreign", f"{printable(name)} lies beside it, which is not what this version of surgeon ships"
     return "shipped", ""
 

@@ -31,7 +31,7 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, chec
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
 from surgeon.errors import BadInput, printable
-from surgeon.runtime import is_shipped_name
+from surgeon.runtime.bundle import CODE_FILE
 
 _T = TypeVar("_T")
 
@@ -285,7 +285,7 @@ def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     # The output's card repeats the licence and languages of the base's.
     if name == CARD_FILE:
         return size <= MAX_CARD_BYTES
-    return name in _SMALL or is_shipped_name(name) or (code and name.endswith(".py") and "/" not in name)
+    return name in (*_SMALL, CODE_FILE) or (code and name.endswith(".py") and "/" not in name)
 
 
 def offline() -> bool:

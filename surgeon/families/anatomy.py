@@ -11,7 +11,9 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES, family_of
 from surgeon.families.family import Family, Part, Sizes
-from surgeon.families.grafted import BANK, BRANCH, is_grafted, native_config, owner_of
+from surgeon.families.grafted import is_grafted, native_config, owner_of
+from surgeon.runtime.rules import BRANCH
+from surgeon.runtime.states_rules import BANK
 
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
 # alone, never a substring.

@@ -7,32 +7,15 @@ A grafted checkpoint's `model_type` is `upcycled_<family>`, its `config.surgery`
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import per_layer_lists
-from surgeon.runtime.surgeon_surgery import read_surgery
-
-# The last two are of the whole model: which layers carry control states is said by the layers, how they mix is not.
-GraftKind = Literal["control", "adapters", "experts", "expert_router", "control_states", "mixture"]
-
-PREFIX = "upcycled_"
-BRANCH = "expanded."
-ADAPTER = "mlp.adapter."
-INTERPOLATOR = "interpolator."
-ROUTER = "expert_router."
-# Not of a layer: stands beside `layers.` in names.
-BANK = "control_bank."
-
-_SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")
-_COLUMN = re.compile(r"expert_router\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.(weight|mass)")
-
-# Native classes whose names do not begin as the upcycled ones do.
-_NATIVE_CLASSES = {"UpcycledGemma3TextForCausalLM": "Gemma3ForCausalLM"}
+from surgeon.runtime.known import grafts, kinds, native_of
+from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
 
 def is_grafted(config: Mapping[str, Any]) -> bool:
@@ -53,37 +36,26 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
         native[key] = values[:trunk]
     native["num_hidden_layers"] = trunk
     native["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
+    known = native_of(native)
     native["architectures"] = [
-        _NATIVE_CLASSES.get(str(name), str(name).removeprefix("Upcycled")) for name in native.get("architectures") or ()
+        str(name) if known is None else known.native_class(str(name).removeprefix(known.prefix))
+        for name in native.get("architectures") or ()
     ]
     del native["surgery"]
     native.pop("auto_map", None)
     return native
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The graft that a layer's tensor belongs to; `slot` and `target` where several of its kind stand in one layer."""
-
-    kind: GraftKind
-    in_branch: bool = False
-    slot: int | None = None
-    target: str = ""
+def owner_of(suffix: str) -> Kind | None:
+    """Which kind of graft a layer's tensor belongs to, by what follows `layers.{i}.`; None for a native one."""
+    claiming = [kind for kind in kinds().values() if kind.claims(suffix)]
+    # A twin's tensors are the twin's where no graft inside it claims them.
+    return next((kind for kind in claiming if not kind.branching), next(iter(claiming), None))
 
 
-def owner_of(suffix: str) -> Owner | None:
-    """Which graft a layer's tensor belongs to; None for a native one."""
-    if column := _COLUMN.fullmatch(suffix):
-        return Owner("expert_router", slot=int(column["slot"]))
-    in_branch = suffix.startswith(BRANCH)
-    inner = suffix.removeprefix(BRANCH)
-    if slot := _SLOT.fullmatch(inner):
-        return Owner("experts", in_branch, int(slot["slot"]), slot["target"])
-    if inner.startswith(ADAPTER):
-        return Owner("adapters", in_branch)
-    if in_branch or suffix.startswith(INTERPOLATOR):
-        return Owner("control")
-    return None
+def in_branch(suffix: str) -> bool:
+    """Whether a layer's tensor stands in its expanded twin."""
+    return suffix.startswith(BRANCH)
 
 
 def _trunk_layers(config: Mapping[str, Any]) -> int:
@@ -95,7 +67,7 @@ def _trunk_layers(config: Mapping[str, Any]) -> int:
         raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
     stated = SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types)
     try:
-        trunk = read_surgery(stated).trunk_layers
+        trunk = read_surgery(stated, grafts().values()).trunk_layers
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(f"config.json: `surgery` cannot be read: {printable(str(error))}") from None
     if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:

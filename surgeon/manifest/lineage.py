@@ -17,9 +17,10 @@ from typing import Any
 from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.families.grafted import is_grafted, native_config
+from surgeon.families.grafted import is_grafted
 from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
-from surgeon.runtime import RUNTIME_FILES, is_shipped_name, shipped_code
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.known import native_of
 
 _CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -212,10 +213,10 @@ def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolde
         return {}
     known = kept.code if kept else {}
     found: dict[str, bytes] = {}
-    for name in known or RUNTIME_FILES.get(native_config(config)["model_type"], ()):
+    for name in known or (CODE_FILE,):
         if _CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
-        content = _same(known.get(name), out.read_code(name), _shipped(name))
+        content = _same(known.get(name), out.read_code(name), _shipped(name, config))
         if content is None or len(content) > MAX_CODE_BYTES:
             tool = kept.tool.version if kept else "(unknown)"
             raise BadInput(
@@ -233,8 +234,8 @@ def _same(digest: str | None, *candidates: bytes | None) -> bytes | None:
     return next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
 
 
-def _shipped(name: str) -> bytes | None:
-    return shipped_code(name) if is_shipped_name(name) else None
+def _shipped(name: str, config: Mapping[str, Any]) -> bytes | None:
+    return bundle(config) if name == CODE_FILE and native_of(config) is not None else None
 
 
 def shown_name(name: str, place: str) -> str:

@@ -25,7 +25,7 @@ from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import renumbered
 from surgeon.plan.loading import LoadedPlan
-from surgeon.runtime import shipped_code
+from surgeon.runtime.bundle import bundle
 
 FORMAT = 1
 
@@ -253,7 +253,7 @@ def compose(
         },
         transport_maps=dict(sorted(maps.items())),
         lineage=_lineage(base),
-        code={name: hashlib.sha256(shipped_code(name)).hexdigest() for name in blueprint.code_files},
+        code={name: hashlib.sha256(bundle(blueprint.config)).hexdigest() for name in blueprint.code_files},
         texts=dict(texts),
         adapters={name: _imported(adapter) for name, adapter in adapters.items()},
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models.load import load_model
-from surgeon.runtime import ENCODER_HEADS
+from surgeon.runtime.natives import ENCODER_HEADS
 
 WHOLE = "whole sequences"
 

@@ -119,6 +119,15 @@ def load_model(
             )
     except LOAD_FAILURES as error:
         raise failure(f"{shown}: cannot be loaded with transformers: {first_line(error)}") from error
+    _check_loaded(info, auto, shown, failure)
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def _check_loaded(info: dict[str, Any], auto: str, shown: str, failure: type[SurgeonError]) -> None:
+    """Raise `failure` naming the first tensor that is missing, unexpected or of another shape."""
     if auto != CAUSAL:
         info["unexpected_keys"] = ()
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
@@ -133,7 +142,3 @@ def load_model(
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise failure(f"{shown}: {words.format(printable(found[0]))}{more}")
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
-            parameter.data = parameter.data.clone()
-    return model.eval()

@@ -7,29 +7,36 @@ above the layer that adds nothing at birth. Hybrid: the two by turns, stack firs
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
-from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
+from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.families.grafted import BRANCH, INTERPOLATOR
+from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
-from surgeon.runtime.surgeon_specs import SCALAR_ALPHA
+from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
+from surgeon.runtime.known import interpolators
+from surgeon.runtime.rules import BRANCH
+
+CONTROL_LLM = Paper(
+    "wei2025control",
+    "Wei, Haichao and Ren, Yunxiang and Fu, Zhoutong and Lunia, Aman and Chen, Yi-Lin and Leung, Alice and Xu, Ya",
+    "Control LLM: Controlled Evolution for Intelligence Retention in LLM",
+    2025,
+    "2501.10979",
+)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Interpolator(_Part):
+class Interpolator(Spec):
     """How the two branches become one (section 3.3): α is the share of the expanded one."""
 
     kind: Annotated[
-        Literal["lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj"],
+        str,
+        OneOf(interpolators),
         Field(
             description="one α (lerp; plerp with a projection, slerp along the arc, proj projecting for the divergence)"
             " or one for each token, from both branches (dlerp), from the input (dlerp_in), or 0 or 1 (moe)"
@@ -41,6 +48,11 @@ class Interpolator(_Part):
     ] = None
     learnable: Annotated[bool, Field(description="train α (Lerp8MSEα), or the bias of the gate that makes it")] = False
 
+    @property
+    def rule(self) -> InterpolatorRule:
+        """What holds of this kind of interpolator."""
+        return interpolators()[self.kind]
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.alpha == 0:
@@ -48,39 +60,45 @@ class Interpolator(_Part):
                 "`alpha` 0 leaves the expanded branch out, which would never train; the paper's Lerp8MSE0 trains that"
                 " branch alone: write `alpha: 1.0` (and `inference_alpha: 0.5` for Lerp8MSE0*)"
             )
-        if self.inference_alpha is not None and self.kind not in SCALAR_ALPHA:
-            raise ValueError(
-                f"`inference_alpha` needs one α for all tokens ({', '.join(SCALAR_ALPHA)}), not `{self.kind}`"
-            )
-        if self.alpha == 1 and (self.learnable or self.kind not in SCALAR_ALPHA):
+        if self.inference_alpha is not None and not self.rule.scalar_alpha:
+            scalar = ", ".join(rule.key for rule in interpolators().values() if rule.scalar_alpha)
+            raise ValueError(f"`inference_alpha` needs one α for all tokens ({scalar}), not `{self.kind}`")
+        if self.alpha == 1 and (self.learnable or not self.rule.scalar_alpha):
             raise ValueError(f"`alpha` must be below 1 where `{self.kind}` learns it")
         return self
 
 
 def _no_attention(kind: object) -> object:
     if kind == "attention":
-        raise ValueError(
-            "divergence `attention` compares attention maps, which sdpa, flash and flex attention never form;"
-            " use `mse` or `cosine`"
-        )
+        raise ValueError(NO_ATTENTION)
     return kind
 
 
-class Divergence(_Part):
+class Divergence(Spec):
     """What keeps the expanded branch near the pre-trained one in training (section 3.4)."""
 
     kind: Annotated[
-        Literal["mse", "cosine", "none"],
+        str,
+        OneOf(lambda: DIVERGENCES),
         BeforeValidator(_no_attention),
         Field(description="mean square over the hidden size, or 1 - cosine; tokens of padding left out"),
     ] = "mse"
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False, description="its share λ of the loss")] = 1.0
 
 
-class ControlLLM(BaseModel):
+class ControlLLM(Operation):
     """Trainable copies of chosen layers: beside them with an interpolator, on top of them, or by turns."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Control LLM, section 3.3: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of the rate",
+        lr=5e-5,
+        min_lr=1e-5,
+        warmup=1000,
+        decay_of_rate=0.1,
+        batch=512,
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("control",)
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
@@ -99,8 +117,9 @@ class ControlLLM(BaseModel):
                 raise ValueError(
                     f"`{given[0]}` has no meaning with `expansion: stack`, which has one branch: leave it out"
                 )
-        elif self.interpolator.kind == "proj" and self.divergence.kind == "none":
-            raise ValueError("interpolator `proj` projects for the divergence, which is `none`: use `lerp`")
+        elif self.interpolator.rule.projects and self.divergence.kind == "none":
+            kind = self.interpolator.kind
+            raise ValueError(f"interpolator `{kind}` projects for the divergence, which is `none`: use `lerp`")
         return self
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
@@ -139,14 +158,15 @@ class ControlLLM(BaseModel):
         home = draft.layers[layer]
         if home.graft("control") is not None:
             raise BadInput(f"layer {layer} has a control block already; leave it out of `layers`")
-        if home.graft("control_states") is not None:
+        barred = next((graft for graft in home.grafts if graft.rules.in_twin == "refused"), None)
+        if barred is not None:
             raise BadInput(
-                f"layer {layer} has control states, whose twin would be others of the bank: attach control blocks first"
+                f"layer {layer} has {barred.text}, of which a twin can have no copy: attach control blocks first"
             )
         # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
         twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
         grafts = [Graft("control", self._entry(), twin | self._gate(draft, number, layer), number)]
-        grafts += [graft.twin(number) for graft in home.grafts if graft.kind in ("adapters", "experts")]
+        grafts += [graft.twin(number) for graft in home.grafts if graft.rules.in_twin == "copied"]
         return grafts
 
     def _entry(self) -> dict[str, Any]:
@@ -157,33 +177,10 @@ class ControlLLM(BaseModel):
 
     def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
         """The interpolator's tensors as the runtime gives them birth: none for a fixed lerp."""
-        width = draft.anatomy.sizes.hidden
         dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
-        kind, logit = self.interpolator.kind, _logit(self.interpolator.alpha) if self._has_bias else 0.0
-        tensors: dict[str, Recipe] = {}
-        match kind:
-            case "plerp" | "proj":
-                tensors["weight"] = Constant(0.0, dtype, (width, width))
-            case "dlerp":
-                tensors["weight"] = Constant(0.0, dtype, (1, 2 * width))
-            case "dlerp_in":
-                tensors["weight"] = Constant(0.0, dtype, (1, width))
-            case "moe":
-                key = f"operations[{number}].layer[{layer}].{INTERPOLATOR}weight"
-                tensors["weight"] = Random(key, 1 / math.sqrt(3 * width), dtype, (2, width))
-        if self._has_bias:
-            match kind:
-                case "dlerp" | "dlerp_in":
-                    tensors["bias"] = Constant(logit, dtype, (1,))
-                case "moe":
-                    tensors["bias"] = Listed((0.0, logit), dtype, (2,))
-                case _:
-                    tensors["logit"] = Constant(logit, dtype, (1,))
-        return {f"{INTERPOLATOR}{name}": recipe for name, recipe in tensors.items()}
-
-    @property
-    def _has_bias(self) -> bool:
-        return self.interpolator.learnable
+        spec = InterpolatorSpec(**self.interpolator.model_dump())
+        births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)
+        return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", dtype)
 
     def _claim(self, beside: list[int], stacked: list[int]) -> Claim:
         reasons = []
@@ -192,10 +189,6 @@ class ControlLLM(BaseModel):
         if stacked:
             reasons.append("copies on top add exactly zero to the residual stream")
         return Claim("exact", "; ".join(reasons))
-
-
-def _logit(alpha: float) -> float:
-    return math.log(alpha) - math.log1p(-alpha)
 
 
 def _named(layers: list[int]) -> str:

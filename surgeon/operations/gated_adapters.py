@@ -6,30 +6,29 @@ its output matrix is zero at birth, so the grown model computes what the base co
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Random, Recipe
+from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.families.grafted import ADAPTER
+from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8
 # The paper's α where it is not varied (section 4.1).
 _DEFAULT_WEIGHT = 0.01
 
-LossKind = Literal["l1", "cross_entropy"]
+LossKind = Annotated[str, OneOf(lambda: LOCAL_LOSSES)]
 
 
-class LocalLoss(BaseModel):
+class LocalLoss(Spec):
     """A loss on the adapters themselves (section 3): ℓ1 of what they add on original text, or domain classification."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Annotated[
         LossKind,
@@ -41,10 +40,26 @@ class LocalLoss(BaseModel):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share α of the loss")] = _DEFAULT_WEIGHT
 
 
-class GatedAdapters(BaseModel):
+class GatedAdapters(Operation):
     """Gated adapters parallel to the FFN of chosen layers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "signetalla2024neutral",
+            r"Signe Talla, Franck and Grave, {\'E}douard and J{\'e}gou, Herv{\'e}",
+            "Neutral Residues: Revisiting Adapters for Model Extension",
+            2024,
+            "2410.02744",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1",
+        lr=2e-4,
+        betas=(0.9, 0.95),
+        length=4096,
+        original_share=0.1,
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("adapters",)
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"
@@ -54,11 +69,13 @@ class GatedAdapters(BaseModel):
     ] = None
     size: Annotated[int | None, Field(ge=1, le=2**20, description="hidden size of every adapter, instead")] = None
     gate: Annotated[
-        Literal["relu", "sigmoid", "none"],
+        str,
+        OneOf(lambda: GATES),
         Field(description="the block's scalar gate: Neutral Residues, its sigmoid variant, a vanilla parallel adapter"),
     ] = "relu"
     init: Annotated[
-        Literal["low_variance", "he"],
+        str,
+        OneOf(lambda: VARIANCES),
         Field(description="variance 1/(d·L) or 2/d of the matrices that read; output zero"),
     ] = "low_variance"
     local_loss: Annotated[
@@ -126,20 +143,12 @@ class GatedAdapters(BaseModel):
     def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
         width = draft.anatomy.sizes.hidden
         dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
-        std = math.sqrt(1 / (width * len(draft.layers)) if self.init == "low_variance" else 2 / width)
-        shapes = {"gate_proj": (size, width), "up_proj": (size, width)}
-        if self.gate != "none":
-            shapes["gate"] = (1, width)
-        tensors: dict[str, Recipe] = {}
-        for name, shape in shapes.items():
-            suffix = f"{ADAPTER}{name}.weight"
-            tensors[suffix] = Random(f"operations[{number}].layer[{layer}].{suffix}", std, dtype, shape)
-        tensors[f"{ADAPTER}down_proj.weight"] = Constant(0.0, dtype, (width, size))
-        return tensors
+        births = AdapterSpec(layer, size, self.gate, self.init).births(width, len(draft.layers))
+        return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", dtype)
 
     def _set_losses(self, draft: Draft) -> None:
         """The local losses are one setting of the model: two operations that differ in it cannot stand together."""
-        wanted = {"l1": 0.0, "cross_entropy": 0.0} | {str(kind): weight for kind, weight in self.losses.items()}
+        wanted = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")
         if earlier is not None and earlier != wanted:
             raise BadInput(

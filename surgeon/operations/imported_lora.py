@@ -12,6 +12,7 @@ from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
+from surgeon.runtime.experts_rules import slot_name
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
 # Conversions that lose nothing.
@@ -93,7 +94,7 @@ def slot_tensors(
     """The recipes of the slot's tensors in one layer, by suffix."""
     tensors = adapter_of(draft, name).tensors
     return {
-        f"{module.target}.slots.{slot}.lora_{matrix}": Imported(name, source, dtype, tensors[source].shape)
+        f"{slot_name(module.target, slot)}.lora_{matrix}": Imported(name, source, dtype, tensors[source].shape)
         for module in modules
         for matrix, source in (("A", module.down), ("B", module.up))
     }

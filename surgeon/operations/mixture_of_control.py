@@ -6,35 +6,40 @@ control and, by a gate, those of other sites (Eq. 9, 10). Every control's writin
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.grafts import Graft
-from surgeon.blueprint.recipes import Constant, Random, Recipe
+from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.errors import BadInput
-from surgeon.families.grafted import BANK
+from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
-from surgeon.runtime.surgeon_specs import SITES
+from surgeon.runtime.states_rules import (
+    BANK,
+    GATE_SHARING,
+    INFERENCE_ROUTINGS,
+    MIXTURE_GATES,
+    SITES,
+    TRAIN_ROUTINGS,
+    MixtureSpec,
+)
 
-Site = Literal["attention", "ffn"]
+Site = Annotated[str, OneOf(lambda: SITES)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Gate(_Part):
+class Gate(Spec):
     """What chooses among the control states of all layers (section 4.2, appendix B.2)."""
 
     kind: Annotated[
-        Literal["linear", "cosine"],
+        str,
+        OneOf(lambda: MIXTURE_GATES),
         Field(description="scores W x, or cosines of a low-dimensional projection of x with one vector a control"),
     ] = "linear"
     shared: Annotated[
-        Literal["all", "by_kind", "none"],
+        str,
+        OneOf(lambda: GATE_SHARING),
         Field(
             description="one gate for all sites; one for attention's and one for the FFN's, each among its own kind;"
             " one for each site"
@@ -53,15 +58,16 @@ class Gate(_Part):
     ] = True
 
 
-class Routing(_Part):
+class Routing(Spec):
     """Over which tokens a choice is made (appendix B.2)."""
 
     train: Annotated[
-        Literal["batch_mean", "batch_mode", "token"],
+        str,
+        OneOf(lambda: TRAIN_ROUTINGS),
         Field(description="one choice a batch: greatest mean probability, or chosen by most tokens; or one a token"),
     ] = "batch_mean"
     inference: Annotated[
-        Literal["prefix_mean", "sequence_mean", "token"] | None,
+        Annotated[str, OneOf(lambda: INFERENCE_ROUTINGS)] | None,
         Field(
             description="each token by the mean over its sequence up to it (decoders), over all of its sequence"
             " (encoders), or by itself; null: the mean that the base can take. A decoder's token never sees later ones"
@@ -69,14 +75,33 @@ class Routing(_Part):
     ] = None
 
 
-class MixtureOfControl(BaseModel):
+class MixtureOfControl(Operation):
     """Control states beside attention, FFN or both of chosen layers, and gates that mix them across layers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "nguyen2026mixture",
+            "Nguyen, Duc Anh and Luu, Tien Ngoc and Pham, Tung and Tran, Toan",
+            "Mixture-of-Control: State-Aware Fine-Tuning for Transformer-based Models",
+            2026,
+            venue="ICML Workshop on Connecting Low-rank Representations in AI (CoLoRAI)",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Mixture-of-Control, Tables 4 and 5: 3e-4, linear, warm-up 6 %, weight decay 0.01, 32 sequences of 256",
+        lr=3e-4,
+        schedule="linear",
+        warmup=0.06,
+        weight_decay=0.01,
+        batch=32,
+        length=256,
+    )
+    on_encoders: ClassVar[bool] = True
+    grafts: ClassVar[tuple[str, ...]] = ("control_states", "mixture")
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
-    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [
+    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [  # noqa: RUF012  # pydantic copies it
         "attention",
         "ffn",
     ]
@@ -99,7 +124,7 @@ class MixtureOfControl(BaseModel):
     @classmethod
     def _once(cls, sites: list[Site]) -> list[Site]:
         if len(set(sites)) != len(sites):
-            raise ValueError("names a site twice")
+            raise ValueError("`sites` names a site twice")
         return sites
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
@@ -116,7 +141,10 @@ class MixtureOfControl(BaseModel):
         for layer in layers:
             entry = {"sites": [site for site in SITES if site in self.sites]}
             draft.layers[layer].grafts.append(Graft("control_states", entry, {}, number))
-        draft.bank = Graft("mixture", self._entry(draft), self._tensors(draft, number, kinds), number)
+        mixture = self._entry(draft)
+        dtype = draft.layers[0].tensors[draft.anatomy.parts[0].suffix].dtype
+        births = MixtureSpec(**mixture).births(kinds, draft.anatomy.sizes.hidden)
+        draft.bank = Graft("mixture", mixture, recipes_of(births, BANK, f"operations[{number}].", dtype), number)
         share = (draft.parameters() - before) / before
         chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {self._candidates(kinds)}"
         return OperationRecord(
@@ -129,9 +157,7 @@ class MixtureOfControl(BaseModel):
 
     def _candidates(self, kinds: list[Site]) -> int:
         """How many control states a gate chooses among."""
-        if self.gate.shared != "by_kind":
-            return len(kinds)
-        return min(kinds.count(kind) for kind in set(kinds))
+        return MixtureSpec(self.rank, shared=self.gate.shared).fewest(kinds)
 
     def _check_choice(self, kinds: list[Site]) -> None:
         if self.top_k > self._candidates(kinds):
@@ -166,33 +192,3 @@ class MixtureOfControl(BaseModel):
             "balance_weight": self.balance_weight,
             "straight_through": self.gate.straight_through,
         }
-
-    def _tensors(self, draft: Draft, number: int, kinds: list[Site]) -> dict[str, Recipe]:
-        width = draft.anatomy.sizes.hidden
-        dtype = draft.layers[0].tensors[draft.anatomy.parts[0].suffix].dtype
-        tensors: dict[str, Recipe] = {}
-
-        def random(suffix: str, rows: int, columns: int) -> None:
-            key = f"operations[{number}].{BANK}{suffix}"
-            tensors[f"{BANK}{suffix}"] = Random(key, math.sqrt(1 / (3 * columns)), dtype, (rows, columns))
-
-        for site, _ in enumerate(kinds):
-            random(f"states.{site}.lora_A", self.rank, width)
-            tensors[f"{BANK}states.{site}.lora_B"] = Constant(0.0, dtype, (width, self.rank))
-        if self.top_k == 0:
-            return tensors
-        for name, count in self._gates(kinds).items():
-            if self.gate.kind == "cosine":
-                random(f"gates.{name}.projection", self.gate.projection, width)
-            random(f"gates.{name}.weight", count, self.gate.projection if self.gate.kind == "cosine" else width)
-        return tensors
-
-    def _gates(self, kinds: list[Site]) -> dict[str, int]:
-        """Names of the gates and among how many control states each chooses."""
-        match self.gate.shared:
-            case "all":
-                return {"all": len(kinds)}
-            case "by_kind":
-                return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-            case "none":
-                return {f"site_{site}": len(kinds) for site, _ in enumerate(kinds)}

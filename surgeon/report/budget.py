@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import BANK, owner_of
+from surgeon.families.grafted import owner_of
 from surgeon.manifest.manifest import Manifest
 from surgeon.report.history import History
+from surgeon.runtime.states_rules import BANK
 
 BF16_BYTES = 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,15 +10,14 @@ from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import BANK, owner_of
+from surgeon.families.grafted import owner_of
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of
+from surgeon.operations import origin_of
+from surgeon.operations.operation import Origin as Made
+from surgeon.runtime.states_rules import BANK
 
-Origin = Literal["base", "changed", "copied", "fused", "made"]
-
-
-# An init's name in a manifest, and its kind in the picture.
-_ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
+Origin = Literal["base", "changed"] | Made
 
 
 @dataclass(frozen=True)
@@ -141,29 +140,19 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
             made_by = nth
             break
         here = entry.base
-    kinds = {graft.text: graft for graft in grafts}
-    last = surgeries[-1].layers[index]
-    marks = tuple(
-        Mark(
-            kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=_sign(kinds.get(graft.text)),
-            text=graft.text,
-            surgery=brought.get(graft.text),
-            trains=graft.operation is not None,
-        )
-        for graft in last.grafts
-    )
+    marks = _marks(surgeries[-1].layers[index].grafts, grafts, brought)
     if made_by is None:
         origin: Origin = "changed" if changed else "base"
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
     places = lineage.layers(made_by + first)
+    by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
     return StackLayer(
         index=index,
         base=None,
-        origin=_ORIGINS.get(entry.init.partition(",")[0].split()[0] if entry.init else "", "made"),
+        origin=origin_of(by, entry.init),
         init=entry.init,
-        sources=tuple(sorted({places[source] for source in entry.sources})),
+        sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
         surgery=made_by + first,
         operation=entry.operation,
         trains=trains,
@@ -171,20 +160,16 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
     )
 
 
-def _sign(graft: Graft | None) -> str:
-    if graft is None:
-        return "?"
-    match graft.kind:
-        case "control":
-            return "C"
-        case "adapters":
-            return "A"
-        case "expert_router":
-            return "R"
-        case "control_states" | "mixture":
-            return "M"
-        case "experts":
-            if not graft.entry["routed"]:
-                return "L"
-            numbers = [slot["slot"] for slot in graft.entry["slots"]]
-            return f"S{numbers[0]}" if len(numbers) == 1 else f"S{numbers[0]}–{numbers[-1]}"
+def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
+    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
+    kinds = {graft.text: graft for graft in grafts}
+    return tuple(
+        Mark(
+            kind=kinds[graft.text].kind if graft.text in kinds else "other",
+            sign=kinds[graft.text].sign if graft.text in kinds else "?",
+            text=graft.text,
+            surgery=brought.get(graft.text),
+            trains=graft.operation is not None,
+        )
+        for graft in last
+    )

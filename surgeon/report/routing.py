@@ -132,16 +132,17 @@ class _Observer:
         surgery = trunk.surgery
         # An encoder has no cache and no logits to leave out, and its layers have no gates.
         self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
-        self.slots = 0 if surgery.router is None else len(surgery.router.slots)
-        self.router_layer = None if surgery.router is None else surgery.router.layer
-        self.bank = trunk.control_bank
+        router = surgery.of["experts"].router if "experts" in surgery.of else None
+        self.slots = 0 if router is None else len(router.slots)
+        self.router_layer = None if router is None else router.layer
+        self.bank: Any = getattr(trunk, "control_bank", None)
         routed = self.bank is not None and self.bank.spec.top_k > 0
-        self.sites: tuple[tuple[int, str], ...] = tuple(surgery.sites) if routed else ()
+        self.sites: tuple[tuple[int, str], ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
         for layer, module in enumerate(() if encoder else trunk.layers):
             self._observe(str(layer), module)
-            if surgery.controls.get(layer) is not None:
+            if layer in surgery.homes.values():
                 self._observe(f"{layer}.branch", module.expanded)
 
     @property
@@ -190,7 +191,7 @@ class _Observer:
 
         def record(module: Any, _inputs: Any, result: tuple[Tensor, Tensor]) -> None:
             output, score = result
-            gates.append((torch.relu(score) if module.gate_kind == "relu" else torch.sigmoid(score)).flatten().cpu())
+            gates.append(module.opening(score).flatten().cpu())
             loudness.append(output.abs().float().mean(dim=-1).flatten().cpu())
 
         return record

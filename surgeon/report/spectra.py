@@ -10,8 +10,9 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.grafted import ADAPTER, BRANCH
 from surgeon.models.load import stored_dtype
+from surgeon.runtime.adapters_rules import ADAPTER
+from surgeon.runtime.rules import BRANCH
 
 # A spectrum takes time cubic in the width: in deep models, layers are chosen evenly.
 _LAYERS = 8

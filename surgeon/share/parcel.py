@@ -14,7 +14,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
-from surgeon.runtime import is_shipped_name
+from surgeon.runtime.bundle import CODE_FILE
 
 
 @dataclass(frozen=True)
@@ -129,4 +129,4 @@ def check_way(to: Destination, there: Repository, *, force: bool) -> None:
 def _is_loaded(name: str) -> bool:
     """Whether transformers may load a file of this name, at the top of a repository, as weights or code."""
     # With a delta's mark beside it, surgeon would not open the checkpoint.
-    return name in (INDEX_FILE, DELTA_FILE) or name.endswith(".safetensors") or is_shipped_name(name)
+    return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

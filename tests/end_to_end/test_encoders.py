@@ -15,7 +15,8 @@ import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.plan import shipped
-from surgeon.runtime import AUTO_MAP, RUNTIME_FILES
+from surgeon.runtime.bundle import CODE_FILE
+from surgeon.runtime.natives import NATIVES
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, run_elsewhere, weights
 from tests.runtime.grafting import classes
@@ -69,10 +70,10 @@ def test_every_head_is_exact_and_loads_where_surgeon_is_not(family: str, tmp_pat
         assert verification.holds and verification.identical
         assert [c.dtype for c in verification.comparisons] == ["bfloat16", "float32"]
         config = json.loads((out / "config.json").read_text())
-        assert config["auto_map"] == AUTO_MAP[family]
+        assert config["auto_map"] == NATIVES[family].auto_map
         assert config["model_type"] == f"upcycled_{family}" and config["num_hidden_layers"] == 6
         assert config["surgery"]["mixture"]["inference_routing"] == "sequence_mean"
-        assert {path.name for path in out.glob("*.py")} == set(RUNTIME_FILES[family])
+        assert [path.name for path in out.glob("*.py")] == [CODE_FILE]
         auto = f"AutoModel{head}"
         arguments += [str(base), auto, "plain", str(out), auto, "trust"]
         pairs.append((str(base), str(out)))

@@ -17,12 +17,13 @@ import surgeon
 from surgeon.cli import app
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
-from surgeon.runtime import RUNTIME_FILES, shipped_code
-from surgeon.runtime.surgeon_adapters import GatedAdapter
-from surgeon.runtime.surgeon_interpolators import build_interpolator
-from surgeon.runtime.surgeon_specs import AdapterSpec, InterpolatorSpec
+from surgeon.runtime.adapters import GatedAdapter
+from surgeon.runtime.adapters_rules import AdapterSpec
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.control_rules import InterpolatorSpec
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
+from tests.runtime.test_interpolators import CLASSES
 
 GRAFT_PLANS = [
     name
@@ -179,7 +180,7 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
             (
                 CONTROL | {"interpolator": {"kind": kind} | more},
                 "interpolator.",
-                lambda kind=kind, more=more: build_interpolator(InterpolatorSpec(kind=kind, **more), 32),
+                lambda kind=kind, more=more: CLASSES[kind](InterpolatorSpec(kind=kind, **more), 32),
             )
             for kind, more in [
                 ("lerp", {"learnable": True, "alpha": 0.3}),
@@ -231,10 +232,9 @@ def test_tensors_are_born_as_the_shipped_code_bears_them(
 def test_code_is_copied_verbatim_and_checked(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     surgeon.apply(plan(ADAPTERS), str(base), out)
-    assert {path.name for path in out.glob("*.py")} == set(RUNTIME_FILES["llama"])
-    for path in out.glob("*.py"):
-        assert path.read_bytes() == shipped_code(path.name)
-    (out / "surgeon_layers.py").write_text("raise SystemExit('run')\n")
+    assert [path.name for path in out.glob("*.py")] == [CODE_FILE]
+    assert (out / CODE_FILE).read_bytes() == bundle(json.loads((out / "config.json").read_text()))
+    (out / CODE_FILE).write_text("raise SystemExit('run')\n")
     assert CliRunner().invoke(app, ["verify", str(base), str(out)]).exit_code == 2
     trusted = surgeon.verify(base, out, trust_remote_code=True, logits=False)
     assert not trusted.holds

@@ -194,14 +194,14 @@ def test_what_would_be_loaded_beside_it_is_taken_out(hub: Hub, out: Path) -> Non
     hub.files = {
         "surgery.json": b"{}",
         "model.safetensors": b"old",
-        "surgeon_layers.py": b"old",
+        "modeling_surgeon.py": b"old",
         "notes.md": b"kept",
         "original/model.safetensors": b"kept",
     }
     pushed = surgeon.push(out, "user/model")
-    assert pushed.stale == ("model.safetensors", "surgeon_layers.py")
+    assert pushed.stale == ("model.safetensors", "modeling_surgeon.py")
     assert {"notes.md", "original/model.safetensors"} <= hub.files.keys()
-    assert not {"model.safetensors", "surgeon_layers.py"} & hub.files.keys()
+    assert not {"model.safetensors", "modeling_surgeon.py"} & hub.files.keys()
 
 
 def test_a_branch_and_a_pull_request(hub: Hub, out: Path) -> None:

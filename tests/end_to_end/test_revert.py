@@ -249,23 +249,23 @@ def test_merged_branches_are_lost(tmp_path: Path) -> None:
 
 def test_code_is_the_one_of_then(out: Path, llama: list[Path], tmp_path: Path) -> None:
     """A state whose files of code are no longer shipped takes them from the output, where they are what was kept."""
-    changed = b"# as an older version had it\n" + (out / "surgeon_losses.py").read_bytes()
+    name = "modeling_surgeon.py"
+    changed = b"# as an older version had it\n" + (out / name).read_bytes()
 
     def older(manifest: dict[str, Any]) -> None:
         digest = hashlib.sha256(changed).hexdigest()
         ancestor = manifest["lineage"][1]
-        ancestor["manifest"]["code"]["surgeon_losses.py"] = digest
+        ancestor["manifest"]["code"][name] = digest
         content = ancestor["manifest"] | {"lineage": manifest["lineage"][:1]}
         dumped = json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
         ancestor["sha256"] = hashlib.sha256(dumped).hexdigest()
 
     edit(older)(out)
-    assert "surgeon_losses.py: neither" in refused("revert", out, tmp_path / "back")
-    (out / "surgeon_losses.py").write_bytes(changed)
+    assert f"{name}: neither" in refused("revert", out, tmp_path / "back")
+    (out / name).write_bytes(changed)
     assert "--trust-remote-code" in refused("revert", out, tmp_path / "back")
     surgeon.revert(out, tmp_path / "back", trust_remote_code=True)
-    assert (tmp_path / "back" / "surgeon_losses.py").read_bytes() == changed
-    assert (tmp_path / "back" / "surgeon_layers.py").read_bytes() == (llama[2] / "surgeon_layers.py").read_bytes()
+    assert (tmp_path / "back" / name).read_bytes() == changed
 
 
 def test_manifests_of_older_versions_still_parse_and_keep_their_digests(llama: list[Path], tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from surgeon.runtime import CLASS_PREFIXES, ENCODER_PREFIXES
-from surgeon.runtime.surgeon_specs import SCALAR_ALPHA
+from surgeon.runtime.adapters_rules import GATES
+from surgeon.runtime.control_rules import INTERPOLATORS
+from surgeon.runtime.joined import import_bundle
+from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
 
 TRUNK = 6
@@ -16,10 +17,12 @@ HIDDEN = 32
 VOCABULARY = 128
 
 
-def classes(family: str, suffix: str) -> Any:
-    """The family's upcycled class, e.g. `ForCausalLM`."""
-    module = importlib.import_module(f"surgeon.runtime.modeling_surgeon_{family.replace('-', '_')}")
-    return getattr(module, (CLASS_PREFIXES | ENCODER_PREFIXES)[family] + suffix)
+def classes(family: str, suffix: str, surgery: dict[str, Any] | None = None) -> Any:
+    """A family's upcycled class, e.g. `ForCausalLM`, of the file for such a surgery (None: with all grafts)."""
+    if surgery is None:
+        surgery = states() if family in tiny.ENCODERS else everything()
+    module = import_bundle({"model_type": PREFIX + family, "surgery": surgery})
+    return getattr(module, NATIVES[family].prefix + suffix)
 
 
 def control(
@@ -114,11 +117,9 @@ def everything() -> dict[str, Any]:
 
 def every_graft() -> dict[str, dict[str, Any]]:
     """Each graft of the paper's tables by name, with each interpolator and each gate."""
-    named = {
-        f"control-{kind}": control(kind) for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj")
-    }
-    named |= {f"control-{kind}-learned": control(kind, learnable=True) for kind in (*SCALAR_ALPHA, "dlerp", "moe")}
-    named |= {f"adapters-{gate}": adapters(gate) for gate in ("relu", "sigmoid", "none")}
+    named = {f"control-{rule.key}": control(rule.key) for rule in INTERPOLATORS}
+    named |= {f"control-{rule.key}-learned": control(rule.key, learnable=True) for rule in INTERPOLATORS}
+    named |= {f"adapters-{gate}": adapters(gate) for gate in GATES}
     named["both"] = both()
     named["experts"] = experts()
     named["experts-in-groups"] = experts(groups=(0, 0, 1, 2), ranks=(3, 3, 2, 4))
@@ -139,7 +140,7 @@ def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
         base["layer_types"] = base["layer_types"] + [base["layer_types"][twin] for twin in twins]
     base["num_hidden_layers"] += len(twins)
     base.pop("model_type")
-    return classes(family, "Config")(surgery=surgery, **base)
+    return classes(family, "Config", surgery)(surgery=surgery, **base)
 
 
 def grafted(
@@ -148,7 +149,7 @@ def grafted(
     """An upcycled causal model in eval mode that holds the base's tensors and copies of them as branches."""
     base = tiny.model(family, dtype=dtype, **overrides) if base is None else base
     torch.manual_seed(1)
-    model = classes(family, "ForCausalLM")._from_config(
+    model = classes(family, "ForCausalLM", surgery)._from_config(
         config(family, surgery, **overrides), dtype=getattr(torch, dtype)
     )
     state = dict(base.state_dict())
@@ -179,7 +180,7 @@ def grafted_encoder(
     base = tiny.model(family, dtype=dtype, head=head, **overrides) if base is None else base
     torch.manual_seed(1)
     surgery = states(inference_routing="sequence_mean") if surgery is None else surgery
-    model = classes(family, head or "Model")._from_config(
+    model = classes(family, head or "Model", surgery)._from_config(
         config(family, surgery, **overrides), dtype=getattr(torch, dtype)
     )
     missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)

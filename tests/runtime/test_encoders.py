@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_losses import Flow
-from surgeon.runtime.surgeon_states import Mixing
+from surgeon.runtime.losses import Flow
+from surgeon.runtime.states import Mixing
 from tests import tiny
 from tests.runtime.grafting import classes, config, grafted, grafted_encoder, perturbed, states, tokens
 
@@ -63,7 +63,7 @@ def test_a_site_follows_the_equation(family: str) -> None:
         for hook in kept:
             hook.remove()
         bank = model.control_bank
-        assert [site for site, _ in model.surgery.sites] == [0, 0, 2, 2, 5, 5]
+        assert [site for site, _ in model.surgery.of["states"].sites] == [0, 0, 2, 2, 5, 5]
 
         def control(site: int, x: Tensor) -> Tensor:
             probabilities = torch.softmax(x.double() @ bank.gates["all"].weight.double().T, -1)
@@ -229,7 +229,7 @@ def test_a_sequence_of_nothing_but_padding_is_no_trouble() -> None:
 
 
 def _frame() -> Any:
-    from surgeon.runtime.surgeon_frames import Frame
+    from surgeon.runtime.frames import Frame
 
     return Frame()
 
@@ -238,4 +238,4 @@ def test_a_missing_control_state_is_refused(tmp_path: Any) -> None:
     tiny.model("deberta").save_pretrained(tmp_path)
     made = config("deberta", sequence_states())
     with pytest.raises(ValueError, match=r"lacks 13 tensors .*`deberta\.control_bank\.gates\.all\.weight`"):
-        classes("deberta", "ForMaskedLM").from_pretrained(tmp_path, config=made)
+        classes("deberta", "ForMaskedLM", made.surgery).from_pretrained(tmp_path, config=made)

@@ -9,11 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_interpolators import Interpolator, build_interpolator, gate_std
-from surgeon.runtime.surgeon_specs import INTERPOLATORS, SCALAR_ALPHA, InterpolatorSpec
+from surgeon.runtime import interpolators
+from surgeon.runtime.control_rules import INTERPOLATORS, InterpolatorSpec
+from surgeon.runtime.interpolators import Interpolator
 
 WIDTH = 8
 ALPHA = 0.3
+
+
+CLASSES: dict[str, type[Interpolator]] = {rule.key: getattr(interpolators, rule.module) for rule in INTERPOLATORS}
+SCALAR_ALPHA = [rule.key for rule in INTERPOLATORS if rule.scalar_alpha]
+
+
+def build_interpolator(spec: InterpolatorSpec, width: int) -> Interpolator:
+    return CLASSES[spec.kind](spec, width)
+
+
+def test_every_rule_is_the_one_of_its_class() -> None:
+    assert all(kind.rule.key == key for key, kind in CLASSES.items())
 
 
 def made(kind: str, *, noise: float = 0.5, **spec: Any) -> Interpolator:
@@ -128,14 +141,14 @@ def test_a_fresh_moe_gives_tokens_to_both_branches() -> None:
     module = build_interpolator(InterpolatorSpec(kind="moe"), 512)
     torch.manual_seed(0)
     module.initialise()
-    assert abs(module.weight.std().item() / gate_std(512) - 1) < 0.1
+    assert abs(module.weight.std().item() / math.sqrt(1 / (3 * 512)) - 1) < 0.1
     _, probability = module(*(torch.randn(1, 400, 512) for _ in range(3)))
     assert 0.3 < (probability >= 0.5).float().mean() < 0.7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("kind", INTERPOLATORS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_equal_branches_pass_unchanged_whatever_alpha_is(kind: str, alpha: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = build_interpolator(InterpolatorSpec(kind=kind, alpha=alpha, learnable=True), 64).to(dtype)
@@ -178,7 +191,7 @@ def test_slerp_keeps_the_norm_where_lerp_does_not() -> None:
 def test_anchor_is_detached_and_projected_by_proj_alone() -> None:
     _, p, _ = states()
     p.requires_grad_()
-    for kind in INTERPOLATORS:
+    for kind in CLASSES:
         module = made(kind)
         anchor = module.anchor(p)
         if kind == "proj":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import surgeon.runtime
-from surgeon.runtime import AUTO_MAP, RUNTIME_FILES
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.natives import NATIVES
 from tests import tiny
 from tests.runtime.grafting import both, classes, control, grafted, perturbed, tokens
 
-RUNTIME = Path(surgeon.runtime.__file__).parent
-
 
 def written(folder: Path, model: Any, family: str) -> Path:
-    """A checkpoint as `surgeon apply` lays it out: weights, config with auto_map, runtime files copied verbatim."""
+    """A checkpoint as `surgeon apply` lays it out: weights, config with auto_map, the joined runtime."""
     folder.mkdir()
     state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -33,12 +30,11 @@ def written(folder: Path, model: Any, family: str) -> Path:
     edited = model.config.to_dict() | {
         "model_type": f"upcycled_{family}",
         "architectures": [type(model).__name__],
-        "auto_map": AUTO_MAP[family],
+        "auto_map": NATIVES[family].auto_map,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     (folder / "config.json").write_text(json.dumps(edited))
-    for name in RUNTIME_FILES[family]:
-        shutil.copy(RUNTIME / name, folder)
+    (folder / CODE_FILE).write_bytes(bundle(edited))
     return folder
 
 
@@ -135,15 +131,16 @@ def test_every_family_works_where_surgeon_is_not(tmp_path: Path) -> None:
 def test_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
     model = perturbed(grafted(family, both(), dtype="bfloat16"))
     model.save_pretrained(tmp_path, max_shard_size="30KB")
-    again, info = classes(family, "ForCausalLM").from_pretrained(tmp_path, output_loading_info=True)
+    again, info = classes(family, "ForCausalLM", both()).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert again.dtype == torch.bfloat16
     before, after = model.state_dict(), again.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert again.config.surgery == model.config.surgery
-    assert {path.name for path in tmp_path.glob("*.py")} == set(RUNTIME_FILES[family])
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP[family]
+    assert [path.name for path in tmp_path.glob("*.py")] == [CODE_FILE]
+    assert (tmp_path / CODE_FILE).read_bytes() == bundle(json.loads((tmp_path / "config.json").read_text()))
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == NATIVES[family].auto_map
 
 
 def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
@@ -153,7 +150,7 @@ def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
         cut = {name: tensor for name, tensor in whole.items() if name != victim}
         save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"lacks 1 tensors.*{victim}"):
-            classes("llama", "ForCausalLM").from_pretrained(folder)
+            classes("llama", "ForCausalLM", control("plerp")).from_pretrained(folder)
 
 
 def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> Non
     surgery = control()
     grafted_config = grafted("llama", surgery).config
     with pytest.raises(ValueError, match="lacks"):
-        classes("llama", "ForCausalLM").from_pretrained(tmp_path, config=grafted_config)
+        classes("llama", "ForCausalLM", surgery).from_pretrained(tmp_path, config=grafted_config)
 
 
 def test_without_trust_nothing_loads(tmp_path: Path) -> None:
@@ -173,7 +170,7 @@ def test_without_trust_nothing_loads(tmp_path: Path) -> None:
 def test_a_replaced_site_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quantiser that swaps modules by type must not drop a graft unseen."""
     folder = written(tmp_path / "out", grafted("llama", both()), "llama")
-    causal = classes("llama", "ForCausalLM")
+    causal = classes("llama", "ForCausalLM", both())
     tie = causal.tie_weights
 
     def replacing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -189,7 +186,7 @@ def test_built_on_meta_the_names_and_shapes_are_the_checkpoints() -> None:
     for family in tiny.FAMILIES:
         real = grafted(family, both())
         with torch.device("meta"):
-            planned = classes(family, "ForCausalLM")(real.config)
+            planned = type(real)(real.config)
         shapes = {name: tensor.shape for name, tensor in planned.state_dict().items()}
         assert shapes == {name: tensor.shape for name, tensor in real.state_dict().items()}
         native = {name: tensor.shape for name, tensor in tiny.model(family).state_dict().items()}
@@ -202,7 +199,7 @@ def test_layers_on_disk_give_the_same_logits(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", model, "llama")
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {f"model.layers.{layer}": "disk" if layer in (0, 1, 4) else "cpu" for layer in range(6)}
-    kind = classes("llama", "ForCausalLM")
+    kind = classes("llama", "ForCausalLM", both())
     spread = kind.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offloaded")
     with torch.no_grad():
         assert torch.equal(spread(tokens()).logits, model(tokens()).logits)

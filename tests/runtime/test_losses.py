@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
-from surgeon.runtime.surgeon_losses import divergence, valid_tokens
+from surgeon.runtime.control import DISTANCES, divergence
+from surgeon.runtime.control_rules import DIVERGENCES
+from surgeon.runtime.losses import valid_tokens
 from tests import tiny
 from tests.runtime.grafting import TRUNK, adapters, both, classes, config, control, grafted, perturbed, tokens
 
@@ -183,7 +185,11 @@ def test_a_four_dimensional_mask_gives_the_same_loss() -> None:
     torch.testing.assert_close(model(**inputs | ready).divergence_loss, model(**inputs).divergence_loss)
 
 
-@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_every_divergence_that_can_be_named_is_computed() -> None:
+    assert {*DISTANCES, "none"} == set(DIVERGENCES)
+
+
+@pytest.mark.parametrize("kind", DISTANCES)
 def test_gradients_of_the_divergence(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     p, e = (torch.randn(2, 5, 6, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -338,7 +344,9 @@ def test_scaled_under_gradient_accumulation() -> None:
 def test_sequence_classifiers_get_them_too(family: str) -> None:
     torch.manual_seed(0)
     surgery = both()
-    model = perturbed(classes(family, "ForSequenceClassification")(config(family, surgery, num_labels=3))).train()
+    model = perturbed(
+        classes(family, "ForSequenceClassification", surgery)(config(family, surgery, num_labels=3))
+    ).train()
     inputs = batch() | {"labels": torch.tensor([0, 2, 1]), "domain_ids": torch.tensor([0, 1, 0])}
     out = model(**inputs)
     task = torch.nn.functional.cross_entropy(out.logits, inputs["labels"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.surgeon_frames import Frame
-from surgeon.runtime.surgeon_specs import MixtureSpec
-from surgeon.runtime.surgeon_states import ControlBank, Mixing, balance_loss
+from surgeon.runtime.frames import Frame
+from surgeon.runtime.states import ControlBank, Mixing, balance_loss
+from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny
 from tests.runtime.grafting import grafted, perturbed, states, tokens
 from tests.runtime.test_experts import normal, randomised
@@ -21,7 +21,7 @@ WIDTH = 6
 
 
 def bank(**mixture: Any) -> ControlBank:
-    return randomised(ControlBank(MixtureSpec(rank=3, alpha=0.7, **mixture), SITES, WIDTH).double())
+    return randomised(ControlBank(States(SITES, MixtureSpec(rank=3, alpha=0.7, **mixture)), WIDTH).double())
 
 
 def reference(model: ControlBank, site: int, x: Tensor, valid: Tensor, *, training: bool) -> Tensor:

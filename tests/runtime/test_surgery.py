@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import surgeon.runtime
-from surgeon.runtime import AUTO_MAP, CLASS_PREFIXES, ENCODER_PREFIXES, RUNTIME_FILES
-from surgeon.runtime.surgeon_surgery import read_surgery
+from surgeon.runtime.natives import NATIVES
+from surgeon.runtime.rules import read_surgery
 from tests import tiny
 from tests.runtime.grafting import adapters, both, classes, config, control
-
-RUNTIME = Path(surgeon.runtime.__file__).parent
 
 
 def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
@@ -28,7 +23,7 @@ def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "unknown key": (changed(control(), "contrl", value=[]), "unknown keys.*contrl"),
+    "unknown key": (changed(control(), "contrl", value=[1]), "unknown keys.*contrl"),
     "unknown entry key": (changed(control(), "control", 0, "alhpa", value=1), "control has unknown keys.*alhpa"),
     "kind": (control("spline"), "interpolator kind is `spline`"),
     "alpha": (control(alpha=1.5), "alpha is 1.5"),
@@ -57,7 +52,7 @@ def test_refused(case: str) -> None:
     plain = tiny.config("llama").to_dict() | {"num_hidden_layers": 6 + len(surgery.get("control", ()))}
     plain.pop("model_type")
     with pytest.raises(ValueError, match=words):
-        classes("llama", "Config")(surgery=surgery, **plain)
+        classes("llama", "Config", surgery)(surgery=surgery, **plain)
 
 
 def test_a_branch_of_another_attention_type_is_refused() -> None:
@@ -78,47 +73,11 @@ def test_config_survives_its_json(tmp_path: Path) -> None:
     for family in tiny.FAMILIES:
         before = config(family, both())
         before.save_pretrained(tmp_path / family)
-        after = classes(family, "Config").from_pretrained(tmp_path / family)
+        after = classes(family, "Config", both()).from_pretrained(tmp_path / family)
         assert after.to_dict() == before.to_dict()
         assert after.model_type == f"upcycled_{family}"
-        assert after.auto_map == AUTO_MAP[family]
+        assert after.auto_map == NATIVES[family].auto_map
 
 
 def test_mistral_gets_no_layer_types() -> None:
     assert "layer_types" not in config("mistral", control()).to_dict()
-
-
-def imports(path: Path) -> list[tuple[int, str]]:
-    """Every import of a file as (level, module)."""
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found.append((node.level, node.module or ""))
-    return found
-
-
-def test_shipped_files_are_flat_and_import_torch_and_transformers_only() -> None:
-    allowed = {"torch", "transformers"} | set(sys.stdlib_module_names)
-    for path in RUNTIME.glob("*.py"):
-        if path.name == "__init__.py":
-            continue
-        assert path.stem.startswith(("surgeon_", "modeling_surgeon_"))
-        for level, module in imports(path):
-            if level:
-                assert level == 1 and module.startswith("surgeon_"), (path.name, module)
-                assert (RUNTIME / f"{module}.py").exists()
-            else:
-                assert module.partition(".")[0] in allowed, (path.name, module)
-
-
-def test_the_table_lists_every_file_that_is_needed_and_no_other() -> None:
-    assert set(RUNTIME_FILES) == set(AUTO_MAP) == set(CLASS_PREFIXES) | set(ENCODER_PREFIXES)
-    assert set(CLASS_PREFIXES) == set(tiny.FAMILIES) and set(ENCODER_PREFIXES) == set(tiny.ENCODERS)
-    listed = {name for names in RUNTIME_FILES.values() for name in names}
-    assert listed == {path.name for path in RUNTIME.glob("*.py")} - {"__init__.py"}
-    for family, (modeling, *shared) in RUNTIME_FILES.items():
-        assert modeling == f"modeling_surgeon_{family.replace('-', '_')}.py"
-        # transformers 5.0 copies a local folder's files only as far as the modeling file itself imports them.
-        assert {f"{module}.py" for level, module in imports(RUNTIME / modeling) if level} == set(shared)

@@ -1,0 +1,140 @@
+"""Gated adapters (Neutral Residues, arXiv:2410.02744): what `config.surgery` says of them, what they are born with.
+
+    "adapters": [{"layer": 0, "size": 64, "gate": "relu", "init": "low_variance"}],
+    "local_loss": {"l1": 0.01, "cross_entropy": 0.0}
+
+The `layer` of an adapter may be of the trunk or of the tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .births import Birth, Fill, Normal
+from .checks import built, by_layer, check_layers, one_of, weight
+from .rules import BRANCH, GraftRules, Kind, Surgery
+
+ADAPTER = "mlp.adapter."
+GATES = ("relu", "sigmoid", "none")
+# Variance of the matrices that read, by the hidden size d and the number of the trunk's layers L.
+VARIANCES: dict[str, Callable[[int, int], float]] = {
+    "low_variance": lambda width, layers: 1 / (width * layers),
+    "he": lambda width, layers: 2 / width,
+}
+LOCAL_LOSSES = ("l1", "cross_entropy")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """One gated adapter of hidden size `size` parallel to the FFN of `layer`."""
+
+    layer: int
+    size: int
+    gate: str = "relu"
+    init: str = "low_variance"
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("adapter gate", self.gate, GATES)
+        one_of("adapter init", self.init, VARIANCES)
+        if self.size < 1:
+            raise ValueError(
+                f"config.surgery: adapter of layer {self.layer} has size {self.size}; at least 1 is needed"
+            )
+
+    def births(self, width: int, trunk_layers: int) -> dict[str, Birth]:
+        """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
+        std = math.sqrt(VARIANCES[self.init](width, trunk_layers))
+        tensors: dict[str, Birth] = {
+            "gate_proj.weight": Normal((self.size, width), std),
+            "up_proj.weight": Normal((self.size, width), std),
+        }
+        if self.gate != "none":
+            tensors["gate.weight"] = Normal((1, width), std)
+        return tensors | {"down_proj.weight": Fill((width, self.size))}
+
+
+@dataclass(frozen=True)
+class LocalLossSpec:
+    """Weights of the adapters' local losses; 0 is off."""
+
+    l1: float = 0.0
+    cross_entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        weight("local_loss l1", self.l1)
+        weight("local_loss cross_entropy", self.cross_entropy)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model, by layer of trunk or tail, and their losses."""
+
+    by_layer: Mapping[int, AdapterSpec] = field(default_factory=dict)
+    local_loss: LocalLossSpec = field(default_factory=LocalLossSpec)
+
+
+class AdapterKind(Kind):
+    """A gated adapter beside the layer's FFN."""
+
+    key = "adapters"
+    in_twin = "copied"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`adapter of 512, relu gate`."""
+        gate = entry.get("gate", "relu")
+        return f"adapter of {entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
+
+    def sign(self, entry: Mapping[str, Any]) -> str:
+        """A."""
+        return "A"
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `mlp.adapter`."""
+        return suffix.removeprefix(BRANCH).startswith(ADAPTER)
+
+
+class AdapterRules(GraftRules):
+    """Gated adapters."""
+
+    name = "adapters"
+    kinds = (AdapterKind(),)
+    settings = ("local_loss",)
+    losses: ClassVar[Mapping[str, str]] = {
+        "local_l1_loss": "mean over adapters",
+        "local_cross_entropy_loss": "mean over adapters",
+    }
+    part = "surgeon.runtime.adapters"
+    module = "AdapterGraft"
+
+    def read(self, raw: Mapping[str, Any]) -> Adapters:
+        """Adapters by layer, and the local losses."""
+        specs = [built(AdapterSpec, entry, "adapter") for entry in raw.get("adapters", ())]
+        return Adapters(by_layer(specs, "adapter"), built(LocalLossSpec, raw.get("local_loss") or {}, "local_loss"))
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Layers exist, and the domain cross-entropy has gates to classify by."""
+        found: Adapters = surgery.of[self.name]
+        check_layers(found.by_layer, surgery.layers, "adapter")
+        ungated = [adapter.layer for adapter in found.by_layer.values() if adapter.gate != "sigmoid"]
+        if found.local_loss.cross_entropy > 0 and ungated:
+            raise ValueError(
+                "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
+                f"layers {ungated} have none"
+            )
+
+    def trains(self, surgery: Surgery) -> list[str]:
+        """Every adapter that is not frozen."""
+        return [
+            f"layers.{surgery.place(adapter.layer)}.{ADAPTER}"
+            for adapter in surgery.of[self.name].by_layer.values()
+            if not adapter.frozen
+        ]
+
+    def needs_domains(self, surgery: Surgery) -> bool:
+        """Whether a local loss has a weight."""
+        found: Adapters = surgery.of[self.name]
+        return bool(found.by_layer) and (found.local_loss.l1 > 0 or found.local_loss.cross_entropy > 0)

@@ -1,0 +1,210 @@
+"""Joining the runtime's modules into the one file that ships beside weights: `modeling_surgeon.py`.
+
+Which modules it takes, and which classes are composed of them, follows from config.json alone, so the same bytes can be
+joined again anywhere. Modules stand in the order in which they need each other, then by name; what they import is
+collected at the top, and imports of one another fall away.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .known import grafts, natives
+from .natives import PREFIX, Native
+from .template import Use, classes_of
+
+CODE_FILE = "modeling_surgeon.py"
+_PACKAGE = "surgeon.runtime"
+_WIDTH = 120
+
+_HEADER = '''"""{title} with what `surgery` in config.json describes beside its native layers.
+
+surgeon joined this file from its modules, only those that this model needs. It imports torch and transformers alone.
+"""
+
+from __future__ import annotations
+'''
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module: its docstring, its code without imports, what it imports from elsewhere, and the parts it needs.
+
+    `imports` maps the names that its code uses to (module, name there), or to (module, "") for a module itself.
+    """
+
+    module: str
+    doc: str
+    code: str
+    imports: Mapping[str, tuple[str, str]]
+    needs: tuple[str, ...]
+    defines: frozenset[str]
+
+
+def bundle(config: Mapping[str, Any]) -> bytes:
+    """The file that belongs beside the weights of a checkpoint with this config.
+
+    Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
+    """
+    native = natives()[str(config["model_type"]).removeprefix(PREFIX)]
+    raw = config.get("surgery")
+    return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
+
+
+def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
+    """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
+    rules = [rules for rules in grafts().values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
+    return tuple(Use(each, each.uses(raw)) for each in rules)
+
+
+def roots_of(native: Native, uses: tuple[Use, ...]) -> list[str]:
+    """The modules that are needed for their own sake."""
+    roots = {f"{_PACKAGE}.{'encoders' if native.encoder else 'models'}", f"{_PACKAGE}.graft"}
+    return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
+
+
+@cache
+def _joined(native: Native, uses: tuple[Use, ...]) -> bytes:
+    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes_of(native, uses))]
+    imports: dict[str, tuple[str, str]] = {}
+    defined: dict[str, str] = {}
+    for part in parts:
+        for name, source in part.imports.items():
+            assert imports.setdefault(name, source) == source, f"{part.module} imports another `{name}`: {source}"
+        for name in part.defines:
+            assert name not in defined, f"`{name}` stands in {part.module} and in {defined[name]}"
+            defined[name] = part.module
+    assert not set(imports) & set(defined), set(imports) & set(defined)
+    text = [_HEADER.format(title=native.title or native.name), _import_lines(imports)]
+    for nth, part in enumerate(parts):
+        name = part.module.rpartition(".")[2]
+        note = part.doc
+        told = textwrap.indent(note.strip(), "# ", lambda line: True).replace("# \n", "#\n")
+        rule = f"# --- {name} ".ljust(_WIDTH, "-")
+        # ruff takes a comment right after imports for theirs, with one empty line between.
+        text.append(f"{chr(10) if nth else ''}\n{rule}\n{told}{chr(10) if told else ''}\n\n{part.code.strip()}\n")
+    return "".join(text).encode()
+
+
+def ordered(roots: Iterable[str]) -> list[Part]:
+    """The roots and all that they need, each after what it needs; where that leaves a choice, by name."""
+    found: dict[str, Part] = {}
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = read_part(name)
+            waiting.extend(found[name].needs)
+    placed: dict[str, Part] = {}
+    while len(placed) < len(found):
+        free = sorted(n for n, part in found.items() if n not in placed and set(part.needs) <= placed.keys())
+        assert free, f"parts need each other in a circle: {sorted(set(found) - set(placed))}"
+        placed[free[0]] = found[free[0]]
+    return list(placed.values())
+
+
+@cache
+def read_part(module: str) -> Part:
+    """A module as a part; only its source is read, nothing of it runs."""
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, module
+    return part_of(module, Path(found.origin).read_text(encoding="utf-8"))
+
+
+def part_of(module: str, source: str) -> Part:
+    """A module's source taken apart."""
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    doc = ast.get_docstring(tree) or ""
+    imports: dict[str, tuple[str, str]] = {}
+    needs: set[str] = set()
+    defines: set[str] = set()
+    for node in tree.body:
+        if _is_docstring(node) or isinstance(node, ast.Import | ast.ImportFrom) or _only_for_types(node):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+        if isinstance(node, ast.Import):
+            imports |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            sibling = _sibling(module, node)
+            if sibling is not None:
+                needs.add(sibling)
+                renamed = [alias.asname for alias in node.names if alias.asname]
+                assert not renamed, f"{module} renames {renamed} of {sibling}, which no joined file can"
+            elif node.module != "__future__":
+                assert node.level == 0 and node.module, f"{module} imports `{ast.unparse(node)}`, which does not ship"
+                imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+        else:
+            defines |= _defined(node)
+    imports.pop("TYPE_CHECKING", None)
+    return Part(module, doc, "\n".join(lines), imports, tuple(sorted(needs)), frozenset(defines))
+
+
+def _sibling(module: str, node: ast.ImportFrom) -> str | None:
+    """The part that an import names; None for what comes from elsewhere."""
+    if node.level == 1 and node.module:
+        return f"{module.rpartition('.')[0]}.{node.module}"
+    if node.level == 0 and node.module and node.module.startswith(f"{_PACKAGE}."):
+        return node.module
+    return None
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef():
+            return {node.name}
+        case ast.Assign():
+            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _only_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def _import_lines(imports: Mapping[str, tuple[str, str]]) -> str:
+    """Import statements as ruff would sort them: the standard library first, then the rest."""
+    import sys
+
+    plain = sorted((module, name) for name, (module, what) in imports.items() if not what)
+    by_module: dict[str, list[str]] = {}
+    for name, (module, what) in imports.items():
+        if what:
+            by_module.setdefault(module, []).append(what if what == name else f"{what} as {name}")
+    blocks = []
+    for ours in (True, False):
+        lines = [
+            f"import {module}" + (f" as {name}" if name != module else "")
+            for module, name in plain
+            if (module.partition(".")[0] in sys.stdlib_module_names) is ours
+        ]
+        for module in sorted(by_module):
+            if (module.partition(".")[0] in sys.stdlib_module_names) is ours:
+                lines.append(_from_line(module, sorted(by_module[module], key=_import_order)))
+        blocks.append("\n".join(lines))
+    return "\n" + "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _import_order(name: str) -> tuple[int, str]:
+    """Constants, classes, the rest, each by name: the order of isort."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2
+    return kind, name
+
+
+def _from_line(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= _WIDTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"

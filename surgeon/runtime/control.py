@@ -1,0 +1,82 @@
+"""Control blocks (Control LLM, arXiv:2501.10979, sections 3.2 and 3.3): a layer and its expanded twin, interpolated.
+
+The twin is a layer of the tail, moved beside its trunk layer: both read the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .control_rules import ControlRules, ControlSpec
+from .frames import Frame
+from .graft import Graft
+from .interpolators import Interpolator
+from .layers import BranchLayer
+from .losses import masked_mean
+from .precision import at_least_fp32
+from .rules import Surgery
+
+
+class ControlGraft(Graft, ControlRules):
+    """Control blocks; `interpolators` are the classes of those that the config names."""
+
+    def __init__(self, interpolators: Mapping[str, type[Interpolator]]) -> None:
+        super().__init__([kind.rule for kind in interpolators.values()])
+        self.classes = dict(interpolators)
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """The twin and the interpolator."""
+        block: ControlSpec | None = surgery.of[self.name].get(index)
+        if block is None:
+            return False
+        layer.control = block
+        layer.expanded = layer.branch_class(config, block.branch)
+        layer.interpolator = self.classes[block.interpolator.kind](block.interpolator, config.hidden_size)
+        return True
+
+    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
+        """The two branches combined, B T D."""
+        expanded = run(layer.expanded)
+        combined: Tensor
+        combined, alpha = layer.interpolator(hidden_states, output, expanded)
+        kind = layer.control.divergence.kind
+        if frame.valid is not None and kind != "none":
+            anchor = layer.interpolator.anchor(output)
+            frame.measure("divergence_loss", divergence(kind, anchor, expanded, alpha, frame.valid))
+        return combined
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The divergence's λ."""
+        block: ControlSpec | None = surgery.of[self.name].get(index)
+        return {} if block is None else {"divergence_loss": block.divergence.weight}
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Twins and interpolators."""
+        count = len(surgery.of[self.name])
+        return {"branches": (BranchLayer, count), "interpolators": (Interpolator, count)}
+
+
+def squared_error(anchor: Tensor, expanded: Tensor) -> Tensor:
+    """Mean over D of the squared difference."""
+    return (expanded - anchor).square().mean(dim=-1)
+
+
+def cosine_distance(anchor: Tensor, expanded: Tensor) -> Tensor:
+    """1 − cos, computed as ½‖ê − p̂‖², which is exactly zero for equal states."""
+    return (F.normalize(expanded, dim=-1) - F.normalize(anchor, dim=-1)).square().sum(dim=-1) / 2
+
+
+# By the divergence's kind: the distance Δ of two states, B T D each, for every token.
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squared_error, "cosine": cosine_distance}
+
+
+def divergence(kind: str, anchor: Tensor, expanded: Tensor, alpha: float | Tensor, valid: Tensor) -> Tensor:
+    """E[α Δ(anchor, expanded)] over valid tokens (Control LLM, section 3.3), shape (1,)."""
+    distance = DISTANCES[kind](at_least_fp32(anchor), at_least_fp32(expanded))
+    if isinstance(alpha, Tensor):
+        alpha = alpha.squeeze(-1) if alpha.dim() > 1 else alpha
+    return masked_mean(alpha * distance, valid).reshape(1)

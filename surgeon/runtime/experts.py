@@ -1,0 +1,196 @@
+"""PMoE (Jung and Kim, section 3.1): LoRA slots at linear modules, weighed by one router for all deeper layers.
+
+Shapes: B batch, T tokens, D hidden size, S slots, R the ranks of a group's slots added up.
+
+W' x = W₀ x + Σ_k G(h_τ)_k s_k B_k A_k x (Eq. 5), G = softmax(h_τ W_g) (Eq. 4). Slots of one group are one product:
+A stacked by rows, B by columns, G between them. Each group is a product of its own shape, so that adding a group
+leaves what the others compute as it was, to the bit.
+
+A group added with a mass m (zero at birth) enters like this: with g the old distribution over the slots before it
+and g' the softmax over all, old slots weigh g + m (g' − g) and new ones g'. At birth old slots weigh what they did,
+and the new ones add zero (their B is zero); m and the new column learn from there. Without a mass all slots weigh g',
+as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .births import Birth
+from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
+from .frames import Frame, current_frame
+from .graft import Graft
+from .low_rank import LowRank
+from .newborn import Newborn
+from .precision import at_least_fp32
+from .rules import Surgery
+
+
+class LoraSlot(LowRank):
+    """One slot at one linear module."""
+
+
+class ExpertLinear(nn.Linear):
+    """A native linear module with slots; those present here may be some of the model's."""
+
+    def __init__(self, native: nn.Linear, specs: Sequence[SlotSpec], *, routed: bool) -> None:
+        super().__init__(native.in_features, native.out_features, bias=native.bias is not None)
+        self.routed = routed
+        self.slots = nn.ModuleDict(
+            {str(spec.slot): LoraSlot(spec.rank, native.in_features, native.out_features) for spec in specs}
+        )
+        self.groups = _grouped(specs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """… in to … out."""
+        output = super().forward(x)
+        routing = None
+        if self.routed:
+            frame = current_frame()
+            if frame is None or frame.routing is None:
+                raise RuntimeError("a module with PMoE slots was called outside its layer, which brings the routing")
+            routing = frame.routing
+        for group in self.groups:
+            output = output + self._product(x, group, routing)
+        return output
+
+    def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
+        downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)
+        down = downs[0] if len(downs) == 1 else torch.cat(downs)
+        up = ups[0] if len(ups) == 1 else torch.cat(ups, dim=1)
+        narrow = F.linear(F.dropout(x, group[0].dropout, self.training and group[0].dropout > 0), down)
+        if routing is not None:
+            narrow = narrow * _weights(routing, group).to(narrow.dtype)
+        elif group[0].scale != 1.0:
+            narrow = narrow * group[0].scale
+        return F.linear(narrow, up)
+
+
+def _grouped(specs: Sequence[SlotSpec]) -> list[tuple[SlotSpec, ...]]:
+    """Slots that are computed together: of one group, and where there is dropout, of one dropout."""
+    groups: dict[tuple[int, float], list[SlotSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.group, 0.0 if spec.frozen else spec.dropout), []).append(spec)
+    return [tuple(group) for group in groups.values()]
+
+
+def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
+    """s_k G_k for every row of the group's A: B T R."""
+    parts = [
+        (routing[..., spec.slot : spec.slot + 1] * spec.scale).expand(*routing.shape[:-1], spec.rank) for spec in group
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class RouterColumn(Newborn):
+    """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
+
+    weight: nn.Parameter
+    mass: nn.Parameter | None
+
+    def __init__(self, births: Mapping[str, Birth]) -> None:
+        super().__init__()
+        self.bear(births, absent=("mass",))
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """The column and the mass."""
+        return self.weight, self.mass
+
+
+class ExpertRouter(nn.Module):
+    """G(h_τ): one distribution over the slots for every token, which all deeper layers share."""
+
+    def __init__(self, spec: RouterSpec, width: int) -> None:
+        super().__init__()
+        self.slots = nn.ModuleDict(
+            {str(column.slot): RouterColumn(spec.column_births(column, width)) for column in spec.slots}
+        )
+        groups = sorted({column.group for column in spec.slots})
+        self.sizes = [sum(column.group == group for column in spec.slots) for group in groups]
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """B T D to the slots' weights and to log softmax over all slots (Eq. 7), both B T S in at least fp32."""
+        columns = list(self.slots.values())
+        # Each group's scores by a product of its own: a wider one might round its old columns otherwise.
+        scores, masses, start = [], [], 0
+        for size in self.sizes:
+            group = [column() for column in columns[start : start + size]]
+            scores.append(F.linear(hidden_states, torch.cat([weight for weight, _ in group])))
+            masses.append(group[0][1])
+            start += size
+        known = at_least_fp32(scores[0])
+        weights = F.softmax(known, dim=-1)
+        for score, mass in zip(scores[1:], masses[1:], strict=True):
+            known = torch.cat([known, at_least_fp32(score)], dim=-1)
+            wider = F.softmax(known, dim=-1)
+            count = weights.shape[-1]
+            old = torch.lerp(weights, wider[..., :count], mass.to(weights.dtype))
+            weights = torch.cat([old, wider[..., count:]], dim=-1)
+        return weights, F.log_softmax(known, dim=-1)
+
+
+class ExpertGraft(Graft, ExpertRules):
+    """Experts and their router."""
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """`ExpertLinear` in the place of every module that a slot targets; in one layer the router."""
+        found: Experts = surgery.of[self.name]
+        if index in found.by_layer:
+            attach_experts(layer, found.by_layer[index])
+        if found.router is None or found.router.layer != index:
+            return index in found.by_layer
+        layer.expert_router = ExpertRouter(found.router, config.hidden_size)
+        layer.routes = True
+        return True
+
+    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+        """The router reads what goes into its layer."""
+        if layer.routes:
+            frame.routing, logs = layer.expert_router(hidden_states)
+            if frame.valid is not None and frame.domains is not None and layer.loss_weights["router_loss"] > 0:
+                frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The router's loss, in its layer."""
+        found: Experts = surgery.of[self.name]
+        here = found.router is not None and found.router.layer == index
+        return {"router_loss": found.router_loss.task_id} if here else {}
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Slots and columns."""
+        found: Experts = surgery.of[self.name]
+        slots = sum(len(slot.targets) for experts in found.by_layer.values() for slot in experts.slots)
+        columns = 0 if found.router is None else len(found.router.slots)
+        return {"slots": (LoraSlot, slots), "router columns": (RouterColumn, columns)}
+
+
+def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:
+    """Put `ExpertLinear` in the place of every module of the layer that a slot targets."""
+    for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
+        native = layer.get_submodule(target)
+        if not isinstance(native, nn.Linear):
+            raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
+        here = [slot.at(target) for slot in spec.slots if target in slot.targets]
+        parent, _, name = target.rpartition(".")
+        setattr(layer.get_submodule(parent), name, ExpertLinear(native, here, routed=spec.routed))
+
+
+def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:
+    """Mean of −log G_k over `tokens` (B T, bool) whose domain is a task: domain k ≥ 1 is slot k − 1 (Eq. 7); (1,).
+
+    Domain 0, original text, belongs to no slot.
+    """
+    count = log_probabilities.shape[-1]
+    if not torch.compiler.is_compiling() and int(domains.max()) > count:
+        raise ValueError(
+            f"domain_ids go up to {int(domains.max())}; there are {count} slots (0: original text, k: slot k - 1)"
+        )
+    chosen = tokens & (domains > 0)
+    slot = (domains - 1).clamp(min=0).unsqueeze(-1)
+    losses = -log_probabilities.gather(-1, slot).squeeze(-1)
+    return torch.where(chosen, losses, torch.zeros_like(losses)).sum().reshape(1) / chosen.sum().clamp(min=1)

@@ -1,0 +1,130 @@
+"""Decoder layers with grafts, mixed in before a family's native layer.
+
+A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__`
+carries what crosses layers (a router's distribution, the auxiliary losses) in and out of the forward's `Flow`. What
+carries gradient goes in by position and comes out as a result; a frame shows it to the layer's own modules.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .frames import Frame, enter_frame
+from .graft import Graft
+from .losses import Flow
+from .rules import Surgery, read_surgery
+from .sites import AttentionSite, FeedForwardSite
+
+
+class GraftedLayer(nn.Module):
+    """A native layer into which grafts put their modules; `grafts` are those that have a part in it."""
+
+    # The classes of blocks that can carry grafts, by the block's name in the layer.
+    site_classes: ClassVar[dict[str, type[AttentionSite] | type[FeedForwardSite]]]
+    # The class of a native layer that stands inside another.
+    branch_class: ClassVar[type[BranchLayer]]
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        surgery = read_surgery(config)
+        for block, site in self.site_classes.items():
+            beside = tuple(graft for graft in surgery.rules if block in graft.blocks(surgery, layer_idx))
+            if beside:
+                setattr(self, block, site(config, layer_idx, beside))
+        self.grafts: tuple[Graft, ...] = tuple(
+            graft for graft in surgery.rules if graft.attach(self, config, layer_idx, surgery)
+        )
+        self._weigh(surgery, layer_idx)
+
+    def _weigh(self, surgery: Surgery, layer_idx: int) -> None:
+        """Keep what is asked for of losses."""
+
+
+class BranchLayer(GraftedLayer):
+    """A native layer inside a trunk layer, at its own index of cache and masks.
+
+    The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
+    """
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Always off; what a model-wide switch sets is ignored here."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        return
+
+
+class UpcycledLayer(GraftedLayer):
+    """A trunk layer: native, with what the surgery put into it and beside it."""
+
+    # Whether the layer makes the routing that it and those above it read.
+    routes = False
+
+    def _weigh(self, surgery: Surgery, layer_idx: int) -> None:
+        self.loss_weights: dict[str, float] = {}
+        for graft in surgery.rules:
+            self.loss_weights |= graft.weights(surgery, layer_idx)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
+        """Run the layer; `surgery_flow` brings what crosses layers and takes the losses."""
+        if surgery_flow is None or not self.grafts:
+            return super().__call__(hidden_states, *args, **kwargs)
+        output, *told = super().__call__(
+            hidden_states,
+            surgery_flow.routing,
+            *args,
+            valid_tokens=surgery_flow.valid,
+            token_domains=surgery_flow.domains,
+            mixing=surgery_flow.mixing,
+            in_flow=True,
+            **kwargs,
+        )
+        if self.routes:
+            surgery_flow.routing = told.pop(0)
+        if told:
+            surgery_flow.add(dict(zip(self.loss_weights, told, strict=True)), self.loss_weights)
+        return output
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        routing: Tensor | None = None,
+        *args: Any,
+        valid_tokens: Tensor | None = None,
+        token_domains: Tensor | None = None,
+        mixing: Any = None,
+        in_flow: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The layer's output, B T D; in a flow also the routing (B T slots), where made here, and losses.
+
+        Losses are vectors, one for each of `loss_weights`, or none without `valid_tokens` (B T). The result is flat:
+        what is nested gets no gradient from reentrant checkpointing.
+        """
+        frame = Frame(valid=valid_tokens, domains=token_domains, routing=routing, mixing=mixing)
+        for graft in self.grafts:
+            graft.before(self, hidden_states, frame)
+        previous = enter_frame(frame)
+        try:
+            output = super().forward(hidden_states, *args, **kwargs)
+            run = partial(_run, hidden_states, args, kwargs)
+            for graft in self.grafts:
+                output = graft.after(self, hidden_states, output, frame, run)
+        finally:
+            enter_frame(previous)
+        if not in_flow:
+            return output
+        made = (output, frame.routing) if self.routes else (output,)
+        if valid_tokens is None:
+            return made
+        return (*made, *(frame.measured(name, valid_tokens) for name in self.loss_weights))
+
+
+def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
+    output: Tensor = layer(hidden_states, *args, **kwargs)
+    return output

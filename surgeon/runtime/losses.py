@@ -1,0 +1,138 @@
+"""Auxiliary losses: measured in a layer, carried through a forward, added to the task's loss.
+
+Shapes: B batch, T tokens, D hidden size. All measures are in at least fp32 and skip padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from .rules import Surgery
+
+logger = logging.get_logger(__name__)
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class Flow:
+    """What crosses layers in one forward. New for each call, so threads do not meet.
+
+    `valid` (B T, bool; None where no loss is asked for) are the tokens that count in losses, `domains` (B T) their
+    domains; layers leave their losses in `losses`, by the output's field, weighted ones beside them. `routing` (B T
+    slots) is there from a router's layer on; `mixing` is what the model shares among its layers. A caller may pass a
+    flow of its own to a model, to see afterwards what was routed where.
+    """
+
+    valid: Tensor | None = None
+    domains: Tensor | None = None
+    routing: Tensor | None = None
+    mixing: Any = None
+    records_choices: bool = False
+    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+    weighted: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> None:
+        """Take one layer's losses: for each field a vector with an entry for each graft, and their common weight."""
+        for name, loss in losses.items():
+            if loss.numel():
+                self.losses.setdefault(name, []).append(loss)
+                self.weighted.setdefault(name, []).append(weights[name] * loss)
+
+
+def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow | None:
+    """The flow of a training step, or None where no auxiliary loss applies. `inputs` is B T or B T D."""
+    if surgery.needs_domains and domain_ids is None and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "The losses that need domains (adapters' local loss, the router's loss) are off: this batch has no "
+            "`domain_ids` (0 for the original domain, 1 and up for new ones; one for each sample or each token)."
+        )
+    with_domains = surgery.needs_domains and domain_ids is not None
+    if not surgery.measures and not with_domains:
+        return None
+    shape = torch.Size(inputs.shape[:2])
+    domains = None
+    if with_domains and domain_ids is not None:
+        domains = (domain_ids.unsqueeze(-1) if domain_ids.dim() == 1 else domain_ids).expand(shape)
+    return Flow(valid=valid_tokens(attention_mask, shape, inputs.device), domains=domains)
+
+
+def tell_of_lost_losses(surgery: Surgery) -> None:
+    """Say once that a step trains without the auxiliary losses that the surgery asks for.
+
+    So it is where a loss is made outside of the model's head: without `labels`, or by a trainer that asks the base
+    model alone, as TRL's do to spare the logits.
+    """
+    asked = surgery.measures or surgery.needs_domains
+    if asked and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "The auxiliary losses have no part in this training: the model was asked for states or logits and not for "
+            "its loss. Give it `labels` and take `output.loss`; TRL's SFTTrainer does so if its `compute_loss` is "
+            "replaced by that of transformers' Trainer."
+        )
+
+
+def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
+    """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them.
+
+    A 4-D mask is read at each token's own column; where a window has cut that off, a token that sees anything counts.
+    """
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}, which does not show padding; "
+            "what is computed over a batch's tokens needs the two-dimensional mask"
+        )
+    if attention_mask.dim() == 2:
+        return attention_mask[:, -shape[1] :].bool()
+    visible = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
+    own = torch.arange(shape[1], device=visible.device) + (seen if shape[1] != visible.shape[-1] else 0)
+    if int(own[-1]) < visible.shape[-1]:
+        found = visible.gather(-1, own.view(1, -1, 1).expand(visible.shape[0], -1, -1)).squeeze(-1)
+    else:
+        found = visible.any(dim=-1)
+    return found.expand(shape)
+
+
+def masked_mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of `values` (B T) over `chosen` (B T, bool); 0 where nothing is chosen."""
+    return torch.where(chosen, values, torch.zeros_like(values)).sum() / chosen.sum().clamp(min=1)
+
+
+def close_flow(output: Any, flow: Flow | None, scale: float | Tensor) -> dict[str, Any]:
+    """The fields of the output with `loss` raised by scale · Σ over kinds of the mean weighted loss."""
+    fields = dict(output.items())
+    if flow is None:
+        return fields
+    total: Tensor = output.loss
+    for name, losses in flow.losses.items():
+        fields[name] = _mean(losses, output.loss).detach()
+        total = total + scale * _mean(flow.weighted[name], output.loss)
+    fields["loss"] = total
+    return fields
+
+
+def accumulation_scale(labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> float | Tensor:
+    """This micro-batch's share of the accumulated batch: its valid labels / `num_items_in_batch`.
+
+    The task's loss is normalised so by Trainer; without the same factor auxiliary losses would count once for
+    every micro-batch.
+    """
+    if num_items_in_batch is None:
+        return 1.0
+    counted = labels[..., 1:] if shift_labels is None else shift_labels
+    here = (counted != IGNORED_LABEL).sum()
+    return here / torch.as_tensor(num_items_in_batch, device=here.device)
+
+
+def _mean(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([part.to(like.device) for part in parts]).mean()

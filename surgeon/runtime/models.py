@@ -1,0 +1,172 @@
+"""Decoders with grafts, mixed in before a family's native classes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import can_return_tuple
+
+from .layers import UpcycledLayer
+from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses
+from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
+from .rules import read_surgery
+
+
+class UpcycledModel(UpcycledBase):
+    """The base model: native, with its trunk made of upcycled layers."""
+
+    layer_class: ClassVar[type[UpcycledLayer]]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._graft()
+
+    def _graft(self) -> None:
+        """Put the upcycled trunk in the place of the native layers; the tail moves into its twins."""
+        surgery = self.surgery = read_surgery(self.config)
+        self.layers = nn.ModuleList([self.layer_class(self.config, index) for index in range(surgery.trunk_layers)])
+        for graft in surgery.rules:
+            graft.complete(self, surgery)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        domain_ids: Tensor | None = None,
+        surgery_flow: Flow | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The native forward. `domain_ids` is for the heads' losses and has no part in the output."""
+        if surgery_flow is None and self.training and torch.is_grad_enabled():
+            tell_of_lost_losses(self.surgery)
+        crossing = [graft for graft in self.surgery.rules if graft.crosses(self.surgery)]
+        if surgery_flow is None and crossing:
+            surgery_flow = Flow()
+        if surgery_flow is not None:
+            for graft in crossing:
+                inputs = given_inputs(input_ids, inputs_embeds)
+                graft.open(self, surgery_flow, inputs, attention_mask, past_key_values)
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **(kwargs if surgery_flow is None else kwargs | {"surgery_flow": surgery_flow}),
+        )
+        if surgery_flow is not None:
+            for graft in crossing:
+                graft.close(self, surgery_flow, getattr(output, "past_key_values", None))
+        return output
+
+
+class UpcycledCausalLM(UpcycledPreTrained):
+    """The language-modelling head; its loss in training holds the auxiliary losses."""
+
+    base_class: ClassVar[type[UpcycledModel]]
+    output_class: ClassVar[type[Any]]
+
+    def __init__(self, config: Any) -> None:
+        # The native head would build the native base model.
+        PreTrainedModel.__init__(self, config)
+        self.model = self.base_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.surgery = read_surgery(config)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers is not typed
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        domain_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
+        flow: Flow | None = None
+        scale: float | Tensor = 1.0
+        asked = False
+        if self.training and labels is not None:
+            asked = True
+            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
+            scale = accumulation_scale(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
+        )
+        return self.output_class(**close_flow(output, flow, scale))
+
+
+class UpcycledSequenceClassifier(UpcycledPreTrained):
+    """The classification head; its loss in training holds the auxiliary losses.
+
+    `freeze_base` freezes `score` too, as no surgery made it: let it train by itself where it is new.
+    """
+
+    base_class: ClassVar[type[UpcycledModel]]
+    output_class: ClassVar[type[Any]]
+
+    def __init__(self, config: Any) -> None:
+        # The generic head would ask AutoModel, which does not know this model type.
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.surgery = read_surgery(config)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers is not typed
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        domain_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
+        flow = None
+        asked = False
+        if self.training and labels is not None:
+            asked = True
+            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            return_dict=True,
+            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
+        )
+        return self.output_class(**close_flow(output, flow, 1.0))

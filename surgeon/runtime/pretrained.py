@@ -1,0 +1,116 @@
+"""What upcycled models share: surgery in the config, loading that refuses half a graft, training of grafts alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .newborn import Newborn
+from .rules import Surgery, read_surgery
+
+
+def attach_surgery(config: Any, surgery: dict[str, Any] | None, heads: tuple[str, ...]) -> None:
+    """Give a config its `surgery`, checked, and the `auto_map` by which remote loading finds its classes."""
+    config.surgery = surgery
+    read_surgery(config)
+    add_auto_map(config, heads)
+
+
+def add_auto_map(config: Any, heads: tuple[str, ...]) -> None:
+    """Name the classes beside the config's own in `auto_map`, where it has none."""
+    kind = type(config)
+    file, prefix = kind.__module__.rpartition(".")[2], kind.__name__.removesuffix("Config")
+    if getattr(config, "auto_map", None) is None:
+        config.auto_map = {
+            "AutoConfig": f"{file}.{prefix}Config",
+            "AutoModel": f"{file}.{prefix}Model",
+            **{f"AutoModel{head}": f"{file}.{prefix}{head}" for head in heads},
+        }
+
+
+class UpcycledPreTrained(PreTrainedModel):
+    """Loading that refuses half a graft, and training of the grafts alone."""
+
+    def graft_parameter_names(self) -> list[str]:
+        """Names of the parameters that the surgery added and that train, in the model's order."""
+        owners: list[str] = []
+        for name, module in self.named_modules():
+            if isinstance(module, UpcycledBase):
+                prefix = f"{name}." if name else ""
+                owners += [f"{prefix}{owner}" for owner in read_surgery(module.config).trains()]
+        return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
+
+    def freeze_base(self) -> list[str]:
+        """Let exactly the parameters of `graft_parameter_names()` train; returns their names."""
+        names = self.graft_parameter_names()
+        chosen = set(names)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        return names
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Newborn):
+            module.initialise()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        missing = sorted(set(info["missing_keys"]) & set(graft_tensors(model)))
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} tensors of its config's surgery, first of them "
+                f"`{missing[0]}`; download it again in full, or apply the surgery again"
+            )
+        check_sites(model)
+        return (model, info) if output_loading_info else model
+
+
+class UpcycledBase(UpcycledPreTrained):
+    """The base model, whose config's surgery says which grafts stand in it."""
+
+
+def counted_modules(surgery: Surgery) -> dict[str, tuple[type[nn.Module], int]]:
+    """Modules that a surgery adds, whose tensors a checkpoint must hold: their class and how many there must be."""
+    return {what: told for graft in surgery.rules for what, told in graft.counted(surgery).items()}
+
+
+def graft_tensors(model: nn.Module) -> list[str]:
+    """Names of all tensors that a graft holds, trained or not."""
+    bases = [module for module in model.modules() if isinstance(module, UpcycledBase)]
+    kinds = {kind for base in bases for kind, _ in counted_modules(read_surgery(base.config)).values()}
+    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, tuple(kinds)))
+    return [name for name in model.state_dict() if name.startswith(owners)]
+
+
+def check_sites(model: nn.Module) -> None:
+    """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced or dropped."""
+    for name, base in model.named_modules():
+        if not isinstance(base, UpcycledBase):
+            continue
+        counted = counted_modules(read_surgery(base.config))
+        expected = {what: count for what, (_, count) in counted.items()}
+        found = {what: sum(isinstance(m, kind) for m in base.modules()) for what, (kind, _) in counted.items()}
+        if found != expected:
+            raise ValueError(
+                f"{name or 'the model'} has {_listed(found)} after loading; the config describes"
+                f" {_listed(expected)}: something replaced them"
+            )
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Token ids or embeddings, whichever the caller gave."""
+    given = input_ids if input_ids is not None else inputs_embeds
+    if given is None:
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    return given

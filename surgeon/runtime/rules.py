@@ -1,0 +1,202 @@
+"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
+
+A graft is a module that the native architecture lacks. `Kind` is one key of `config.surgery`; `GraftRules` is a
+graft, which may have several. Both know neither torch nor weights; the graft's modules (`Graft`) build on its rules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from .checks import check_layers, known_keys
+
+# What the names of an expanded twin's tensors begin with, below its layer.
+BRANCH = "expanded."
+_LAYER_NUMBERS = ("layer", "branch")
+
+
+class Kind:
+    """One key of `config.surgery`, whose value is a list with one entry for each layer (or several).
+
+    `in_twin`: what becomes of a layer's entry when the layer gets an expanded twin: a copy of it stands in the twin
+    too, it stands for both, or no twin can be made. A `branching` kind is what makes twins: its entries name a
+    `branch`, a layer of the tail. Of a `whole` kind there is one entry for the model instead of a list.
+    """
+
+    key: ClassVar[str]
+    in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
+    branching: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """What preview and manifest call it: `adapter of 512, relu gate`; `where` is " in the branch" in a twin."""
+        raise NotImplementedError
+
+    def sign(self, entry: Mapping[str, Any]) -> str:
+        """One or two characters for it in pictures of the layers."""
+        return "+"
+
+    def claims(self, suffix: str) -> bool:
+        """Whether a tensor of a layer, by what follows `layers.{i}.` (in a twin: its prefix too), is of this kind."""
+        raise NotImplementedError
+
+    def owns(self, entry: Mapping[str, Any], suffix: str) -> bool:
+        """Whether such a tensor belongs to this entry."""
+        return self.claims(suffix)
+
+    def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """A base's entry without layer numbers and marked frozen, as no new surgery made it."""
+        return without_numbers(entry) | {"frozen": True}
+
+    def thawed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of an entry that trains."""
+        return {key: copy.deepcopy(value) for key, value in entry.items() if key != "frozen"}
+
+
+def without_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an entry without the numbers of its layers."""
+    return {key: copy.deepcopy(value) for key, value in entry.items() if key not in _LAYER_NUMBERS}
+
+
+class GraftRules:
+    """One graft: its kinds, its settings (keys of `config.surgery` that are of no layer), and how they are read.
+
+    `losses` maps the fields that it adds to a model's output, in training, to what they are. `part` and `module` say
+    where its modules are: the module and the name of the `Graft` that builds on these rules. `on_encoders`: an encoder
+    can carry it.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[Kind, ...]]
+    settings: ClassVar[tuple[str, ...]] = ()
+    losses: ClassVar[Mapping[str, str]] = {}
+    part: ClassVar[str]
+    module: ClassVar[str]
+    on_encoders: ClassVar[bool] = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its keys in `config.surgery`."""
+        return (*(kind.key for kind in self.kinds), *self.settings)
+
+    def present(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a `config.surgery` says anything of it."""
+        return any(raw.get(key) for key in self.keys)
+
+    def read(self, raw: Mapping[str, Any]) -> Any:
+        """What `config.surgery` says of it, each entry checked by itself. Raises ValueError."""
+        raise NotImplementedError
+
+    def branches(self, found: Any) -> list[tuple[int, int]]:
+        """The tail layers that it makes, each with the trunk layer beside which it stands."""
+        return []
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Check what `read` found against the rest of the config. Raises ValueError."""
+
+    def trains(self, surgery: Surgery) -> list[str]:
+        """What the names of its parameters that train begin with, below the base model."""
+        raise NotImplementedError
+
+    def measures(self, surgery: Surgery) -> bool:
+        """Whether a loss of its own applies in training, whatever the batch."""
+        return False
+
+    def needs_domains(self, surgery: Surgery) -> bool:
+        """Whether it has a loss that needs `domain_ids`."""
+        return False
+
+    def crosses(self, surgery: Surgery) -> bool:
+        """Whether in every forward something of it crosses layers."""
+        return False
+
+    def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
+        """What its `Graft` takes from other parts, as (key, module, name), and gets as a mapping; None: takes none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Surgery:
+    """All grafts of a model. `of` holds what each graft's rules read, by the graft's name; `rules` are those present.
+
+    Layers 0 … trunk_layers - 1 are the trunk; `homes` says beside which of them each layer of the tail stands.
+    `new_layers` are trunk layers that a surgery inserted whole.
+    """
+
+    trunk_layers: int
+    layers: int
+    new_layers: tuple[int, ...] = ()
+    rules: tuple[Any, ...] = ()
+    of: Mapping[str, Any] = field(default_factory=dict)
+    homes: Mapping[int, int] = field(default_factory=dict)
+    # Whether it is an encoder's; None: not said.
+    encoder: bool | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether a loss applies in training that needs no domains."""
+        return any(rules.measures(self) for rules in self.rules)
+
+    @property
+    def needs_domains(self) -> bool:
+        """Whether a loss is asked for that needs `domain_ids` in training."""
+        return any(rules.needs_domains(self) for rules in self.rules)
+
+    def place(self, layer: int) -> str:
+        """Where a layer of trunk or tail stands in names: `3` or `3.expanded`."""
+        return f"{self.homes[layer]}.{BRANCH[:-1]}" if layer in self.homes else str(layer)
+
+    def trains(self) -> list[str]:
+        """What the names of parameters that train begin with, below the base model."""
+        owners = [f"layers.{layer}." for layer in self.new_layers]
+        return owners + [owner for rules in self.rules for owner in rules.trains(self)]
+
+
+def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
+    """The grafts described by `config.surgery` (None: no graft), checked against the rest of the config.
+
+    `grafts` are those that can be there; by default those that the config's class names. Raises ValueError naming the
+    entry that does not fit: a branch that is not a tail layer or is used twice, an attention type that differs from
+    the twin's, a slot without a column of the router, a key that is unknown.
+    """
+    layers: int = config.num_hidden_layers
+    raw = config.surgery
+    if raw is None:
+        return Surgery(trunk_layers=layers, layers=layers)
+    known = tuple(type(config).grafts if grafts is None else grafts)
+    keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers")
+    # A key that says nothing may be of a graft that is not there.
+    known_keys([key for key, value in raw.items() if value or key in keys], keys, "surgery")
+    present = tuple(rules for rules in known if rules.present(raw))
+    found = {rules.name: rules.read(raw) for rules in present}
+    pairs = [pair for rules in present for pair in rules.branches(found[rules.name])]
+    new = tuple(raw.get("new_layers", ()))
+    encoder = getattr(config, "encoder_surgery", None)
+    surgery = Surgery(raw["trunk_layers"], layers, new, present, found, dict(pairs), encoder)
+    _check_branches(surgery, [branch for branch, _ in pairs])
+    check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")
+    for rules in present:
+        rules.check(surgery, config)
+    _check_types(surgery, getattr(config, "layer_types", None))
+    return surgery
+
+
+def _check_branches(surgery: Surgery, branches: list[int]) -> None:
+    tail = list(range(surgery.trunk_layers, surgery.layers))
+    if sorted(branches) != tail:
+        raise ValueError(
+            f"config.surgery: branches {sorted(branches)} must be the tail layers {tail}, each once "
+            f"(num_hidden_layers {surgery.layers} = trunk_layers {surgery.trunk_layers} + one for each control block)"
+        )
+
+
+def _check_types(surgery: Surgery, layer_types: list[str] | None) -> None:
+    for branch, home in surgery.homes.items():
+        if layer_types is not None and layer_types[branch] != layer_types[home]:
+            raise ValueError(
+                f"config.layer_types: layer {branch} is the branch of layer {home} and must "
+                f"have its type, `{layer_types[home]}`, not `{layer_types[branch]}`"
+            )

@@ -1,0 +1,370 @@
+"""Mixture-of-Control (Nguyen et al., ICML 2026 workshop CoLoRAI): control states beside attention and FFN.
+
+Shapes: B batch, T tokens, D hidden size, L control states among which a gate chooses, K of them chosen.
+
+A site adds to its block's output α g_s(x) + (1 − α) Σ_k π_k(x) g_k(x) (Eq. 9), with g_k(x) = B_k A_k x, B zero at
+birth, x what the block reads, and π the gate's probabilities over the K chosen, scaled to sum to one (Eq. 10: the
+softmax over the chosen scores). K = 0 is Parallel Control: g_s(x). Where a family normalises what a block adds to the
+residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with it.
+
+In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
+(`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
+chooses, by its own probabilities (`token`) or by their mean over its sequence up to it (`prefix_mean`): what a token
+sees never depends on later tokens, on padding or on the other sequences of a batch. Encoders, whose tokens see their
+whole sequence, take the mean over all of it (`sequence_mean`).
+
+All control states are one bank of the model: a site uses those of other layers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from .frames import Frame
+from .graft import Graft
+from .losses import Flow, valid_tokens
+from .low_rank import LowRank, product
+from .newborn import Newborn
+from .precision import at_least_fp32
+from .rules import Surgery
+from .states_rules import MixtureSpec, States, StatesRules
+
+
+class ControlState(LowRank):
+    """g(x) = B A x of one site: D to D."""
+
+
+class MixtureGate(Newborn):
+    """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
+
+    weight: nn.Parameter
+    projection: nn.Parameter | None
+
+    def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
+        super().__init__()
+        self.temperature = spec.temperature
+        self.bear(spec.gate_births(count, width), absent=("projection",))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """B T D to B T L, in at least fp32."""
+        if self.projection is None:
+            return at_least_fp32(F.linear(x, self.weight))
+        projected = F.linear(x, self.projection)
+        directions = F.normalize(at_least_fp32(self.weight), dim=-1).to(projected.dtype)
+        scores = at_least_fp32(F.linear(projected, directions))
+        # Several times faster than a norm or a normalisation in fp32, where the model is in bf16.
+        length = projected.square().sum(dim=-1, keepdim=True, dtype=scores.dtype).sqrt()
+        cosines: Tensor = scores / (length.clamp(min=1e-12) * self.temperature)
+        return cosines
+
+
+class ControlBank(nn.Module):
+    """All control states of a model and their gates."""
+
+    def __init__(self, found: States, width: int) -> None:
+        super().__init__()
+        self.spec = spec = found.mixture
+        self.kinds = found.kinds
+        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.kinds])
+        gates = spec.gates(self.kinds)
+        self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
+
+    def gate_of(self, site: int) -> str:
+        """The name of the gate that serves a site."""
+        return self.spec.gate_of(site, self.kinds)
+
+    def choice_of(self, site: int) -> list[int]:
+        """The control states that a site's gate chooses among."""
+        return self.spec.choice_of(site, self.kinds)
+
+
+class RoutingCache(CacheLayerMixin):
+    """Sums of each site's probabilities over a sequence's tokens so far, kept as one more layer of a cache.
+
+    As a layer it is reordered, repeated, cropped and selected together with keys and values. B T L for each site;
+    `counts`, how many tokens each sum has, B T 1.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, *, is_sliding: bool = False) -> None:
+        super().__init__()
+        # As the first layer's, so that masks are sized by that one and not by this.
+        self.is_sliding = is_sliding
+        self.sums: dict[int, Tensor] = {}
+        self.counts: Tensor | None = None
+        self.keys = self.values = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Never called by a layer of the model."""
+        raise NotImplementedError
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As a layer that keeps everything."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return 0 if self.counts is None else self.counts.shape[1]
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit (the name before transformers 5.20)."""
+        return -1
+
+    def sum_before(self, site: int) -> Tensor | None:
+        """The sum at the last token, B 1 L; None before the first."""
+        return None if self.counts is None else self.sums[site][:, -1:]
+
+    def count_before(self) -> Tensor | None:
+        """Its number of tokens, B 1 1; None before the first."""
+        return None if self.counts is None else self.counts[:, -1:]
+
+    def append(self, sums: dict[int, Tensor], counts: Tensor) -> None:
+        """Take what a forward found for its tokens."""
+        if self.counts is None:
+            self.sums, self.counts = dict(sums), counts
+        else:
+            self.sums = {site: torch.cat([self.sums[site], new], dim=1) for site, new in sums.items()}
+            self.counts = torch.cat([self.counts, counts], dim=1)
+
+    def _map(self, change: Any) -> None:
+        if self.counts is not None:
+            self.sums = {site: change(sums) for site, sums in self.sums.items()}
+            self.counts = change(self.counts)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.sums, self.counts = {}, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequences in another order."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the sequences."""
+        self._map(lambda x: x[indices])
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last -`tokens`; a positive number, as older versions gave it, is how many to keep."""
+        self._map(lambda x: x[:, :tokens])
+
+    def offload(self) -> None:
+        """Small: stays where it is."""
+
+    def prefetch(self) -> None:
+        """Stays where it is."""
+
+
+class Mixing:
+    """Control states at work in one forward of the model: the bank, which tokens are no padding, what came before.
+
+    `choices` (None: not recorded) takes each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1
+    where one choice was made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
+    """
+
+    def __init__(self, bank: ControlBank, valid: Tensor, past: RoutingCache | None) -> None:
+        self.bank = bank
+        self.valid = valid
+        self.past = past
+        self.counts = _running(valid.unsqueeze(-1).to(torch.float32), None if past is None else past.count_before())
+        self.sums: dict[int, Tensor] = {}
+        self.choices: list[tuple[int, Tensor, Tensor]] | None = None
+
+    def keep(self, cache: RoutingCache) -> None:
+        """Add this forward's tokens to the cache."""
+        cache.append(self.sums, self.counts)
+
+    def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
+        """What site `site` adds to its block's output: B T D for x B T D."""
+        spec, choice = self.bank.spec, self.bank.choice_of(site)
+        own = self.bank.states[site]
+        if spec.top_k == 0:
+            return product(x, own())
+        probabilities = F.softmax(self.bank.gates[self.bank.gate_of(site)](x), dim=-1)
+        if own.training and spec.balance_weight > 0:
+            frame.measure("balance_loss", balance_loss(probabilities, self.valid, spec.top_k))
+        shown, ranking = self._shown(site, probabilities, training=own.training)
+        chosen, weights = choose(shown, ranking, spec)
+        if self.choices is not None:
+            self.choices.append((site, chosen.detach(), weights.detach()))
+        weights = (1 - spec.alpha) * weights
+        if chosen.shape[:2] != x.shape[:2]:
+            return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
+        return product(x, own(), spec.alpha) + self._by_token(x, chosen, weights, choice)
+
+    def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+        """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
+        spec = self.bank.spec
+        if (spec.train_routing if training else spec.inference_routing) == "token":
+            return probabilities, probabilities
+        valid = self.valid.unsqueeze(-1).to(probabilities.dtype)
+        if not training and spec.inference_routing == "sequence_mean":
+            mean = (probabilities * valid).sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+            shown = mean.expand_as(probabilities)
+            return shown, shown
+        if not training:
+            sums = _running(probabilities * valid, None if self.past is None else self.past.sum_before(site))
+            self.sums[site] = sums
+            shown = sums / self.counts.clamp(min=1).to(sums.dtype)
+            return shown, shown
+        shown = (probabilities * valid).sum(dim=(0, 1), keepdim=True) / valid.sum().clamp(min=1)
+        if spec.train_routing == "batch_mean":
+            return shown, shown
+        votes = (_selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
+        # Votes are whole numbers: the mean decides among equals.
+        return shown, votes + shown.detach()
+
+    def _together(self, x: Tensor, site: int, others: list[int], weights: Tensor) -> Tensor:
+        """A site's own control and the chosen ones on all tokens, as one product; `weights` of the chosen, 1 1 K."""
+        downs, ups = zip(*(self.bank.states[number]() for number in (site, *others)), strict=True)
+        # Weights scale the small matrix, not what passes through it.
+        shares = [weights.new_full((1,), self.bank.spec.alpha), *weights.flatten().split(1)]
+        scaled = [up * share.to(up.dtype) for up, share in zip(ups, shares, strict=True)]
+        return F.linear(F.linear(x, torch.cat(downs)), torch.cat(scaled, dim=1))
+
+    def _by_token(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+        """The chosen controls, each on the tokens that chose it: B T D for choices and weights B T K."""
+        rows, count = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        asked = chosen.flatten()
+        order = asked.argsort(stable=True)
+        shares = torch.bincount(asked, minlength=len(choice)).tolist()
+        hit = [(choice[number], share) for number, share in enumerate(shares) if share]
+        if len(hit) == 1 and count == 1:
+            return product(rows, self.bank.states[hit[0][0]](), weights.reshape(-1, 1)).view_as(x)
+        sorted_rows = rows.index_select(0, order // count)
+        sorted_weights = weights.reshape(-1, 1).index_select(0, order)
+        parts = zip(hit, sorted_rows.split([n for _, n in hit]), sorted_weights.split([n for _, n in hit]), strict=True)
+        made = torch.cat([product(part, self.bank.states[number](), weight) for (number, _), part, weight in parts])
+        # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
+        return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
+
+
+class StatesGraft(Graft, StatesRules):
+    """Control states beside blocks, and their bank."""
+
+    def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
+        """Those of the layer's sites."""
+        found: States = surgery.of[self.name]
+        return tuple({"attention": "self_attn", "ffn": "mlp"}[kind] for kind in found.sites_of(index))
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """Number the blocks; the modules are the bank's."""
+        sites = surgery.of[self.name].sites_of(index)
+        for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
+            if kind in sites:
+                getattr(layer, block).site = sites[kind]
+        return bool(sites)
+
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+        """The block's output and the site's control."""
+        return output + site_control(block.site, x, frame)
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The balance loss's."""
+        found: States = surgery.of[self.name]
+        return {"balance_loss": found.mixture.balance_weight} if found.sites_of(index) else {}
+
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """The bank."""
+        model.control_bank = ControlBank(surgery.of[self.name], model.config.hidden_size)
+
+    def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
+        """Bring the bank, and what earlier tokens chose."""
+        past = _routing_cache(cache, model.control_bank.spec)
+        seen = 0 if cache is None else cache.get_seq_length()
+        valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
+        flow.mixing = Mixing(model.control_bank, valid, past)
+        flow.mixing.choices = [] if flow.records_choices else None
+
+    def close(self, model: Any, flow: Flow, cache: Any) -> None:
+        """Keep what these tokens chose for later ones."""
+        mixing: Mixing = flow.mixing
+        if not mixing.sums or cache is None:
+            return
+        past = mixing.past
+        if past is None:
+            past = RoutingCache(is_sliding=bool(getattr(cache.layers[0], "is_sliding", False)))
+            cache.layers.append(past)
+        mixing.keep(past)
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Control states and gates."""
+        found: States = surgery.of[self.name]
+        gates = len(found.mixture.gates(found.kinds))
+        return {"control states": (ControlState, len(found.sites)), "gates": (MixtureGate, gates)}
+
+
+def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:
+    """What a site adds, in the layer that runs; B T D."""
+    if frame is None or frame.mixing is None:
+        raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
+    mixing: Mixing = frame.mixing
+    return mixing.control(site, x, frame)
+
+
+def _routing_cache(cache: Any, mixture: MixtureSpec) -> RoutingCache | None:
+    """The layer of a cache that holds earlier tokens' routing; an error where earlier tokens have none."""
+    found = next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutingCache)), None)
+    asked = mixture.top_k > 0 and mixture.inference_routing == "prefix_mean"
+    if found is None and asked and cache is not None and not torch.compiler.is_compiling():
+        seen = int(cache.get_seq_length())
+        if seen:
+            raise ValueError(
+                f"the cache holds {seen} tokens that this model did not route; pass one that its own forward filled"
+            )
+    return found
+
+
+def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:
+    """The K of greatest `ranking`, and their probabilities scaled to sum to one (Eq. 10): … K.
+
+    A weight that is the only one is 1 whatever its probability, so the task's loss would teach the gate nothing; with
+    `straight_through` the weights have the gradient of the unscaled probabilities' sum too.
+    """
+    chosen = ranking.topk(spec.top_k, dim=-1).indices
+    picked = shown.gather(-1, chosen)
+    total = picked.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(picked.dtype).tiny)
+    weights = picked / total
+    return chosen, weights * (total / total.detach()) if spec.straight_through else weights
+
+
+def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
+    """Σ_j f_j P_j over valid tokens (section 3.3): f_j = L/K · share of tokens that choose j, P_j mean probability.
+
+    Shape (1,): 1 where all are chosen equally, up to L/K where the same K always are.
+    """
+    weight = valid.unsqueeze(-1).to(probabilities.dtype)
+    count = weight.sum().clamp(min=1)
+    chosen = (_selected(probabilities, top_k) * weight).sum(dim=(0, 1)) / count
+    mean = (probabilities * weight).sum(dim=(0, 1)) / count
+    return (probabilities.shape[-1] / top_k * chosen * mean).sum().reshape(1)
+
+
+def _selected(probabilities: Tensor, top_k: int) -> Tensor:
+    """1 where a token's K greatest are, else 0: B T L."""
+    return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
+
+
+def _running(values: Tensor, before: Tensor | None) -> Tensor:
+    """Sums over tokens up to and with each: B T L, begun at `before` (B 1 L)."""
+    sums = values.cumsum(dim=1)
+    return sums if before is None else sums + before

@@ -1,0 +1,153 @@
+"""The joined file holds exactly its parts and the template, is the same everywhere, and reads like written code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon.runtime
+from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of, uses_of
+from surgeon.runtime.graft import Graft
+from surgeon.runtime.known import grafts
+from surgeon.runtime.natives import NATIVES, PREFIX
+from surgeon.runtime.template import classes_of
+from tests import tiny
+from tests.runtime.grafting import adapters, control, everything, experts, states
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNTIME = Path(surgeon.runtime.__file__).parent
+NOT_SHIPPED = {"__init__", "bundle", "joined", "known", "natives", "template"}
+
+
+def definitions(source: str) -> dict[str, str]:
+    """What a file defines or does at its top level, imports and docstring aside, by name."""
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [getattr(node, "target", node)])[0])
+        assert name not in found, name
+        found[name] = ast.dump(node)
+    return found
+
+
+CASES = [
+    (family, name, surgery)
+    for family in NATIVES
+    for name, surgery in (
+        {"states": states()}
+        if family in tiny.ENCODERS
+        else {"control": control("plerp"), "adapters": adapters(), "experts": experts(), "everything": everything()}
+    ).items()
+]
+
+
+@pytest.mark.parametrize(("family", "name", "surgery"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
+def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[str, Any]) -> None:
+    """Every definition of a part stands in the joined file as it is, and nothing but the template's beside them."""
+    native = NATIVES[family]
+    uses = uses_of(surgery, native)
+    joined = definitions(bundle({"model_type": PREFIX + family, "surgery": surgery}).decode())
+    expected: dict[str, str] = {}
+    for part in ordered(roots_of(native, uses)):
+        expected |= definitions((RUNTIME / f"{part.module.rpartition('.')[2]}.py").read_text())
+    expected |= definitions(classes_of(native, uses))
+    assert joined == expected
+
+
+def test_only_what_a_surgery_needs_is_joined() -> None:
+    """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
+    own = {"control": "ControlGraft", "adapters": "GatedAdapter", "experts": "ExpertRouter", "states": "ControlBank"}
+    surgeries = {"control": control(), "adapters": adapters(), "experts": experts(), "states": states()}
+    assert set(own) == set(grafts())
+    for name, surgery in surgeries.items():
+        text = bundle({"model_type": "llama", "surgery": surgery | {"new_layers": []}}).decode()
+        assert [graft for graft, mark in own.items() if f"class {mark}" in text] == [name]
+        empty = {key: [] for other in grafts().values() for key in other.keys if key not in surgery}
+        assert bundle({"model_type": "llama", "surgery": surgery | empty}).decode() == text
+
+
+def test_rules_name_the_modules_that_build_on_them() -> None:
+    for rules in grafts().values():
+        module = getattr(importlib.import_module(rules.part), rules.module)
+        assert issubclass(module, Graft) and issubclass(module, type(rules))
+
+
+@pytest.mark.parametrize(
+    "surgery", [None, [], "x", {"control": "x"}, {"control": [3]}, {"control": [{"interpolator": {"kind": []}}]}]
+)
+def test_a_config_that_says_nonsense_gives_a_file_all_the_same(surgery: Any) -> None:
+    """What the config says is refused where it is read; whether code beside it is ours can be told before."""
+    ast.parse(bundle({"model_type": "upcycled_llama", "surgery": surgery}))
+
+
+def test_every_family_of_the_tests_has_a_native_and_no_other() -> None:
+    assert set(NATIVES) == {*tiny.FAMILIES, *tiny.ENCODERS}
+    assert {name for name, native in NATIVES.items() if native.encoder} == set(tiny.ENCODERS)
+
+
+def test_parts_are_flat_and_import_torch_and_transformers_only() -> None:
+    allowed = {"torch", "transformers"} | set(sys.stdlib_module_names)
+    shipped = [path for path in RUNTIME.glob("*.py") if path.stem not in NOT_SHIPPED]
+    assert shipped
+    for path in shipped:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module and (RUNTIME / f"{node.module}.py").exists(), path.name
+                assert node.module not in NOT_SHIPPED, path.name
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                assert {name.partition(".")[0] for name in names} <= allowed, (path.name, names)
+
+
+def test_what_joins_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from surgeon.runtime.bundle import bundle; bundle({'model_type': 'llama'});"
+        " assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
+    code = (
+        "import sys, hashlib; from surgeon.runtime.bundle import bundle;"
+        " print(hashlib.sha256(bundle({'model_type': 'phi3'}) + bundle({'model_type': 'deberta-v2'})).hexdigest())"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True, cwd=ROOT, capture_output=True, text=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len(runs[0]) == 65 and runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("family", "name", "surgery"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
+def test_it_reads_like_written_code(family: str, name: str, surgery: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / CODE_FILE
+    file.write_bytes(bundle({"model_type": PREFIX + family, "surgery": surgery}))
+    for command in (["check"], ["format", "--check"]):
+        asked = ["-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), "--no-cache", str(file)]
+        result = subprocess.run([sys.executable, *asked], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from .checks import one_of as renamed\n", "from . import checks\n", "from ..errors import BadInput\n"],
+    ids=["renamed", "a module itself", "above"],
+)
+def test_imports_that_no_joined_file_can_have_are_refused(source: str) -> None:
+    with pytest.raises(AssertionError):
+        part_of("surgeon.runtime.odd", source)
