@@ -1,5 +1,8 @@
 """The blueprint of every shipped plan, as it was agreed: any change of a recipe shows up as a diff of a file.
 
+A file a plan holds structure: layers, counts, config, couplings, recipes. The sentences of all of them (what was
+matched, why a promise holds, what grafts are called, notes) stand in one file, so that rewording changes that alone.
+
 python -m tests.test_golden      writes them anew; read the diff before you commit it
 """
 
@@ -8,26 +11,38 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import surgeon
+from surgeon.apply.preview import Preview
 from surgeon.blueprint.recipes import describe
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
 from tests import tiny
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
+SENTENCES = GOLDEN / "sentences.json"
 CASES = [(plan, "llama") for plan in shipped.names()] + [("opt-deus", f) for f in FAMILIES if f != "llama"]
 
 
-def blueprint(plan: str, family: str, folder: Path) -> str:
-    """Preview, config and the recipe of every new tensor, one line each."""
+def preview(plan: str, family: str, folder: Path) -> Preview:
     base = tiny.base_for(plan, folder) if family == "llama" else tiny.checkpoint(folder, family)
-    shown = surgeon.preview(plan, str(base))
+    return surgeon.preview(plan, str(base))
+
+
+def structure(shown: Preview) -> str:
+    """Preview without its sentences, config and the recipe of every new tensor, one line each."""
     drawn = shown.blueprint
+    told = shown.to_json()
+    del told["notes"]
+    for operation in told["operations"]:
+        del operation["matched"], operation["reason"]
+    for layer in told["layers"]:
+        del layer["grafts"]
     lines = [
-        {"preview": shown.to_json()},
+        {"preview": told},
         {"config": {key: drawn.config.get(key) for key in ("num_hidden_layers", "layer_types", "surgery")}},
         *(
             {"coupling": coupling.name, "rows": [coupling.start, coupling.stop]}
@@ -39,21 +54,45 @@ def blueprint(plan: str, family: str, folder: Path) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
+def sentences(shown: Preview) -> dict[str, Any]:
+    """What the structure leaves out; the words for grafts with the layers that they are said of."""
+    drawn = shown.blueprint
+    grafts: dict[str, list[int]] = {}
+    for layer in drawn.layers:
+        for graft in layer.grafts:
+            grafts.setdefault(graft.text, []).append(layer.index)
+    return {
+        "operations": [[record.matched, record.claim.reason] for record in drawn.operations],
+        "grafts": grafts,
+        "notes": list(shown.notes),
+    }
+
+
 def golden_file(plan: str, family: str) -> Path:
     return GOLDEN / f"{plan.replace('/', '.')}.{family}.jsonl"
 
 
 @pytest.mark.parametrize(("plan", "family"), CASES)
 def test_blueprint_is_the_agreed_one(plan: str, family: str, tmp_path: Path) -> None:
-    assert blueprint(plan, family, tmp_path) == golden_file(plan, family).read_text(encoding="utf-8")
+    shown = preview(plan, family, tmp_path)
+    assert structure(shown) == golden_file(plan, family).read_text(encoding="utf-8")
+    assert sentences(shown) == json.loads(SENTENCES.read_text(encoding="utf-8"))[golden_file(plan, family).stem]
 
 
 def test_no_golden_file_without_a_plan() -> None:
-    assert {path.name for path in GOLDEN.iterdir()} == {golden_file(*case).name for case in CASES}
+    assert {path.name for path in GOLDEN.iterdir()} == {golden_file(*case).name for case in CASES} | {SENTENCES.name}
+    kept = json.loads(SENTENCES.read_text(encoding="utf-8"))
+    assert list(kept) == [golden_file(*case).stem for case in CASES]
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
+    said = {}
     for plan, family in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            golden_file(plan, family).write_text(blueprint(plan, family, Path(folder)), encoding="utf-8")
+            shown = preview(plan, family, Path(folder))
+        golden_file(plan, family).write_text(structure(shown), encoding="utf-8")
+        said[golden_file(plan, family).stem] = sentences(shown)
+    # A case a line, so that a diff names the plans whose words changed.
+    rows = ",\n".join(f"{json.dumps(case)}: {json.dumps(words, ensure_ascii=False)}" for case, words in said.items())
+    SENTENCES.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")

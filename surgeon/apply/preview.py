@@ -23,7 +23,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
-from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan
@@ -153,12 +152,7 @@ def preview_of(
     new = sum(numel(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    read = {
-        leaf.source: folder.tensors[leaf.source].nbytes
-        for output in outputs
-        for leaf in leaves(output.recipe)
-        if isinstance(leaf, Copy)
-    }
+    sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -168,7 +162,7 @@ def preview_of(
         parameters_after=after,
         parameters_new=new,
         parameters_trainable=after if trains_all else new,
-        bytes_to_read=sum(read.values()),
+        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources),
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
@@ -193,10 +187,7 @@ def texts_of(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
 def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
     """The PEFT adapters that the plan imports, opened, by their names in the plan."""
     opened: dict[str, AdapterFolder] = {}
-    for operation in loaded.plan.operations:
-        if not isinstance(operation, PMoEExperts) or operation.from_peft is None:
-            continue
-        name = operation.from_peft
+    for name in (name for operation in loaded.plan.operations for name in operation.adapters):
         beside = Path(loaded.source).parent / name
         path = beside if beside.exists() else Path(name)
         if path.exists():

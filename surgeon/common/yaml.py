@@ -187,31 +187,52 @@ def explain(
         place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
     line = next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
     where = f"{printable(source)}:{line}: "
-    key = printable(".".join(str(step) for step in place)) or what
-    known = known_keys(problem, place) if problem["type"] == "extra_forbidden" else []
     match problem["type"]:
         case "extra_forbidden":
-            return f"{where}unknown key `{printable(str(place[-1]))}`{_did_you_mean(str(place[-1]), known)}"
-        case "missing":
-            return f"{where}`{key}` is missing"
-        case "union_tag_invalid":
-            context = problem["ctx"]
-            tag = str(context["tag"])
-            options = [option.strip(" '") for option in str(context["expected_tags"]).split(",")]
-            name = str(context["discriminator"]).strip("'")
-            return f"{where}unknown {name} `{printable(tag)}`{_did_you_mean(tag, options)}"
+            key = str(place[-1])
+            return f"{where}unknown key `{printable(key)}`{_did_you_mean(key, known_keys(problem, place))}"
         case "union_tag_not_found":
             name = str(problem["ctx"]["discriminator"]).strip("'")
-            return f"{where}`{key}` needs `{name}:`, one of {', '.join(tags(name))}"
+            return f"{where}`{_shown_place(place, what)}` needs `{name}:`, one of {', '.join(tags(name))}"
+        case "value_error":
+            # A sentence of ours about several keys, which says all there is to say: only the entry is named.
+            return where + _entry_of(data, place) + problem["msg"].removeprefix("Value error, ")
+    return where + _about_value(problem, _shown_place(place, what))
+
+
+def _about_value(problem: ErrorDetails, key: str) -> str:
+    """What is wrong with the value of `key`."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "missing":
+            return f"`{key}` is missing"
+        case "union_tag_invalid":
+            tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
+            return f"unknown {name} `{printable(tag)}`{_did_you_mean(tag, _listed(context['expected_tags']))}"
         case "literal_error":
-            given = problem["input"]
-            options = [
-                option.strip(" '") for option in str(problem["ctx"]["expected"]).replace(" or ", ", ").split(",")
-            ]
-            return f"{where}`{key}` is {_shown(given)}{_did_you_mean(str(given), options)}"
+            options = _listed(str(context["expected"]).replace(" or ", ", "))
+            return f"`{key}` is {_shown(problem['input'])}{_did_you_mean(str(problem['input']), options)}"
         case _:
-            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            return f"{where}`{key}` is {_shown(problem['input'])}, it should be {message}"
+            wanted = problem["msg"].removeprefix("Input should be ")
+            return f"`{key}` is {_shown(problem['input'])}, it should be {wanted}"
+
+
+def _listed(options: object) -> list[str]:
+    return [option.strip(" '") for option in str(options).split(",")]
+
+
+def _shown_place(place: Place, what: str) -> str:
+    return printable(".".join(str(step) for step in place)) or what
+
+
+def _entry_of(data: Any, place: Place) -> str:
+    """The entry of a list that a place lies in: `operations[0] (control_llm): `; empty where it lies in none."""
+    if len(place) < 2 or not isinstance(place[1], int):
+        return ""
+    entry = data[place[0]][place[1]]
+    names = [entry[key] for key in ("op", "name") if key in entry] if isinstance(entry, dict) else []
+    called = f" ({printable(str(names[0]))})" if names else ""
+    return f"{printable(str(place[0]))}[{place[1]}]{called}: "
 
 
 def _most_telling(error: ValidationError) -> ErrorDetails:

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
 from surgeon.data.specs import ORIGINAL, SourceSpec
 from surgeon.errors import BadInput, printable
-from surgeon.operations.pmoe_experts import RouterLoss
+from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.train.config import OptimizerSpec, TrainConfig
 
 _WHAT = "tasks file"
@@ -32,6 +32,10 @@ _SHARE_TOLERANCE = 0.005
 
 
 NOTHING = "none"
+
+
+# The operation whose settings a tasks file may give in a plan's place.
+SLOTS = PMoEExperts.key("op")
 
 
 # As many as a training config takes: the last task may replay all of them.

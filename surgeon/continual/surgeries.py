@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.continual.config import NOTHING, LoadedTasks
+from surgeon.continual.config import NOTHING, SLOTS, LoadedTasks
 from surgeon.errors import BadInput, printable
-from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
 from surgeon.train.config import LoadedConfig
@@ -35,7 +34,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         with at_line(loaded, number):
             return load_plan(find_plan(asked))
     # Seeds differ by the slot's number in tensors' names.
-    plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": "pmoe_experts", **asked}]}
+    plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
         return parse_plan(yaml.safe_dump(plan, sort_keys=False), source=_name(loaded, number))
 
@@ -51,7 +50,7 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
         yield
     except BadInput as error:
         made = re.escape(printable(_name(loaded, number)))
-        told = re.sub(rf"^{made}:\d+: (operations\[0\] \(pmoe_experts\): )?", "", str(error))
+        told = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
         if told == str(error) and isinstance(loaded.config.surgery(number), dict):
             # Of the base or the disk, not of what was asked.
             raise
@@ -73,12 +72,7 @@ def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: C
         )
     surgery = base.config.get("surgery")
     held = surgery if isinstance(surgery, dict) else {}
-    asks = any(
-        isinstance(operation, PMoEExperts) and isinstance(operation.router_loss, RouterLoss)
-        for plan in plans
-        if plan is not None
-        for operation in plan.plan.operations
-    )
+    asks = any(operation.needs_task_ids for plan in plans if plan is not None for operation in plan.plan.operations)
     inherited = held.get("router_loss") or {}
     if held.get("expert_router") and (asks or (isinstance(inherited, dict) and inherited.get("task_id"))):
         raise BadInput(

@@ -14,7 +14,7 @@ from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
-from surgeon.operations.papers import papers_of
+from surgeon.operations import papers_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
@@ -299,13 +299,14 @@ def _papers(manifest: Manifest) -> str:
     """Papers of all surgeries; raises BadInput where the manifest of an earlier one was edited."""
     lineage = Lineage.of(manifest)
     # Of surgeries whose manifests were not kept, the operations are known and not what their layers were made of.
-    surgeries: list[tuple[list[str], list[str]]] = [
-        (ancestor.operations, []) for ancestor in manifest.lineage[: lineage.first - 1]
+    done: list[tuple[str, list[str]]] = [
+        (op, []) for ancestor in manifest.lineage[: lineage.first - 1] for op in ancestor.operations
     ]
     for known in lineage.surgeries:
-        made = [layer.init for layer in known.layers if layer.base is None]
-        surgeries.append(([entry.op for entry in known.operations], made))
-    papers = list(dict.fromkeys(paper for surgery in surgeries for paper in papers_of(*surgery)))
+        for number, entry in enumerate(known.operations):
+            made = [layer for layer in known.layers if layer.base is None and layer.operation == number]
+            done.append((entry.op, [layer.init for layer in made]))
+    papers = papers_of(done)
     if not papers:
         return ""
     return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"

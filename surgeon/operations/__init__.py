@@ -1,31 +1,53 @@
 """The operations a plan can ask for: one file each, listed here.
 
 An operation is a pydantic spec (what the plan may say) with a method `edit(draft, number)` that changes the
-draft and returns an `OperationRecord`. A new operation is one file here and its two lines
-below.
+draft and returns an `OperationRecord`; everything else that the house asks of it stands in its class too
+(operation.py). A new operation is one file here and its line in the table below.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Union
 
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
+from surgeon.operations.operation import Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 
-Operation = InsertLayers | StackLayers | ControlLLM | GatedAdapters | PMoEExperts | MixtureOfControl | MergeBranches
-
-# Operations that know encoders; the others are for decoders alone.
-ON_ENCODERS = frozenset({"mixture_of_control"})
-
+# The key in plans → the operation.
 OPERATIONS: dict[str, type[Operation]] = {
-    "insert_layers": InsertLayers,
-    "stack_layers": StackLayers,
-    "control_llm": ControlLLM,
-    "gated_adapters": GatedAdapters,
-    "pmoe_experts": PMoEExperts,
-    "mixture_of_control": MixtureOfControl,
-    "merge_branches": MergeBranches,
+    operation.key("op"): operation
+    for operation in (
+        InsertLayers,
+        StackLayers,
+        ControlLLM,
+        GatedAdapters,
+        PMoEExperts,
+        MixtureOfControl,
+        MergeBranches,
+    )
 }
+
+if TYPE_CHECKING:
+    AnyOperation = Operation
+else:
+    AnyOperation = Union[tuple(OPERATIONS.values())]  # noqa: UP007
+
+
+def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
+    """The papers behind operations, each given by its key and the inits of the layers that it made; each paper once.
+
+    An operation that is unknown here (of a newer surgeon, or of a plugin that is not installed) has none.
+    """
+    found = [paper for op, inits in done if op in OPERATIONS for paper in OPERATIONS[op].papers_for(inits)]
+    return list(dict.fromkeys(found))
+
+
+def origin_of(op: str, init: str) -> Origin:
+    """What a layer that operation `op` made is to who looks at it; of one that is unknown here, `made`."""
+    return OPERATIONS[op].origin_of(init) if op in OPERATIONS else "made"

@@ -7,26 +7,31 @@ above the layer that adds nothing at birth. Hybrid: the two by turns, stack firs
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
 from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
 from surgeon.runtime.known import interpolators
 from surgeon.runtime.rules import BRANCH
 
+CONTROL_LLM = Paper(
+    "wei2025control",
+    "Wei, Haichao and Ren, Yunxiang and Fu, Zhoutong and Lunia, Aman and Chen, Yi-Lin and Leung, Alice and Xu, Ya",
+    "Control LLM: Controlled Evolution for Intelligence Retention in LLM",
+    2025,
+    "2501.10979",
+)
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-
-class Interpolator(_Part):
+class Interpolator(Spec):
     """How the two branches become one (section 3.3): α is the share of the expanded one."""
 
     kind: Annotated[
@@ -69,7 +74,7 @@ def _no_attention(kind: object) -> object:
     return kind
 
 
-class Divergence(_Part):
+class Divergence(Spec):
     """What keeps the expanded branch near the pre-trained one in training (section 3.4)."""
 
     kind: Annotated[
@@ -81,10 +86,19 @@ class Divergence(_Part):
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False, description="its share λ of the loss")] = 1.0
 
 
-class ControlLLM(BaseModel):
+class ControlLLM(Operation):
     """Trainable copies of chosen layers: beside them with an interpolator, on top of them, or by turns."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Control LLM, section 3.3: AdamW, 5e-5 to 1e-5, cosine, 1000 warm-up steps; weight decay 10 % of the rate",
+        lr=5e-5,
+        min_lr=1e-5,
+        warmup=1000,
+        decay_of_rate=0.1,
+        batch=512,
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("control",)
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]

@@ -43,14 +43,14 @@ def fuse_layers(
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
     since gate and up take it as their T_in.
     """
+    if support is not None:
+        _check_of_base(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = draft.anatomy.parts
     flow_of = _Flow(flow, heads, label)
-    wanted = _wanted_roles(parts, flow_of, skip)
     whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
-    for role in _SOLVED:
-        if role not in wanted:
-            continue
+    wanted = _wanted_roles(parts, flow_of, skip)
+    for role in (role for role in _SOLVED if role in wanted):
         part, start, stop = _rows_of(parts, role)
         draft.add_coupling(
             Coupling(
@@ -65,8 +65,16 @@ def fuse_layers(
                 support=support,
             )
         )
-    if support is not None:
-        _check_of_base(draft, below)
+    return _fused_tensors(lower, upper, parts, flow_of, skip)
+
+
+def _fused_tensors(
+    lower: Mapping[str, Recipe],
+    upper: Mapping[str, Recipe],
+    parts: tuple[Part, ...],
+    flow: _Flow,
+    skip: frozenset[str],
+) -> dict[str, Recipe]:
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
     for suffix, recipe in lower.items():
@@ -75,7 +83,7 @@ def fuse_layers(
         elif suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
             tensors[suffix] = upper[suffix]
         else:
-            blocks = _blocks(known[suffix], flow_of, parts)
+            blocks = _blocks(known[suffix], flow, parts)
             plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
             tensors[suffix] = Average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
     return tensors

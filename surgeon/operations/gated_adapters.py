@@ -6,15 +6,16 @@ its output matrix is zero at birth, so the grown model computes what the base co
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
 from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 
@@ -26,10 +27,8 @@ _DEFAULT_WEIGHT = 0.01
 LossKind = Annotated[str, OneOf(lambda: LOCAL_LOSSES)]
 
 
-class LocalLoss(BaseModel):
+class LocalLoss(Spec):
     """A loss on the adapters themselves (section 3): ℓ1 of what they add on original text, or domain classification."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Annotated[
         LossKind,
@@ -41,10 +40,26 @@ class LocalLoss(BaseModel):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share α of the loss")] = _DEFAULT_WEIGHT
 
 
-class GatedAdapters(BaseModel):
+class GatedAdapters(Operation):
     """Gated adapters parallel to the FFN of chosen layers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "signetalla2024neutral",
+            r"Signe Talla, Franck and Grave, {\'E}douard and J{\'e}gou, Herv{\'e}",
+            "Neutral Residues: Revisiting Adapters for Model Extension",
+            2024,
+            "2410.02744",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Neutral Residues, section 4.1 and Table 8: 2e-4, betas 0.9 and 0.95, 64 sequences of 4096, p = 0.1",
+        lr=2e-4,
+        betas=(0.9, 0.95),
+        length=4096,
+        original_share=0.1,
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("adapters",)
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"

@@ -6,24 +6,29 @@ changes the function; what it costs is measured by `surgeon merge`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.errors import BadInput
+from surgeon.operations.control_llm import CONTROL_LLM
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import show
 from surgeon.runtime.control_rules import INTERPOLATOR
 from surgeon.runtime.known import interpolators
 from surgeon.runtime.rules import BRANCH
 
 
-class MergeBranches(BaseModel):
+class MergeBranches(Operation):
     """Every control block becomes one native layer again; other grafts stay."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (CONTROL_LLM,)
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Control LLM's rate, as for control_llm", lr=5e-5, min_lr=1e-5, decay_of_rate=0.1
+    )
 
     op: Literal["merge_branches"]
     alpha: Annotated[

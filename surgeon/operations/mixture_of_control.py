@@ -6,14 +6,15 @@ control and, by a gate, those of other sites (Eq. 9, 10). Every control's writin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.errors import BadInput
 from surgeon.operations.one_of import OneOf
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.states_rules import (
     BANK,
@@ -28,11 +29,7 @@ from surgeon.runtime.states_rules import (
 Site = Annotated[str, OneOf(lambda: SITES)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Gate(_Part):
+class Gate(Spec):
     """What chooses among the control states of all layers (section 4.2, appendix B.2)."""
 
     kind: Annotated[
@@ -61,7 +58,7 @@ class Gate(_Part):
     ] = True
 
 
-class Routing(_Part):
+class Routing(Spec):
     """Over which tokens a choice is made (appendix B.2)."""
 
     train: Annotated[
@@ -78,14 +75,33 @@ class Routing(_Part):
     ] = None
 
 
-class MixtureOfControl(BaseModel):
+class MixtureOfControl(Operation):
     """Control states beside attention, FFN or both of chosen layers, and gates that mix them across layers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "nguyen2026mixture",
+            "Nguyen, Duc Anh and Luu, Tien Ngoc and Pham, Tung and Tran, Toan",
+            "Mixture-of-Control: State-Aware Fine-Tuning for Transformer-based Models",
+            2026,
+            venue="ICML Workshop on Connecting Low-rank Representations in AI (CoLoRAI)",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "Mixture-of-Control, Tables 4 and 5: 3e-4, linear, warm-up 6 %, weight decay 0.01, 32 sequences of 256",
+        lr=3e-4,
+        schedule="linear",
+        warmup=0.06,
+        weight_decay=0.01,
+        batch=32,
+        length=256,
+    )
+    on_encoders: ClassVar[bool] = True
+    grafts: ClassVar[tuple[str, ...]] = ("control_states", "mixture")
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
-    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [
+    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [  # noqa: RUF012  # pydantic copies it
         "attention",
         "ffn",
     ]
@@ -108,7 +124,7 @@ class MixtureOfControl(BaseModel):
     @classmethod
     def _once(cls, sites: list[Site]) -> list[Site]:
         if len(set(sites)) != len(sites):
-            raise ValueError("names a site twice")
+            raise ValueError("`sites` names a site twice")
         return sites
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:

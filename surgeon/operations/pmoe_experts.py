@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
@@ -26,14 +26,13 @@ from surgeon.operations.imported_lora import (
     slot_entry,
     slot_tensors,
 )
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
 
-class RouterLoss(BaseModel):
+class RouterLoss(Spec):
     """Cross-entropy of the router against the task a token belongs to (Eq. 7), by `domain_ids`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Literal["task_id"]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="its share of the loss")] = 1.0
@@ -49,10 +48,22 @@ class _Present:
     targets: tuple[str, ...]
 
 
-class PMoEExperts(BaseModel):
+class PMoEExperts(Operation):
     """LoRA slots for tasks above a threshold, one shared LoRA below it; on a model that has them, further slots."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "jung2024pmoe",
+            "Jung, Min Jae and Kim, JooHee",
+            "PMoE: Progressive Mixture of Experts with Asymmetric Transformer for Continual Learning",
+            2024,
+            "2407.21571",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay", lr=3e-4, batch=128, original_share=0.01
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[
@@ -101,7 +112,17 @@ class PMoEExperts(BaseModel):
     trains_also: Annotated[
         list[Literal["router", "shared"]],
         Field(description="what an earlier surgery brought that is to train on: the old columns, the shared LoRA"),
-    ] = []
+    ] = []  # noqa: RUF012  # pydantic copies it
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The one that becomes the slot."""
+        return () if self.from_peft is None else (self.from_peft,)
+
+    @property
+    def needs_task_ids(self) -> bool:
+        """Where the router is trained to name the task."""
+        return isinstance(self.router_loss, RouterLoss)
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Attach the slots and say what was matched and what is promised."""
@@ -139,19 +160,7 @@ class PMoEExperts(BaseModel):
                 f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
             )
         modules = imported_modules(draft, name)
-        shallow = sorted(index for index in modules if index < layer)
-        if present is not None and shallow:
-            shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)
-            why = "share one LoRA already" if shared else "lie below the router, where there are no slots"
-            raise BadInput(
-                f"{printable(name)}: the adapter also adapts layers {show(shallow)}, which {why}; grow the base with"
-                " `threshold: 0` before importing it, or train it on deeper layers alone"
-            )
-        if len(shallow) == len(modules):
-            raise BadInput(
-                f"{printable(name)}: the adapter adapts layers {show(shallow)} alone, below `threshold` {layer}, so no"
-                " slot comes of it; choose a lower `threshold`"
-            )
+        _check_depth(draft, name, modules, layer, present)
         first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
         before = draft.parameters()
         adapter = adapter_of(draft, name)
@@ -303,6 +312,25 @@ def _present(draft: Draft) -> _Present | None:
     ]
     targets = tuple(held[0].entry["slots"][0]["targets"]) if held else ()
     return _Present(layer, len(columns), max(column.get("group", 0) for column in columns), targets)
+
+
+def _check_depth(
+    draft: Draft, name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, present: _Present | None
+) -> None:
+    """Refuse an adapter of layers below the router, at `layer`, where they cannot hold it or hold all of it."""
+    shallow = sorted(index for index in modules if index < layer)
+    if present is not None and shallow:
+        shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)
+        why = "share one LoRA already" if shared else "lie below the router, where there are no slots"
+        raise BadInput(
+            f"{printable(name)}: the adapter also adapts layers {show(shallow)}, which {why}; grow the base with"
+            " `threshold: 0` before importing it, or train it on deeper layers alone"
+        )
+    if len(shallow) == len(modules):
+        raise BadInput(
+            f"{printable(name)}: the adapter adapts layers {show(shallow)} alone, below `threshold` {layer}, so no"
+            " slot comes of it; choose a lower `threshold`"
+        )
 
 
 def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, first: int) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from surgeon.errors import BadInput
+from surgeon.operations.operation import Spec
 
 Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]
 
@@ -19,23 +20,19 @@ Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]
 Index = Annotated[int, Field(ge=0, description="layer number, counted from 0")]
 
 
-class _Selector(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Every(_Selector):
+class Every(Spec):
     """Layers N-1, 2N-1, …: the last of every group of N."""
 
     every: Annotated[int, Field(ge=1, description="group size")]
 
 
-class After(_Selector):
+class After(Spec):
     """The gaps after these layers."""
 
     after: Annotated[list[Index], Field(min_length=1, description="the layers below the gaps")]
 
 
-class Range(_Selector):
+class Range(Spec):
     """Layers first to last, both included."""
 
     range: Annotated[list[Index], Field(min_length=2, max_length=2, description="[first, last], both included")]

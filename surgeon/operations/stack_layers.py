@@ -7,21 +7,33 @@ and the paper trains every layer.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.errors import BadInput
+from surgeon.operations.insert_layers import InsertLayers
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import show
 
 Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 
 
-class StackLayers(BaseModel):
+class StackLayers(Operation):
     """Bottom layers of the base followed by its top layers; what overlaps occurs twice (SOLAR)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "kim2023solar",
+            "Kim, Dahyun and others",
+            "SOLAR 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling",
+            2023,
+            "2312.15166",
+        ),
+    )
+    # Its paper does not say what it trained with; another paper's depth growth comes nearest.
+    training: ClassVar[TrainingDefaults] = InsertLayers.training
 
     op: Literal["stack_layers"]
     bottom: Annotated[Share, Field(description="layers of the lower copy: a number, or a share of all below 1.0")]

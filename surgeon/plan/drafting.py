@@ -9,7 +9,8 @@ from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.operations import ON_ENCODERS
+from surgeon.operations import OPERATIONS
+from surgeon.operations.operation import Operation
 from surgeon.plan.loading import LoadedPlan
 
 
@@ -26,7 +27,7 @@ def draw(
     draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
     for number, operation in enumerate(loaded.plan.operations):
         try:
-            _check_kind(operation.op, anatomy)
+            _check_kind(operation, anatomy)
             draft.records.append(operation.edit(draft, number))
         except BadInput as error:
             line = loaded.line_of_operation(number)
@@ -35,9 +36,10 @@ def draw(
     return draft.finish()
 
 
-def _check_kind(operation: str, anatomy: Anatomy) -> None:
-    if anatomy.family.encoder and operation not in ON_ENCODERS:
+def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    if anatomy.family.encoder and not operation.on_encoders:
+        others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
         raise BadInput(
             f"the base is an encoder ({anatomy.family.model_type}), and this operation is for decoders; on an encoder"
-            f" use {', '.join(sorted(ON_ENCODERS))}"
+            f" use {', '.join(others)}"
         )

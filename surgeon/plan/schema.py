@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.operations import Operation
+from surgeon.operations import AnyOperation
 
 
 class Plan(BaseModel):
@@ -16,7 +16,7 @@ class Plan(BaseModel):
 
     surgeon: Annotated[Literal[1], Field(description="version of the plan format")]
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds every random tensor, together with its name")] = 0
-    operations: Annotated[list[Annotated[Operation, Field(discriminator="op")]], Field(min_length=1, max_length=100)]
+    operations: Annotated[list[Annotated[AnyOperation, Field(discriminator="op")]], Field(min_length=1, max_length=100)]
 
 
 def json_schema() -> dict[str, Any]:

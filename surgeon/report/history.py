@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +12,12 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.families.grafted import owner_of
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of
+from surgeon.operations import origin_of
+from surgeon.operations.operation import Origin as Made
 from surgeon.runtime.states_rules import BANK
 
-Origin = Literal["base", "changed", "copied", "fused", "made"]
-
-
-# How an init is called in a manifest, and what that is to the reader of a picture.
-_ORIGINS: dict[str, Origin] = {"ot_fusion": "fused", "average": "fused", "copy": "copied", "copied": "copied"}
+Origin = Literal["base", "changed"] | Made
 
 
 @dataclass(frozen=True)
@@ -142,9 +140,30 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
             made_by = nth
             break
         here = entry.base
+    marks = _marks(surgeries[-1].layers[index].grafts, grafts, brought)
+    if made_by is None:
+        origin: Origin = "changed" if changed else "base"
+        return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
+    entry = surgeries[made_by].layers[here]
+    places = lineage.layers(made_by + first)
+    by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
+    return StackLayer(
+        index=index,
+        base=None,
+        origin=origin_of(by, entry.init),
+        init=entry.init,
+        sources=tuple(sorted({places[source] for source in entry.sources})),
+        surgery=made_by + first,
+        operation=entry.operation,
+        trains=trains,
+        marks=marks,
+    )
+
+
+def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
+    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
     kinds = {graft.text: graft for graft in grafts}
-    last = surgeries[-1].layers[index]
-    marks = tuple(
+    return tuple(
         Mark(
             kind=kinds[graft.text].kind if graft.text in kinds else "other",
             sign=kinds[graft.text].sign if graft.text in kinds else "?",
@@ -152,21 +171,5 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
             surgery=brought.get(graft.text),
             trains=graft.operation is not None,
         )
-        for graft in last.grafts
-    )
-    if made_by is None:
-        origin: Origin = "changed" if changed else "base"
-        return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
-    entry = surgeries[made_by].layers[here]
-    places = lineage.layers(made_by + first)
-    return StackLayer(
-        index=index,
-        base=None,
-        origin=_ORIGINS.get(entry.init.partition(",")[0].split()[0] if entry.init else "", "made"),
-        init=entry.init,
-        sources=tuple(sorted({places[source] for source in entry.sources})),
-        surgery=made_by + first,
-        operation=entry.operation,
-        trains=trains,
-        marks=marks,
+        for graft in last
     )

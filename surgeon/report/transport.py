@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
 from surgeon.operations.fusion import fuse_layers
-from surgeon.operations.insert_layers import InsertLayers, OtFusion, Shuffle
+from surgeon.operations.inits import OtFusion
 from surgeon.plan.loading import parse_plan
 from surgeon.report.history import History, tell_history
 
@@ -155,7 +155,7 @@ def _manifest(folder: CheckpointFolder) -> Manifest:
     return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
 
 
-def _pairs(history: History) -> list[tuple[int, str, int, int, dict[str, object]]]:
+def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
     """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
 
     Of a chain of surgeries these are the layers that any of them inserted, where they stand now.
@@ -171,17 +171,14 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, dict[str, object]
             continue
         assert layer.surgery is not None
         operation = plans[layer.surgery - history.first].operations[layer.operation]
-        init: OtFusion | Shuffle = OtFusion(kind="ot_fusion")
-        if isinstance(operation, InsertLayers) and isinstance(operation.init, OtFusion | Shuffle):
-            init = operation.init
-        settings = init.transport_settings()
+        settings = operation.transport_settings or OtFusion(kind="ot_fusion").transport_settings
         pairs += [(index, "below", below, index, settings), (index, "above", index, above, settings)]
     return pairs
 
 
 def _solve(
     folder: CheckpointFolder,
-    pairs: list[tuple[int, str, int, int, dict[str, object]]],
+    pairs: list[tuple[int, str, int, int, Mapping[str, object]]],
     device: str,
     progress: Callable[[str], None],
     wanted: frozenset[str],

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.families.grafted import is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.operations import OPERATIONS
 from surgeon.operations.selectors import show
 
 
@@ -99,9 +100,6 @@ def export_slot(
     return exported
 
 
-_OPERATION = "pmoe_experts"
-
-
 @dataclass(frozen=True)
 class Origin:
     """The base that the slots were attached to: its name, commit, and which of its layers each layer of the output is.
@@ -131,7 +129,7 @@ class Piece:
 def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     """The base of the surgery that first attached slots. Raises BadInput where the lineage tells of none."""
     operations = [ancestor.operations for ancestor in last.lineage] + [[entry.op for entry in last.operations]]
-    first = next((number for number, named in enumerate(operations, 1) if _OPERATION in named), None)
+    first = next((number for number, named in enumerate(operations, 1) if _attach_slots(named)), None)
     if first is None:
         raise BadInput(f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited?")
     lineage = Lineage.of(last, file=str(out.path / MANIFEST_FILE))
@@ -139,6 +137,10 @@ def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     layers = {place: layer for layer, place in lineage.layers(first - 1).items()}
     added = tuple(index for index in range(len(last.layers)) if index not in layers)
     return Origin(base.id, base.revision, layers, added, None if base.config is None else _kinds(base.config))
+
+
+def _attach_slots(operations: Iterable[str]) -> bool:
+    return any("experts" in OPERATIONS[op].grafts for op in operations if op in OPERATIONS)
 
 
 def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:

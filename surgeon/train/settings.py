@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from surgeon.data.specs import NEW, ORIGINAL
-from surgeon.errors import BadInput
-from surgeon.operations.training_defaults import Defaults, Schedule, defaults_for
+from surgeon.errors import BadInput, printable
+from surgeon.operations import OPERATIONS
+from surgeon.operations.operation import Schedule, TrainingDefaults
 from surgeon.train.config import LoadedConfig, TrainConfig
 
 # Sequences at a time where the config does not say.
@@ -45,7 +46,7 @@ def settle(
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
-    config, paper = loaded.config, defaults_for(operations)
+    config, paper = loaded.config, _defaults_for(operations)
     where = f"{loaded.source}: "
     length = config.length or min(paper.length, context)
     if length > context:
@@ -91,7 +92,15 @@ def settle(
     ), notes
 
 
-def _about_original(config: TrainConfig, paper: Defaults) -> list[str]:
+def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
+    """Those of the last operation whose tensors train; of one that is unknown here, transformers'."""
+    last = OPERATIONS.get(operations[-1])
+    if last is None:
+        return TrainingDefaults(f"transformers': the operation {printable(operations[-1])} is unknown here", lr=5e-5)
+    return last.training
+
+
+def _about_original(config: TrainConfig, paper: TrainingDefaults) -> list[str]:
     share = sum(source.share for source in config.sources if source.role == ORIGINAL)
     # Of several tasks the earlier ones are what is replayed.
     tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from surgeon.cli import app
+from surgeon.operations.inits import INITS
 from surgeon.plan import shipped
 from surgeon.plan.loading import load_plan, parse_plan
 from surgeon.plan.schema import json_schema
@@ -20,12 +21,11 @@ from surgeon.plan.schema import json_schema
 def test_every_field_is_described_or_says_itself_what_it_is() -> None:
     schema = json_schema()
     for name, definition in schema["$defs"].items():
+        assert definition["description"], name
+        assert definition["additionalProperties"] is False, f"{name} lets unknown keys through"
         for key, field in definition["properties"].items():
-            told = (
-                "description" in field
-                or "const" in field
-                or key in ("init", "interpolator", "divergence", "local_loss")
-            )
+            # A part's own description stands for it; the one value of `op` and `kind` says all.
+            told = {"description", "const", "$ref", "oneOf"} & field.keys()
             assert told, f"{name}.{key} has no description"
 
 
@@ -61,7 +61,7 @@ selectors = st.one_of(
     st.builds(lambda a, b: {"range": [a, b]}, st.integers(0, 99), st.integers(0, 99)),
 )
 inits = st.one_of(
-    st.builds(lambda kind: {"kind": kind}, st.sampled_from(["average", "copy", "random"])),
+    st.builds(lambda kind: {"kind": kind}, st.sampled_from(sorted(INITS))),
     st.builds(
         lambda reg, rescale: {"kind": "ot_fusion", "reg": reg, "rescale": rescale},
         st.floats(1e-6, 1e3),

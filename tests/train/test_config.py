@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from surgeon.errors import BadInput
-from surgeon.operations import OPERATIONS
-from surgeon.operations.training_defaults import DEFAULTS
 from surgeon.train.config import LoadedConfig, load_config
 from surgeon.train.settings import settle
 
@@ -38,8 +36,10 @@ def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
     assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (5e-5, 1e-5, 0.1 * 5e-5, 1.0)
 
 
-def test_every_operation_has_defaults() -> None:
-    assert DEFAULTS.keys() == OPERATIONS.keys()
+def test_an_operation_that_is_unknown_here_gets_values_that_no_paper_gave(tmp_path: Path) -> None:
+    settings, notes = settle(written(tmp_path, SMALLEST), ["of_a_plugin"], context=64, processes=1)
+    assert settings.lr == 5e-5
+    assert any("of_a_plugin is unknown here" in note for note in notes)
 
 
 def test_every_default_can_be_overridden(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_every_default_can_be_overridden(tmp_path: Path) -> None:
     "change, told",
     [
         (("share: 0.9", "share: 0.5"), "shares sum to 0.6; they must sum to 1"),
-        (("role: original", "role: orginal"), "train.yaml:5: `sources.1` is"),
+        (("role: original", "role: orginal"), "train.yaml:5: sources[1] (en): role 'orginal' is not known"),
         (("steps: 100", "step: 100"), "train.yaml:2: unknown key `step`; did you mean `steps`?"),
         (("share: 0.9", "shares: 0.9"), "train.yaml:4: unknown key `shares`; did you mean `share`?"),
         (("name: en", "name: fr"), "two sources are called 'fr'"),

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from surgeon.common.formatting import count, size
 from surgeon.manifest.manifest import Manifest
-from surgeon.operations.papers import Paper, papers_of
+from surgeon.operations import papers_of
+from surgeon.operations.operation import Paper
 from surgeon.report.budget import Budget
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
@@ -207,15 +208,16 @@ def _share(number: int, budget: Budget) -> str:
 def operations_section(findings: Findings) -> Markup:
     """What was done, surgery by surgery, where it comes from, and the plans themselves."""
     history = findings.history
-    rows: list[tuple[Child, ...]] = []
-    inits: dict[str, None] = {}
-    for number, manifest in enumerate(history.surgeries, history.first):
-        inits |= dict.fromkeys(layer.init for layer in manifest.layers if layer.base is None)
-        rows += [
-            (number, entry.op, entry.matched, _PROMISES[entry.promise], entry.reason, entry.trains)
-            for entry in manifest.operations
-        ]
-    papers = papers_of([entry.op for m in history.surgeries for entry in m.operations], inits)
+    rows: list[tuple[Child, ...]] = [
+        (number, entry.op, entry.matched, _PROMISES[entry.promise], entry.reason, entry.trains)
+        for number, manifest in enumerate(history.surgeries, history.first)
+        for entry in manifest.operations
+    ]
+    papers = papers_of(
+        (entry.op, [layer.init for layer in m.layers if layer.base is None and layer.operation == number])
+        for m in history.surgeries
+        for number, entry in enumerate(m.operations)
+    )
     plans = [
         folded(f"Plan of surgery {number}", el("pre", text_lines(manifest.plan), tabindex=0))
         for number, manifest in enumerate(history.surgeries, history.first)

@@ -1,0 +1,271 @@
+"""The inits of `insert_layers`: how a new layer comes to be. One class an init, with everything about it.
+
+An init says which layers beside its gap it reads and what paper it comes from, and makes the recipes of one layer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
+from surgeon.errors import BadInput
+from surgeon.operations.fusion import Flow, Heads, fuse_layers
+from surgeon.operations.operation import Origin, Paper, Spec
+
+OPT_DEUS = Paper(
+    "cao2025progressive",
+    "Cao, Mingzi and Wang, Xi and Aletras, Nikolaos",
+    "Progressive Depth Up-scaling via Optimal Transport",
+    2025,
+    "2508.08011",
+)
+
+
+_LLAMA_PRO = Paper(
+    "wu2024llama",
+    "Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying"
+    " and Luo, Ping",
+    "LLaMA Pro: Progressive LLaMA with Block Expansion",
+    2024,
+    "2401.02415",
+)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Where one new layer goes: new layer number `nth` (from 0) of `per_gap` above layer `below` of the draft.
+
+    `label` names the layer by the model as the operation found it: random draws are seeded by it, so it begins the
+    key of each. `zeroed` are the suffixes whose recipes a constant replaces afterwards.
+    """
+
+    draft: Draft
+    below: int
+    nth: int
+    per_gap: int
+    label: str
+    zeroed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class NewLayer:
+    """The recipes of a new layer, by suffix, and the layers of the draft that it is made from, lowest first.
+
+    What else a layer has (its attention type) comes from the first of `sources`; without sources, from the layer below.
+    """
+
+    tensors: dict[str, Recipe]
+    sources: tuple[int, ...]
+
+
+class Init(Spec):
+    """How a new layer comes to be. A subclass gives `kind` its one value; `make` may read what `reads_*` declare."""
+
+    # The paper that a layer made so cites.
+    paper: ClassVar[Paper] = OPT_DEUS
+    # What such a layer is in a picture of the stack.
+    origin: ClassVar[Origin] = "made"
+    # Whether it reads the layer above its gap, which the topmost gap has not.
+    reads_above: ClassVar[bool] = False
+    # Whether several new layers in one gap differ.
+    several: ClassVar[bool] = True
+
+    kind: str
+
+    def reads_below(self, per_gap: int) -> int:
+        """How many layers below its gap it reads, where each gap gets `per_gap` new layers."""
+        return 1
+
+    @property
+    def transport_settings(self) -> dict[str, object] | None:
+        """How it solves optimal transport (keywords of `surgeon.transport.TransportSettings`); None: it does not."""
+        return None
+
+    @abstractmethod
+    def make(self, gap: Gap) -> NewLayer:
+        """The new layer in this gap. Raises BadInput for what the model does not allow."""
+
+
+class TransportInit(Init):
+    """The layers below and above, aligned by optimal transport."""
+
+    origin: ClassVar[Origin] = "fused"
+    reads_above: ClassVar[bool] = True
+    several: ClassVar[bool] = False
+
+    reg: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False, description="entropic regularisation, in the unit of the cost"),
+    ] = 0.06
+    solver: Annotated[Literal["sinkhorn", "emd"], Field(description="entropic or exact transport")] = "sinkhorn"
+    cost_scale: Annotated[
+        Literal["none", "max", "mean"],
+        Field(description="divide the cost by nothing (paper), its maximum, its mean"),
+    ] = "none"
+    rescale: Annotated[
+        Literal["marginal", "paper"],
+        Field(description="T times n, so that aligned rows are averages of rows (marginal); T as it is (paper)"),
+    ] = "marginal"
+    flow: Annotated[Flow, Field(description="which T_in each module takes (Tables 1 and 7)")] = "opt_deus"
+    heads: Annotated[
+        Heads,
+        Field(description="align rows wherever they go (free) or whole attention heads, rotary pairs kept (blocks)"),
+    ] = "free"
+    max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
+    support: Annotated[
+        Literal["weights", "activations"],
+        Field(description="compare rows of weights, or what the modules put out on a text (needs a cost_scale)"),
+    ] = "weights"
+    text: Annotated[
+        str | None,
+        Field(min_length=1, description="for activations: a text or JSON-lines file, seen from the plan"),
+    ] = None
+    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: how many tokens of the text")] = 512
+    window: Annotated[int, Field(ge=2, le=2**16, description="for activations: tokens in each sequence")] = 128
+
+    @model_validator(mode="after")
+    def _support_fits(self) -> Self:
+        if self.support == "weights":
+            given = sorted({"text", "samples", "window"} & self.model_fields_set)
+            if given:
+                raise ValueError(f"`{given[0]}` has a meaning with `support: activations` only")
+            return self
+        if self.text is None:
+            raise ValueError("`support: activations` needs a `text`, on which the base is run")
+        if self.cost_scale == "none":
+            raise ValueError(
+                "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale"
+                " at every module and with every number of samples"
+            )
+        if self.heads == "blocks":
+            raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
+        return self
+
+    def fused(self, gap: Gap) -> dict[str, Recipe]:
+        """The recipes of the layer below and the layer above, every module aligned along its map and averaged."""
+        return fuse_layers(
+            gap.draft,
+            below=gap.below,
+            label=gap.label,
+            flow=self.flow,
+            heads=self.heads,
+            settings=self.transport_settings,
+            skip=gap.zeroed,
+            support=None if self.text is None else TextSupport(self.text, self.samples, self.window),
+        )
+
+    @property
+    def transport_settings(self) -> dict[str, object]:
+        """As the plan says."""
+        return {
+            "reg": self.reg,
+            "solver": self.solver,
+            "cost_scale": self.cost_scale,
+            "rescale": self.rescale,
+            "max_iterations": self.max_iterations,
+        }
+
+
+class OtFusion(TransportInit):
+    """The layers below and above, aligned by optimal transport and averaged (OpT-DeUS, Algorithm 1)."""
+
+    kind: Literal["ot_fusion"]
+
+    def make(self, gap: Gap) -> NewLayer:
+        """The fused layer."""
+        return NewLayer(self.fused(gap), (gap.below, gap.below + 1))
+
+
+class Shuffle(TransportInit):
+    """As ot_fusion, then the elements of every matrix in random order (Table 7's ablation)."""
+
+    origin: ClassVar[Origin] = "made"
+
+    kind: Literal["shuffle"]
+
+    def make(self, gap: Gap) -> NewLayer:
+        """The fused layer with its matrices shuffled."""
+        matrices = {part.suffix for part in gap.draft.anatomy.parts if part.kind == "weight"}
+        tensors = {
+            suffix: Shuffled(recipe, f"{gap.label}.{suffix}") if suffix in matrices else recipe
+            for suffix, recipe in self.fused(gap).items()
+        }
+        return NewLayer(tensors, (gap.below, gap.below + 1))
+
+
+class AverageInit(Init):
+    """The plain average of the layers below and above."""
+
+    origin: ClassVar[Origin] = "fused"
+    reads_above: ClassVar[bool] = True
+    several: ClassVar[bool] = False
+
+    kind: Literal["average"]
+
+    def make(self, gap: Gap) -> NewLayer:
+        """The average, tensor by tensor."""
+        lower, upper = gap.draft.layers[gap.below], gap.draft.layers[gap.below + 1]
+        tensors: dict[str, Recipe] = {
+            suffix: Average(recipe, upper.tensors[suffix]) for suffix, recipe in lower.tensors.items()
+        }
+        return NewLayer(tensors, (gap.below, gap.below + 1))
+
+
+class CopyInit(Init):
+    """A copy of the layer below (LLaMA PRO; with `per_gap: p`, of the p layers below)."""
+
+    paper: ClassVar[Paper] = _LLAMA_PRO
+    origin: ClassVar[Origin] = "copied"
+
+    kind: Literal["copy"]
+
+    def reads_below(self, per_gap: int) -> int:
+        """As many as are copied."""
+        return per_gap
+
+    def make(self, gap: Gap) -> NewLayer:
+        """The copy; the group of copies is in the order of the layers below."""
+        source = gap.below - gap.per_gap + 1 + gap.nth
+        return NewLayer(dict(gap.draft.layers[source].tensors), (source,))
+
+
+class RandomInit(Init):
+    """Normal weights of the config's `initializer_range`, biases zero, norms the identity."""
+
+    kind: Literal["random"]
+
+    def make(self, gap: Gap) -> NewLayer:
+        """Weights drawn by the layer's label. Raises BadInput where the config's `initializer_range` is no number."""
+        std = gap.draft.config.get("initializer_range", 0.02)
+        if not isinstance(std, int | float) or isinstance(std, bool) or not 0 < std < 1e3:
+            raise BadInput(f"config.json: `initializer_range` is {std!r}, not a positive number")
+        kinds = {part.suffix: part.kind for part in gap.draft.anatomy.parts}
+        tensors: dict[str, Recipe] = {}
+        for suffix, recipe in gap.draft.layers[gap.below].tensors.items():
+            match kinds.get(suffix):
+                case "weight":
+                    tensors[suffix] = Random(f"{gap.label}.{suffix}", float(std), recipe.dtype, recipe.shape)
+                case "bias":
+                    tensors[suffix] = Constant(0.0, recipe.dtype, recipe.shape)
+                case "norm":
+                    identity = 1.0 - gap.draft.anatomy.family.norm_offset
+                    tensors[suffix] = Constant(identity, recipe.dtype, recipe.shape)
+                case None:  # an old buffer, the same in every layer
+                    tensors[suffix] = recipe
+        return NewLayer(tensors, ())
+
+
+# An init's `kind` in plans → its class. A new init is its class above and its name here.
+INITS: dict[str, type[Init]] = {
+    init.key("kind"): init for init in (OtFusion, AverageInit, CopyInit, RandomInit, Shuffle)
+}
+
+if TYPE_CHECKING:
+    AnyInit = Init
+else:
+    AnyInit = Annotated[Union[tuple(INITS.values())], Field(discriminator="kind")]  # noqa: UP007

@@ -1,0 +1,136 @@
+"""What every operation is: a part of a plan that edits the draft, and what the rest of the house asks of it.
+
+A fact about an operation stands in its class: its papers, what it was trained with, what bases it takes, which grafts
+it attaches. Nothing outside this folder asks which operation it has before it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from surgeon.blueprint.draft import Draft, OperationRecord
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+# What a new layer is to who looks at a picture of the stack.
+Origin = Literal["copied", "fused", "made"]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One entry of a bibliography; `arxiv` is empty where there is no preprint."""
+
+    key: str
+    authors: str
+    title: str
+    year: int
+    arxiv: str = ""
+    venue: str = ""
+
+    @property
+    def bibtex(self) -> str:
+        """The entry."""
+        fields = {"author": self.authors, "title": f"{{{self.title}}}", "year": str(self.year)}
+        if self.arxiv:
+            fields |= {"eprint": self.arxiv, "archivePrefix": "arXiv", "url": f"https://arxiv.org/abs/{self.arxiv}"}
+        kind = "misc"
+        if self.venue:
+            kind, fields["booktitle"] = "inproceedings", self.venue
+        return "\n".join([f"@{kind}{{{self.key},", *(f"  {name} = {{{text}}}," for name, text in fields.items()), "}"])
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """What a paper trained its operation with; train.yaml can override all of it.
+
+    `lr` is the peak, `min_lr` what it ends at; `warmup` is a number of steps or a share (0 to 1) of them; `betas` are
+    AdamW's; `weight_decay` is AdamW's coefficient, to which `decay_of_rate` · `lr` is added; `clip` bounds the
+    gradient's norm; `batch` counts sequences of `length` tokens; `original_share` is the share of original text mixed
+    in (p). Where a paper does not say, the value is transformers' or, for warm-up, 3 % of the steps; `source` says
+    which is which.
+    """
+
+    source: str
+    lr: float
+    min_lr: float = 0.0
+    schedule: Schedule = "cosine"
+    warmup: int | float = 0.03
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    decay_of_rate: float = 0.0
+    clip: float = 1.0
+    batch: int = 64
+    length: int = 2048
+    original_share: float = 0.0
+
+
+class Spec(BaseModel):
+    """A part of a plan as written: types are strict, an unknown key is refused, nothing changes once it is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The one value that `field` (`op`, `kind`) has in this spec: its name in plans."""
+        (value,) = get_args(cls.model_fields[field].annotation)
+        return str(value)
+
+
+class Operation(Spec):
+    """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
+
+    # The papers it comes from.
+    papers: ClassVar[tuple[Paper, ...]] = ()
+    # What its paper trained it with.
+    training: ClassVar[TrainingDefaults]
+    # Whether it takes encoders; every operation takes decoders.
+    on_encoders: ClassVar[bool] = False
+    # Kinds of the grafts that it attaches to a model which has none.
+    grafts: ClassVar[tuple[str, ...]] = ()
+    # What its new layers are, by the word that their `init` begins with; by another word they are `made`.
+    origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
+
+    op: str
+
+    @abstractmethod
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Change the draft; `number` is the operation's place in the plan.
+
+        Returns what the selectors matched, what is promised and what trains. Raises BadInput for what this model
+        does not allow; the caller adds file, line and operation.
+        """
+
+    @classmethod
+    def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
+        """The papers to cite where it made new layers by these `inits` (as the manifest calls them)."""
+        return cls.papers
+
+    @classmethod
+    def origin_of(cls, init: str) -> Origin:
+        """What a new layer with this `init` (as the manifest calls it) is to who looks at a picture of the stack."""
+        return cls.origins.get(word_of(init), "made")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the PEFT adapters that it imports: folders, seen from the plan's, or Hub ids."""
+        return ()
+
+    @property
+    def transport_settings(self) -> Mapping[str, object] | None:
+        """How it solves optimal transport between layers (keywords of `TransportSettings`); None where it does not."""
+        return None
+
+    @property
+    def needs_task_ids(self) -> bool:
+        """Whether its loss asks of every token which task it belongs to, task k being slot k."""
+        return False
+
+
+def word_of(init: str) -> str:
+    """What a manifest's `init` of a layer begins with: `copy` of `copy, zero-init`; empty for an empty one."""
+    return init.partition(",")[0].partition(" ")[0]

@@ -1,0 +1,111 @@
+"""The inits of `insert_layers`, taken from their table: at every gap, the edges too, each makes a layer or refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import Copy, describe, leaves
+from surgeon.errors import BadInput
+from surgeon.operations.inits import INITS
+from surgeon.operations.insert_layers import InsertLayers
+from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.shipped import find_plan, names
+from tests import tiny
+
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("base"), "llama", num_hidden_layers=DEPTH)
+
+
+def drawn(base: Path, init: str, where: str, **options: Any) -> Blueprint:
+    asked = "".join(f", {key}: {str(value).lower()}" for key, value in options.items())
+    plan = f"surgeon: 1\noperations:\n  - {{op: insert_layers, where: {where}, init: {{kind: {init}}}{asked}}}\n"
+    return surgeon.preview(parse_plan(plan), str(base)).blueprint
+
+
+def layers_read(blueprint: Blueprint) -> set[int]:
+    """Numbers of the base's layers that new tensors are made from."""
+    ends = [end for output in blueprint.outputs if output.new for end in leaves(output.recipe)]
+    return {int(end.source.split(".")[2]) for end in ends if isinstance(end, Copy)}
+
+
+@pytest.mark.parametrize("kind", INITS)
+def test_an_init_is_shipped_and_cited(kind: str) -> None:
+    init = INITS[kind]
+    assert init.paper in InsertLayers.papers
+    assert InsertLayers.papers_for([f"{kind}, zero-init"]) == (init.paper,)
+    assert InsertLayers.origin_of(f"{kind}, zero-init") == init.origin
+    shipped = [operation for name in names() for operation in load_plan(find_plan(name)).plan.operations]
+    assert any(isinstance(operation, InsertLayers) and operation.init.kind == kind for operation in shipped)
+
+
+@pytest.mark.parametrize("kind", INITS)
+def test_an_init_reads_the_layers_that_it_says(kind: str, base: Path) -> None:
+    made = drawn(base, kind, "{after: [1]}", zero_init=False)
+    layer = made.layers[2]
+    assert layer.base is None and layer.init == kind
+    read = layers_read(made)
+    assert read == {made.layers[source].base for source in layer.sources}
+    assert read <= ({1, 2} if INITS[kind].reads_above else {1})
+    assert made.promise == "none"
+    assert drawn(base, kind, "{after: [1]}").promise == "exact"
+
+
+@pytest.mark.parametrize("kind", INITS)
+def test_above_the_top_layer_an_init_makes_a_layer_or_refuses(kind: str, base: Path) -> None:
+    if not INITS[kind].reads_above:
+        assert drawn(base, kind, "{after: [1, 3]}").layers[-1].base is None
+        return
+    with pytest.raises(BadInput, match=f"init {kind} needs a layer above; after the top layer 3 there is none") as no:
+        drawn(base, kind, "{after: [1, 3]}")
+    for other in str(no.value).rpartition("use ")[2].split(" or "):
+        assert drawn(base, other, "{after: [1, 3]}").layers[-1].base is None
+
+
+@pytest.mark.parametrize("kind", INITS)
+def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path) -> None:
+    if not INITS[kind].several:
+        with pytest.raises(BadInput, match=f"init {kind} would make equal layers; use copy or random"):
+            drawn(base, kind, "{after: [1]}", per_gap=2)
+        return
+    made = drawn(base, kind, "{after: [1]}", per_gap=2)
+    assert [layer.base for layer in made.layers] == [0, 1, None, None, 2, 3]
+    first, second = (
+        {o.name.split(".", 3)[3]: describe(o.recipe) for o in made.outputs if f"layers.{number}." in o.name}
+        for number in (2, 3)
+    )
+    assert first.keys() == second.keys() and first != second
+
+
+@pytest.mark.parametrize("kind", [kind for kind in INITS if INITS[kind].several])
+def test_below_the_lowest_layers_an_init_makes_layers_or_refuses(kind: str, base: Path) -> None:
+    """Three new layers above layer 0: copies would be of layers -2, -1 and 0."""
+    below = INITS[kind](kind=kind).reads_below(3)
+    if below > 1:
+        told = f"init {kind} with `per_gap` 3 needs {below} layers below each gap; after layer 0 there are only 1"
+        with pytest.raises(BadInput, match=told):
+            drawn(base, kind, "{after: [0, 3]}", per_gap=3)
+        assert layers_read(drawn(base, kind, f"{{after: [{below - 1}]}}", per_gap=3, zero_init=False)) == set(
+            range(below)
+        )
+    else:
+        assert [layer.base for layer in drawn(base, kind, "{after: [0]}", per_gap=3).layers][:5] == [
+            0,
+            None,
+            None,
+            None,
+            1,
+        ]
+
+
+def test_an_init_that_is_not_in_the_table_is_refused_with_those_that_are_near(base: Path) -> None:
+    with pytest.raises(BadInput, match="unknown kind `ot_fuse`; did you mean `ot_fusion`"):
+        drawn(base, "ot_fuse", "all")

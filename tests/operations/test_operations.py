@@ -1,0 +1,121 @@
+"""The table of operations is complete: what the house asks of one, every one of them answers, and truly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon
+from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
+from surgeon.manifest.card import card
+from surgeon.manifest.manifest import parse
+from surgeon.operations import OPERATIONS, origin_of, papers_of
+from surgeon.operations.operation import Operation
+from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.shipped import find_plan, names
+from tests import tiny
+
+PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
+
+# Kinds of grafts as `config.surgery` calls them.
+GRAFTS = ("control", "adapters", "experts", "expert_router", "control_states", "mixture")
+
+
+def shipped_with(op: str) -> list[str]:
+    return [name for name, plan in PLANS.items() if any(operation.op == op for operation in plan.operations)]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_operation_says_what_the_house_asks_of_it(op: str) -> None:
+    operation = OPERATIONS[op]
+    assert operation.__module__ == f"surgeon.operations.{op}", "one file an operation, called as plans call it"
+    assert issubclass(operation, Operation)
+    assert operation.papers
+    for paper in operation.papers:
+        assert paper.key and paper.authors and paper.title and paper.year > 2000
+        assert paper.arxiv or paper.venue
+        assert paper.bibtex.startswith("@") and paper.bibtex.count("{") == paper.bibtex.count("}")
+    training = operation.training
+    assert training.source and 0 < training.lr < 1e-2 and training.min_lr <= training.lr
+    assert shipped_with(op), f"no plan in plans/ uses {op}"
+
+
+def test_the_papers_of_all_operations_have_keys_of_their_own() -> None:
+    papers = {paper for operation in OPERATIONS.values() for paper in operation.papers}
+    assert len({paper.key for paper in papers}) == len({paper.title for paper in papers}) == len(papers)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) -> None:
+    """Of shipped plans that hold this operation alone: what the output has, where the base has no grafts."""
+    plans = [name for name in shipped_with(op) if {operation.op for operation in PLANS[name].operations} == {op}]
+    assert plans
+    found: set[str] = set()
+    for number, name in enumerate(plans):
+        base = tiny.base_for(name, tmp_path / str(number))
+        before = json.loads((base / "config.json").read_text()).get("surgery", {})
+        after = surgeon.preview(name, str(base)).blueprint.config.get("surgery", {})
+        if not _kinds(before):
+            found |= _kinds(after)
+    assert found == set(OPERATIONS[op].grafts)
+
+
+def _kinds(surgery: Mapping[str, Any]) -> set[str]:
+    return {kind for kind in GRAFTS if surgery.get(kind)}
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name.count("/") < 1])
+def test_what_made_a_layer_knows_what_it_is(name: str, tmp_path: Path) -> None:
+    """The first word of a new layer's `init` is one that its operation has in `origins`."""
+    drawn = surgeon.preview(name, str(tiny.base_for(name, tmp_path))).blueprint
+    for layer in drawn.layers:
+        if layer.base is None:
+            assert layer.operation is not None
+            operation = OPERATIONS[drawn.operations[layer.operation].op]
+            assert layer.init.partition(",")[0] in operation.origins
+
+
+def test_facts_about_one_operation_of_a_plan_are_its_own() -> None:
+    text = "surgeon: 1\noperations:\n"
+    text += "  - {op: pmoe_experts, from_peft: me/adapter}\n"
+    text += "  - {op: pmoe_experts, router_loss: {kind: task_id}}\n"
+    text += "  - {op: insert_layers, where: all, init: {kind: shuffle, reg: 0.5}}\n"
+    text += "  - {op: insert_layers, where: all, init: {kind: copy}}\n"
+    imported, routed, fused, copied = parse_plan(text).plan.operations
+    assert [operation.adapters for operation in (imported, routed, fused)] == [("me/adapter",), (), ()]
+    assert [operation.needs_task_ids for operation in (imported, routed, fused)] == [False, True, False]
+    assert fused.transport_settings is not None and fused.transport_settings["reg"] == 0.5
+    assert copied.transport_settings is None
+
+
+def test_papers_are_those_of_the_inits_that_each_operation_used() -> None:
+    def keys(*done: tuple[str, list[str]]) -> list[str]:
+        return [paper.key for paper in papers_of(done)]
+
+    assert keys(("insert_layers", ["copy, zero-init"])) == ["wu2024llama"]
+    assert keys(("insert_layers", ["shuffle"])) == ["cao2025progressive"]
+    assert keys(("insert_layers", [])) == []
+    # The copies that another operation stacks are none of LLaMA PRO's.
+    done = (("insert_layers", ["ot_fusion, zero-init"]), ("control_llm", ["copy, zero-init"]))
+    assert keys(*done, *done) == ["cao2025progressive", "wei2025control"]
+
+
+def test_an_operation_that_is_unknown_here_is_met_with_neutral_words(tmp_path: Path) -> None:
+    """A newer surgeon's, or a plugin's that is not installed: no paper, and a layer that is simply new."""
+    assert papers_of([("of_a_plugin", ["copy"])]) == []
+    assert origin_of("of_a_plugin", "copy") == origin_of("insert_layers", "of_a_plugin") == origin_of("", "") == "made"
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    surgeon.apply("copy", str(base), tmp_path / "out")
+    file = tmp_path / "out" / "surgery.json"
+    told = json.loads(file.read_text())
+    told["operations"][0]["op"] = "of_a_plugin"
+    file.write_text(json.dumps(told))
+    text = card(parse(told, file="surgery.json"), {}, {}, NOTHING_KNOWN).decode()
+    assert "of_a_plugin" in text and "## Papers" not in text
+    surgeon.report(tmp_path / "out", html=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "of_a_plugin" in page and "new: initialised another way" in page and "<h3>Papers</h3>" not in page

@@ -1,0 +1,229 @@
+"""Validators that weigh several keys against each other: their own sentence is printed as it is, after file and line.
+
+The cases are complete: every sentence that a validator of the plan, of its parts and of the other config files can
+raise must be seen in one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.continual.config import load_tasks
+from surgeon.errors import BadInput
+from surgeon.evaluate.sources import open_sources
+from surgeon.plan.loading import load_plan
+from surgeon.train.config import load_config
+
+PACKAGE = Path(__file__).resolve().parents[2] / "surgeon"
+VALIDATING = [
+    *sorted((PACKAGE / "operations").glob("*.py")),
+    PACKAGE / "data" / "specs.py",
+    PACKAGE / "train" / "config.py",
+    PACKAGE / "continual" / "config.py",
+    PACKAGE / "evaluate" / "sources.py",
+]
+
+CONTROL = "op: control_llm, layers: all"
+FUSION = "op: insert_layers, where: all, init: {kind: ot_fusion"
+
+# (operation, its key in messages, the sentence)
+OPERATIONS = [
+    (f"{CONTROL}, interpolator: {{alpha: 0}}", "`alpha` 0 leaves the expanded branch out, which would never train"),
+    (
+        f"{CONTROL}, interpolator: {{kind: moe, inference_alpha: 0.5}}",
+        "`inference_alpha` needs one α for all tokens (",
+    ),
+    (f"{CONTROL}, interpolator: {{kind: dlerp, alpha: 1}}", "`alpha` must be below 1 where `dlerp` learns it"),
+    (f"{CONTROL}, divergence: {{kind: attention}}", "divergence `attention` compares attention maps, which"),
+    (f"{CONTROL}, expansion: stack, divergence: {{}}", "`divergence` has no meaning with `expansion: stack`, which"),
+    (
+        f"{CONTROL}, interpolator: {{kind: proj}}, divergence: {{kind: none}}",
+        "interpolator `proj` projects for the divergence, which is `none`: use `lerp`",
+    ),
+    ("op: gated_adapters", "give either `extra_weights` (a share, such as 0.2) or `size`, not both or neither"),
+    (
+        "op: gated_adapters, size: 8, local_loss: {kind: cross_entropy}",
+        "local_loss `cross_entropy` classifies domains by a sigmoid gate: write `gate: sigmoid`",
+    ),
+    (
+        "op: gated_adapters, size: 8, local_loss: [{kind: l1}, {kind: l1}]",
+        "`local_loss` lists one kind twice",
+    ),
+    ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
+    (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
+    (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),
+    (
+        f"{FUSION}, support: activations, text: a.txt}}",
+        "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale",
+    ),
+    (
+        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, heads: blocks}}",
+        "`heads: blocks` compares weights; it does not go with `support: activations`",
+    ),
+]
+
+
+def said(load: Callable[[Path], Any], path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BadInput) as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and "it should be" not in str(caught.value)
+    return str(caught.value)
+
+
+def of_operation(operation: str, folder: Path) -> str:
+    plan = (
+        f"surgeon: 1\noperations:\n  - {{op: insert_layers, where: all, init: {{kind: copy}}}}\n  - {{{operation}}}\n"
+    )
+    return said(load_plan, folder / "plan.yaml", plan)
+
+
+TRAIN = "surgeon_train: 1\nsteps: 4\nsources:\n"
+TASKS = "surgeon_continual: 1\ntrain: {steps: 4}\ntasks:\n"
+DATA = "surgeon_data: 1\nsources:\n"
+LAW = "  - {name: law, sources: [{path: law.txt}]}\n"
+Load = Callable[[Path], Any]
+
+# (how it is read, the text, the line, what the entry is called, the sentence)
+CONFIGS: list[tuple[Load, str, int, str, str]] = [
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, share: 0.5}}\n",
+        1,
+        "",
+        "the sources' shares sum to 0.5; they must",
+    ),
+    (
+        load_config,
+        TRAIN + 2 * "  - {name: a, path: a.txt, share: 0.5}\n",
+        1,
+        "",
+        "two sources are called 'a'; names must differ",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: 'dataset:b', share: 1}}\n",
+        4,
+        "sources[0] (a): ",
+        "path 'dataset:b' names no dataset of the Hub: write dataset:USER/NAME",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, revision: main, share: 1}}\n",
+        4,
+        "sources[0] (a): ",
+        "`revision` is for a path of the form dataset:USER/NAME",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, share: 1, role: old}}\n",
+        4,
+        "sources[0] (a): ",
+        "role 'old' is not known: use original, new or task:NAME",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, share: 1, validation: 1.5}}\n",
+        4,
+        "sources[0] (a): ",
+        "validation must be a share of at least 0 and below 1, or a file",
+    ),
+    (
+        open_sources,
+        DATA + 2 * "  - {name: a, path: a.txt}\n",
+        1,
+        "",
+        "two sources are called 'a'; names must differ",
+    ),
+    (
+        load_tasks,
+        TASKS + "  - {name: law, sources: [{path: a.txt, validation: 0.0}]}\n",
+        4,
+        "tasks[0] (law): ",
+        "validation must be a share above 0 and below 1, or a file: performance is measured on it",
+    ),
+    (
+        load_tasks,
+        TASKS + "  - {name: law, sources: [{path: a.txt, role: original}]}\n",
+        4,
+        "tasks[0] (law): ",
+        "a task needs a source of the role `task`",
+    ),
+    (
+        load_tasks,
+        TASKS + "  - {name: law, sources: [{path: a.txt, share: 0.5}]}\n",
+        4,
+        "tasks[0] (law): ",
+        "the sources' shares sum to 0.5; they must sum to 1",
+    ),
+    (load_tasks, TASKS + 2 * LAW, 1, "", "two tasks or general sources are called 'law'; names must differ"),
+    (
+        load_tasks,
+        f"{TASKS}{LAW}  - {{name: tax, sources: [{{path: a.txt, name: law}}]}}\n",
+        1,
+        "",
+        "two sources are called 'law'; give one of them another `name:`",
+    ),
+    (
+        load_tasks,
+        TASKS + "".join(f"  - {{name: t{n}, sources: [{{path: a.txt}}]}}\n" for n in range(101)),
+        1,
+        "",
+        "101 sources; a continual run takes 100 at most",
+    ),
+    (load_tasks, f"plan: none\n{TASKS}{LAW}", 1, "", "the first task needs a plan: there is nothing yet"),
+    (load_tasks, f"surgeon_continual: 1\ntasks:\n{LAW}", 1, "", "task law has no `steps`: say so many under `train:`"),
+]
+
+
+@pytest.mark.parametrize(("operation", "sentence"), OPERATIONS)
+def test_a_sentence_about_an_operation_is_printed_as_it_is(operation: str, sentence: str, tmp_path: Path) -> None:
+    op = operation.split(",")[0].removeprefix("op: ")
+    start = f"{tmp_path}/plan.yaml:4: operations[1] ({op}): {sentence}"
+    assert of_operation(operation, tmp_path).startswith(start)
+
+
+def test_the_line_is_that_of_the_part_that_the_sentence_is_about(tmp_path: Path) -> None:
+    plan = "surgeon: 1\noperations:\n  - op: control_llm\n    layers: all\n    interpolator:\n      alpha: 0\n"
+    told = said(load_plan, tmp_path / "plan.yaml", plan)
+    assert told.startswith(f"{tmp_path}/plan.yaml:5: operations[0] (control_llm): `alpha` 0 leaves the expanded")
+
+
+@pytest.mark.parametrize(("load", "text", "line", "entry", "sentence"), CONFIGS)
+def test_a_sentence_of_a_config_is_printed_as_it_is(
+    load: Load, text: str, line: int, entry: str, sentence: str, tmp_path: Path
+) -> None:
+    told = said(load, tmp_path / "file.yaml", text)
+    assert told.startswith(f"{tmp_path}/file.yaml:{line}: {entry}{sentence}")
+
+
+def raised_sentences() -> list[str]:
+    """What validators raise, as patterns: f-strings with anything where something is filled in."""
+    found = []
+    for file in VALIDATING:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and ast.unparse(node.exc.func) == "ValueError"
+            ):
+                (sentence,) = node.exc.args
+                parts = sentence.values if isinstance(sentence, ast.JoinedStr) else [sentence]
+                words = [re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts]
+                found.append("".join(words))
+    return found
+
+
+def test_every_validator_has_its_case(tmp_path: Path) -> None:
+    seen = [of_operation(operation, tmp_path) for operation, _ in OPERATIONS]
+    seen += [said(load, tmp_path / "file.yaml", text) for load, text, *_ in CONFIGS]
+    sentences = raised_sentences()
+    assert len(sentences) >= 29
+    for sentence in sentences:
+        assert any(re.search(sentence, told) for told in seen), sentence
