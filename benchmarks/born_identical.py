@@ -3,7 +3,7 @@
     python benchmarks/born_identical.py [--families llama …]
 
 Each cell is a real `surgeon apply` of a plan on a tiny checkpoint of the family (biases, sliding windows, query/key
-norms, post-norms, fused projections, tied embeddings as the family has them) and a `surgeon verify` of the output:
+norms, post-norms, fused projections, tied embeddings where the family has them) and a `surgeon verify` of the output:
 prefill and cached decode in bfloat16 and float32, bit by bit. Results go to benchmarks/results/born_identical.md;
 the exit code is 1 where a cell is not identical.
 """
@@ -99,7 +99,7 @@ def cell(family: str, operations: list[dict[str, Any]], folder: Path) -> str:
 
 
 def compared(operations: list[dict[str, Any]], folder: Path) -> str:
-    """What `verify` says of the operations on the checkpoint `base` in `folder`."""
+    """The result of `verify` for the operations on the checkpoint `base` in `folder`."""
     base, plan = folder / "base", folder / "plan.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
     applied = surgeon.apply(plan, str(base), folder / "out")
@@ -139,12 +139,12 @@ def main() -> int:
     lines, holds = table(rows, families)
     if families != list(FAMILIES):
         return int(not holds)
-    # By token at inference means the same there; the other routing is by the whole sequence.
+    # Encoders route by token, or by the whole sequence.
     encoded, all_hold = table({name: row(operations) for name, operations in states().items()}, list(tiny.ENCODERS))
     RESULTS.mkdir(exist_ok=True)
     head = "# Born identical: prefill and cached decode, bfloat16 and float32, bit by bit"
-    told = "Encoders (one forward, padding included):"
-    (RESULTS / "born_identical.md").write_text("\n".join([head, "", *lines, "", told, "", *encoded, ""]))
+    encoders = "Encoders (one forward, padding included):"
+    (RESULTS / "born_identical.md").write_text("\n".join([head, "", *lines, "", encoders, "", *encoded, ""]))
     return int(not (holds and all_hold))
 
 

@@ -1,9 +1,9 @@
-"""Depth growth measured: `surgeon apply` beside `cp -r` and mergekit, OT fusion by stage, start-up.
+"""Depth growth measured: `surgeon apply` compared with `cp -r` and mergekit, OT fusion by stage, start-up.
 
     python benchmarks/depth_growth.py --work DIR [--mergekit PATH/TO/mergekit-yaml] [--rounds 3]
 
 Makes a Llama-3.2-1B-shaped checkpoint (bf16, tied embeddings, three shards, 2.5 GB) in DIR and grows it from
-16 to 24 layers. Every candidate runs in a process of its own, in turn, `rounds` times; the best wall time
+16 to 24 layers. Every candidate runs in a separate process, in turn, `rounds` times; the best wall time
 and the highest peak memory (ru_maxrss of the process) count. Results go to benchmarks/results/depth_growth.*.
 """
 
@@ -85,7 +85,7 @@ LlamaForCausalLM(config).save_pretrained({str(folder)!r}, max_shard_size="900MB"
 
 
 def run(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of a command, the writes it left to the kernel flushed as well."""
+    """Wall seconds and peak resident bytes of a command, including the flush of writes that it left to the kernel."""
     os.sync()
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -152,8 +152,8 @@ def compare_writers(work: Path, base: Path, mergekit: str | None, rounds: int) -
     for _ in range(rounds):
         for measured, target, measure in candidates:
             shutil.rmtree(target, ignore_errors=True)
-            # Everybody finds what it reads in the page cache and memory that was just in use: copying is compared,
-            # not the disk's reads or a virtual machine's first touch of its memory.
+            # Every candidate finds its input in the page cache and memory that was just in use: this compares copying,
+            # not disk reads or a virtual machine's first use of its memory.
             shutil.copytree(base, work / "scratch")
             shutil.rmtree(work / "scratch")
             warm(out if measured.name.startswith("cp") else base)
@@ -171,12 +171,12 @@ def fuse(work: Path, base: Path) -> tuple[Measured, dict[str, float]]:
     out = work / "fused"
     shutil.rmtree(out, ignore_errors=True)
     measured = Measured("surgeon apply opt-deus (8 fused layers)")
-    told = work / "fused.json"
-    command = f"{' '.join(SURGEON)} apply opt-deus '{base}' '{out}' --device cpu --json > '{told}'"
+    report = work / "fused.json"
+    command = f"{' '.join(SURGEON)} apply opt-deus '{base}' '{out}' --device cpu --json > '{report}'"
     wall, measured.peak = run(["sh", "-c", f"exec {command}"])
     measured.walls.append(wall)
     measured.written = logical_bytes(out)
-    stages: dict[str, float] = json.loads(told.read_text())["seconds"]
+    stages: dict[str, float] = json.loads(report.read_text())["seconds"]
     shutil.rmtree(out)
     return measured, stages
 
@@ -215,7 +215,7 @@ def table(writers: list[Measured], fused: Measured, stages: dict[str, float], he
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (needs 15 GB)")
-    parser.add_argument("--mergekit", help="path of mergekit-yaml (pip install mergekit), to run beside")
+    parser.add_argument("--mergekit", help="path of mergekit-yaml (pip install mergekit), to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)

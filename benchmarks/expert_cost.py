@@ -1,8 +1,8 @@
-"""What PMoE slots and control states cost to train and to decode with, beside PEFT LoRA of equal size.
+"""The cost of training and decoding with PMoE slots and control states, compared with PEFT LoRA of equal size.
 
     python benchmarks/expert_cost.py --base DIR --work DIR [--batch B] [--length T] [--steps N] [--device cuda]
 
-Every candidate runs in a process of its own, in the checkpoint's dtype, in turns: AdamW steps on B × T tokens (the
+Every candidate runs in a separate process, in the checkpoint's dtype, in turns: AdamW steps on B × T tokens (the
 best one's seconds, the process's peak memory) and 32 decoded tokens for each of B sequences with a cache. Candidates:
 Mixture-of-Control and Parallel Control as shipped, PEFT LoRA of as many numbers on the modules that the paper's
 baseline adapts, PMoE with one and with eight slots, one PEFT LoRA of the same rank and targets, full fine-tuning.
@@ -25,7 +25,7 @@ from measuring import in_a_process, machine
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Plan, or what PEFT is asked for.
+# A plan, or a LoRA by PEFT.
 CANDIDATES = {
     "full fine-tuning": "full",
     "LoRA, as many numbers as Mixture-of-Control": "lora-moc",
@@ -43,7 +43,7 @@ DECODED = 32
 
 
 def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
-    """The model with exactly what is trained unfrozen."""
+    """The model with exactly the trained tensors unfrozen."""
     from surgeon.models.load import load_model
 
     model = load_model(folder, device=device, trust_remote_code=True)
@@ -63,7 +63,7 @@ def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
 
 
 def inner(folder: str, kind: str, numbers: str, batch: str, length: str, steps: str, device: str) -> None:
-    """One candidate: seconds of a step and of a decoded token, peak memory, what trains."""
+    """One candidate: seconds of a step and of a decoded token, peak memory, number of trained parameters."""
     import torch
 
     model = load(Path(folder), kind, int(numbers), device).train()
@@ -88,7 +88,7 @@ def inner(folder: str, kind: str, numbers: str, batch: str, length: str, steps: 
         wait()
         seconds.append(time.perf_counter() - begun)
         losses.append(loss.item())
-    # A few steps at a small rate on random tokens: what is timed must move, not win.
+    # A few steps at a small rate on random tokens: the loss must change, it need not fall.
     assert len(set(losses)) > 1, f"{kind} does not train: {losses}"
     if on_gpu:
         peak = float(torch.cuda.max_memory_allocated())
@@ -137,7 +137,7 @@ def main() -> None:
                 surgeon.apply(kind, str(arguments.base), outs[kind])
         manifest = json.loads((outs["mixture-of-control"] / "surgery.json").read_text())
         numbers = _numbers(outs["mixture-of-control"], set(manifest["new_tensors"]))
-        # In turn, so that a slow minute of the machine does not fall on one candidate alone.
+        # In turn, so that a slow minute of the machine does not affect one candidate alone.
         for _ in range(arguments.rounds):
             for name, kind in candidates.items():
                 found = in_a_process(__file__, outs[kind], kind, numbers, *shape)

@@ -2,10 +2,10 @@
 
     python benchmarks/fault_injection.py --out OUT -- surgeon apply PLAN BASE OUT
 
-The command runs once as it is, and once under `strace` to learn which of its system calls touch `OUT` and the
-working folder beside it. Then, for each of these calls, it runs once where that call fails with ENOSPC, once
-with EIO and once where it is killed there. After each, `OUT` must be absent or byte-equal to the first run's,
-and the command run again must finish it byte-equal. Exit status: 0 all held, 1 something did not, 2 no strace.
+The command runs once alone, and once under `strace` to find which of its system calls touch `OUT` and the
+working folder beside it. Then, for each of these calls, it runs once with that call failing with ENOSPC, once
+with EIO, and once killed there. After each, `OUT` must be absent or byte-equal to the first run's,
+and the same command must then finish it byte-equal. Exit status: 0 all held, 1 something did not, 2 no strace.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CALLS = (
     "flock,chmod,fchmod,fchmodat"
 )
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<call>[a-z0-9_]+)\((?P<rest>.*)")
-# Content that is written may name the output too: only the descriptor tells where it goes.
+# Written content may name the output too: only the descriptor shows where it goes.
 _CONTENT = re.compile(r"(?<=>, ).*")
 _TO_TERMINAL = re.compile(r"\bp?writev?(64)?\([12]<.*\(INJECTED\)")
-# What kernels and strace name differently by machine.
+# System calls whose names differ between machines.
 _ABSENT_ON = {"aarch64": {"creat", "rename", "mkdir", "unlink", "rmdir", "link", "symlink", "chmod"}}
 
 
@@ -54,7 +54,7 @@ class Trial:
         self.working = self.out.with_name(f".{self.out.name}.surgeon")
 
     def clear(self) -> None:
-        """Remove the output and whatever stands beside it for it."""
+        """Remove the output and its working folders."""
         for folder in (self.out, *self.out.parent.glob(f"{self.working.name}*")):
             if folder.exists():
                 shutil.rmtree(folder)
@@ -110,13 +110,13 @@ def spread(points: list[Point], most: int) -> Iterator[Point]:
 
 
 def judge(trial: Trial, point: Point, mode: str, expected: dict[str, str], codes: set[int]) -> tuple[str, list[str]]:
-    """One injection: what became of `out`, and what did not hold."""
+    """One injection: the state of `out` afterwards, and the broken promises."""
     trial.clear()
     how = "signal=SIGKILL" if mode == "SIGKILL" else f"error={mode}"
     inject = f"inject={point.call}:{how}:when={point.number}"
     with tempfile.NamedTemporaryFile("r", suffix=".strace") as log:
         ran = trial.run("strace", "-f", "-qq", "-y", "-o", log.name, "-e", f"trace={point.call}", "-e", inject)
-        # Every thread's call of this number fails: where that was the message to the user, its form is no finding.
+        # Every thread's call of this number fails; where that was the message to the user, its form is ignored.
         speechless = _TO_TERMINAL.search(log.read()) is not None
     wrong: list[str] = []
     if mode != "SIGKILL" and ran.returncode not in codes and not speechless:
@@ -130,7 +130,7 @@ def judge(trial: Trial, point: Point, mode: str, expected: dict[str, str], codes
         wrong.append("the command succeeded and left no `out`")
     if left is None or trial.working.exists():
         again = trial.run()
-        # Killed when all but an empty working folder was cleaned up, the rerun says that `out` exists.
+        # After a kill with only an empty working folder left to remove, the rerun says that `out` exists.
         if again.returncode != 0 and left is None:
             wrong.append(f"the rerun failed: {again.stderr.strip().splitlines()[-1:]}")
         if trial.digest() != expected:

@@ -4,7 +4,7 @@
 
 Each plan is applied to the base; every candidate then runs in a process of its own, in the checkpoint's dtype:
 prefill of 4 × 512 tokens, 16 decoded tokens for each of 4 sequences with a cache (best of `rounds`), and two AdamW
-steps on 1 × 256 tokens whose peak memory (VmHWM) is told for full fine-tuning, PEFT LoRA with as many trainable
+steps on 1 × 256 tokens whose peak memory (VmHWM) is compared with full fine-tuning, PEFT LoRA with as many trainable
 numbers as the first plan, and each plan training only what is new. FLOPs are counted by torch's own counter on the
 same forward. Results go to benchmarks/results/graft_cost_<base>.md.
 """

@@ -22,7 +22,7 @@ def in_a_process(script: str, *arguments: object) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's model, or its architecture where nothing tells more."""
+    """The processor's model, or its architecture where the model is not known."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()

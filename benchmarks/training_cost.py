@@ -2,12 +2,12 @@
 
     python benchmarks/training_cost.py --base DIR --work DIR [--batch B] [--length T] [--steps N] [--device cuda]
 
-Every candidate runs in a process of its own, in the checkpoint's dtype, in turns: steps on B × T random tokens by the
-optimizer that `surgeon train` uses (AdamW, float32 masters of what trains), the best one's seconds and the process's
-peak memory. What trains is what `surgeon train` would unfreeze. Two further steps are taken apart, with the device
-waited for in between: forward up to the lowest layer that trains, the rest of forward, backward, optimizer. Full
-fine-tuning is there a second time with torch's AdamW on the bfloat16 weights themselves, as transformers' Trainer has
-it. Results, with the targets and whether they are met, go to benchmarks/results/training_cost_<base>.md.
+Every candidate runs in a separate process, in the checkpoint's dtype, in turns: steps on B × T random tokens by the
+optimizer of `surgeon train` (AdamW, float32 masters of trained tensors), the best one's seconds and the process's
+peak memory. The same tensors train as in `surgeon train`. Two further steps are timed by parts, with a device
+synchronisation in between: forward up to the lowest layer that trains, the rest of forward, backward, optimizer. Full
+fine-tuning runs a second time with torch's AdamW on the bfloat16 weights themselves, as in transformers' Trainer.
+Results, with the targets and whether they are met, go to benchmarks/results/training_cost_<base>.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from measuring import in_a_process, machine
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Plan, or how the base itself trains.
+# A plan, or a way to train the base itself.
 CANDIDATES = {
     "full fine-tuning": "full",
     "full fine-tuning, AdamW on the weights themselves": "full-narrow",
@@ -45,13 +45,13 @@ CANDIDATES = {
 }
 ON_THE_BASE = ("full", "full-narrow", "lora")
 PARTS = ("prefix", "forward", "backward", "optimizer")
-# Of full fine-tuning's step, for layers inserted at the top.
+# Target share of full fine-tuning's step, for layers inserted at the top.
 TARGET = 0.6
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def load(folder: Path, kind: str, device: str) -> Any:
-    """The model with exactly what is trained unfrozen, in memory of its own."""
+    """The model with exactly the trained tensors unfrozen, copied out of mapped files."""
     from surgeon.checkpoint.folder import CheckpointFolder
     from surgeon.manifest.manifest import parse
     from surgeon.manifest.trainable import trainable_set
@@ -97,25 +97,25 @@ class Bench:
         ids = torch.randint(3, self.model.config.vocab_size, shape, generator=drawn).to(device)
         self.batch = {"input_ids": ids, "labels": ids}
         if hasattr(self.model, "surgery"):
-            # Sequences of the original and the new domain in turn, so that every local loss has work.
+            # Sequences of the original and the new domain in turn, so that every local loss is active.
             self.batch["domain_ids"] = torch.arange(len(ids), device=device) % 2
         whole = self.model.get_base_model() if kind == "lora" else self.model
         self.fused = None if cross_entropy == "torch" else FusedHead(whole, "chunked")
         self.layers = whole.model.layers
 
     def wait(self) -> float:
-        """The time, once everything asked for is done."""
+        """The time after the device has finished."""
         if self.device != "cpu":
             self.torch.cuda.synchronize()
         return time.perf_counter()
 
     def lowest(self) -> int:
-        """The lowest layer with something that trains; 0 where what lies below the layers trains."""
+        """The lowest layer with a trained tensor; 0 where a tensor below the layers trains."""
         found = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 place = LAYER.search(name)
-                # What lies above the layers is no prefix's end.
+                # Tensors above the layers do not end the prefix.
                 above = place is None and ("lm_head" in name or ".norm." in name)
                 found.append(int(place[1]) if place else len(self.layers) - 1 if above else 0)
         return min(found)
@@ -149,24 +149,24 @@ class Bench:
 
 
 def inner(folder: str, kind: str, batch: str, length: str, steps: str, device: str, cross_entropy: str) -> None:
-    """One candidate: seconds of a step and of its parts, peak memory, what trains."""
+    """One candidate: seconds of a step and of its parts, peak memory, number of trained parameters."""
     bench = Bench(Path(folder), kind, (int(batch), int(length)), device, cross_entropy)
     seconds, losses = [], []
     for _ in range(int(steps)):
         begun = bench.wait()
         losses.append(bench.step())
         seconds.append(bench.wait() - begun)
-    # A few steps at a small rate on random tokens: what is timed must move, not win.
+    # A few steps at a small rate on random tokens: the loss must change, it need not fall.
     assert len(set(losses)) > 1, f"{kind} does not train: {losses}"
-    told: dict[str, float] = {"step": min(seconds), "peak": bench.peak()}
+    found: dict[str, float] = {"step": min(seconds), "peak": bench.peak()}
     apart = []
     for _ in range(2):
         marks = [bench.wait()]
         bench.step(marks)
         apart.append([later - earlier for earlier, later in itertools.pairwise(marks)])
-    told |= dict(zip(PARTS, min(apart, key=sum), strict=True))
-    told |= {"trainable": float(sum(p.numel() for p in bench.chosen))}
-    print(json.dumps(told | {"lowest": float(bench.lowest()), "layers": float(len(bench.layers))}))
+    found |= dict(zip(PARTS, min(apart, key=sum), strict=True))
+    found |= {"trainable": float(sum(p.numel() for p in bench.chosen))}
+    print(json.dumps(found | {"lowest": float(bench.lowest()), "layers": float(len(bench.layers))}))
 
 
 def better(found: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
@@ -207,7 +207,7 @@ def main() -> None:
             if kind not in ON_THE_BASE:
                 outs[kind] = arguments.work / kind.replace("/", "-")
                 surgeon.apply(kind, str(arguments.base), outs[kind])
-        # In turn, so that a slow minute of the machine does not fall on one candidate alone.
+        # In turn, so that a slow minute of the machine does not affect one candidate alone.
         for _ in range(arguments.rounds):
             for name, kind in candidates.items():
                 found = in_a_process(__file__, outs[kind], kind, *shape)
@@ -250,7 +250,7 @@ def _table(
 
 
 def _targets(measured: dict[str, dict[str, float]]) -> list[str]:
-    """What the project and the paper expect, beside what was found."""
+    """The targets of the project and the paper, compared with the results."""
     top, bottom, full = (measured.get(kind) for kind in ("opt-deus", "opt-deus/bottom", "full"))
     lines = []
     if top and full:

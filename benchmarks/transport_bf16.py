@@ -1,10 +1,10 @@
-"""What bfloat16 matrix products would do to fused weights, in units of the rounding to bfloat16 at the end.
+"""The error of bfloat16 matrix products in fused weights, in units of the final rounding to bfloat16.
 
     python benchmarks/transport_bf16.py [--rows 2048] [--dim 2048]
 
 Fused weights of one square module are computed in float64, then with the map applied by a bfloat16 product, then with
-the cost taken by one; told is the error over that of rounding the exact result to bfloat16 (below 1: hidden by it),
-root mean square and largest, and the rates of both products here. Results go to benchmarks/results/transport_bf16.md.
+a bfloat16 product in the cost; the table has the error over that of rounding the exact result to bfloat16 (below 1:
+hidden by it), root mean square and largest, and both products' rates. Results: benchmarks/results/transport_bf16.md.
 """
 
 from __future__ import annotations

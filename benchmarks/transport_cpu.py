@@ -1,11 +1,11 @@
-"""Optimal transport on the CPU, side by side with POT: time, peak memory and marginal errors.
+"""Optimal transport on the CPU, compared with POT: time, peak memory and marginal errors.
 
     python benchmarks/transport_cpu.py --sizes 1024,2048,4096,8192 --dim 2048
     python benchmarks/transport_cpu.py --pair 8b
 
 The first compares solvers on square problems; the second fuses the matrices of one layer pair of a Llama-3 shape
-(q, k, v, o, gate, up; down's map is not needed where it is zeroed) and says how far that is from what the measured
-matrix rate and memory bandwidth allow. Every candidate runs in a process of its own. Results go to
+(q, k, v, o, gate, up; down's map is not needed where it is zeroed) and compares the time with the limit of the measured
+matrix rate and memory bandwidth. Every candidate runs in a separate process. Results go to
 `benchmarks/results/`.
 """
 
@@ -32,7 +32,7 @@ from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REG = 0.06
-# POT's plain iteration may want more than it is worth waiting for; the table says where it was cut.
+# POT's plain iteration may need too many iterations; the table says where it was stopped.
 MOST_ITERATIONS = 2000
 TOLERANCE = 1e-6
 CANDIDATES = ("pot float64", "pot float32", "surgeon")
@@ -60,11 +60,11 @@ def resident(what: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status does not tell {what}")
+    raise RuntimeError(f"/proc/self/status has no {what}")
 
 
 def forget_peak() -> int:
-    """Start measuring the peak anew; returns the bytes in memory now."""
+    """Reset the peak; returns the bytes in memory now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
@@ -78,7 +78,7 @@ def run_candidate(name: str, kind: str, n: int, d: int) -> dict[str, Any]:
     candidate(small, small.clone())
     runs = [candidate(x, y) for _ in range(5 if n <= 4096 else 3)]
     best = min(runs, key=lambda run: float(run["seconds"]))
-    # Later runs find memory that the allocator kept: the first tells what is needed.
+    # Later runs reuse memory that the allocator kept: only the first shows the need.
     peak = max(run["peak_bytes"] for run in runs)
     return {"candidate": name, "kind": kind, "n": n, "d": d, **best, "peak_bytes": peak}
 
@@ -194,7 +194,7 @@ def run_pair(shape: str, kind: str) -> dict[str, Any]:
             flops += 2 * n * hidden * hidden
         solved = stage("solve", lambda lower=lower, upper=upper: solve(lower, upper, TransportSettings(reg=REG)))
         flops += 2 * n * n * hidden
-        # The least that must move: write the cost, read and write K, a read a pass, read and write T.
+        # The least memory traffic: write the cost, read and write K, one read a pass, read and write T.
         passes_bytes += (5 + solved.iterations) * n * n * 4
         reports[role] = solved.to_report()
         if role == "output":  # zeroed afterwards: its map is needed, its fused weight is not
@@ -224,7 +224,7 @@ def run_pair(shape: str, kind: str) -> dict[str, Any]:
 
 
 def in_process(*words: str) -> dict[str, Any]:
-    """The same script in a process of its own, its result as JSON on the last line."""
+    """This script in a separate process, its result as JSON on the last line."""
     ran = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
     made: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return made

@@ -4,8 +4,8 @@
 
 For each layer pair the flow of the paper's Table 1: column alignment, six maps (down's is not needed where it is
 zeroed), row alignment and average, everything on the device; once with the fused Triton kernels and once with plain
-torch. Told are seconds by stage, and Sinkhorn's time over what its passes over the cost would take at the measured copy
-bandwidth; then each pass alone, in bytes that it has to move a second beside that bandwidth. Target: at most 20 s for
+torch. It reports seconds by stage, and Sinkhorn's time over the time of its passes over the cost at the measured copy
+bandwidth; then each pass alone, in bytes moved a second beside that bandwidth. Target: at most 20 s for
 all, and within 2 × of that floor. Results go to benchmarks/results/transport_gpu.md with the device's name. It needs a
 GPU: where torch sees none it says so and exits with 2 (`--device cpu` runs small shapes with torch alone).
 """
@@ -101,7 +101,7 @@ def bandwidth(device: str, stages: Stages) -> float:
 
 
 def whole(name: str, passes: Passes, arguments: argparse.Namespace, device: str, rate: float) -> list[str]:
-    """All layers with these passes: the lines to be told."""
+    """All layers with these passes: the lines of the report."""
     sinkhorn.passes_for = lambda _: passes
     fuse_pair(arguments.shape, 0, device, Stages(device))  # libraries load, kernels are compiled
     stages = Stages(device)

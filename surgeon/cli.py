@@ -1,6 +1,6 @@
-"""The command line: parse, call one function of the API, render. The only file that prints or exits.
+"""The command line: parse, call one public function, show its result. The only file that prints or exits.
 
-Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug of ours (of `diff`: they differ);
+Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug in surgeon (`diff`: they differ);
 2 bad input or refused; 3 a promise does not hold; 130 interrupted.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Result(Protocol):
-    """What a function of the API gives back."""
+    """The result of a public function."""
 
     def to_json(self) -> Any: ...
 
@@ -39,7 +39,7 @@ _ResultT = TypeVar("_ResultT", bound=_Result)
 
 
 class _Group(TyperGroup):
-    """Commands whose every failure ends in one line on stderr and its exit code."""
+    """Commands that end every failure with one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,11 +51,11 @@ class _Group(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            # Usage errors (an unknown option, say) carry an exit code of their own; typer shows them.
+            # Usage errors (an unknown option, say) have their own exit code; typer shows them.
             if isinstance(getattr(error, "exit_code", None), int):
                 raise
             summary = f"{type(error).__name__}: {error}".splitlines()[0]
-            _fail(f"a bug of surgeon's: {summary} (--debug shows the trace; please report it)", 1)
+            _fail(f"a bug in surgeon: {summary} (--debug shows the trace; please report it)", 1)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -74,7 +74,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=(
-        "Exit codes: 0 done; 1 a bug of surgeon's (of diff: they differ); 2 bad input or refused; 3 a promise does not"
+        "Exit codes: 0 done; 1 a bug in surgeon (diff: they differ); 2 bad input or refused; 3 a promise does not"
         " hold (verify, demo); 130 interrupted. Data goes to stdout, progress and errors to stderr."
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -82,7 +82,7 @@ app = typer.Typer(
 
 
 def _complete_plan(incomplete: str) -> list[str]:
-    """For the shell: shipped plans, and the files and folders that what is typed so far could mean."""
+    """For the shell: shipped plans, and the files and folders that begin with the typed text."""
     typed = Path(incomplete)
     folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
@@ -105,7 +105,7 @@ OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the 
 Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit) of the base")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="accept a base that brings code of its own")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="accept a base that has code of its own")]
 
 
 class _Debug:
@@ -137,7 +137,7 @@ def preview(
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Show what a plan would do to a base, from headers and config alone."""
+    """Show what a plan does to a base, from headers and config alone."""
     from surgeon.apply.preview import preview_view
 
     with _listening(quiet) as listener:
@@ -152,22 +152,22 @@ def apply(
     base: BaseArgument,
     out: OutArgument,
     revision: Revision = None,
-    device: Annotated[str, typer.Option(help="where new weights are computed: auto, cpu, cuda, cuda:N")] = "auto",
+    device: Annotated[str, typer.Option(help="device that computes new weights: auto, cpu, cuda, cuda:N")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
     read_back: Annotated[
-        bool, typer.Option("--read-back/--no-read-back", help="compare what was written with the base")
+        bool, typer.Option("--read-back/--no-read-back", help="read the output again and compare it with the base")
     ] = True,
     delta: Annotated[
-        bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): put it back onto its base")
+        bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): apply it to its base")
     ] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Grow BASE by PLAN into the new folder OUT; the same command continues a run that was cut off.
+    """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
 
-    Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) computed layers are dealt out over N processes.
-    `surgeon apply --delta DELTA BASE OUT` puts a delta back onto its base instead.
+    Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) N processes share the layers to compute.
+    `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
     """
     from surgeon.apply.apply import applied_view
     from surgeon.rework.apply_delta import applied_delta_view
@@ -245,21 +245,20 @@ def verify(
 def train(
     out: OutArgument,
     config: Annotated[
-        Path, typer.Option("--config", metavar="TRAIN.YAML", help="what to train, on what, for how long")
+        Path, typer.Option("--config", metavar="TRAIN.YAML", help="training config: data, steps, optimizer")
     ],
     to: Annotated[Path, typer.Option("--to", metavar="RUN", help="folder of the trained output")],
     delta_only: Annotated[
-        bool, typer.Option("--delta-only", help="make RUN a delta: what the base lacks (`apply --delta` puts it back)")
+        bool, typer.Option("--delta-only", help="write only what the base lacks to RUN, for `apply --delta`")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Train what surgery added to OUT, and nothing else, into the new folder RUN; the same command continues.
+    """Train what surgery added to OUT, and nothing else, into the new folder RUN; repeat the command to continue.
 
-    Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) every step's sequences are dealt out over N
-    processes.
+    Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) N processes share every step's sequences.
     """
     from surgeon.train.train import trained_view
 
@@ -291,9 +290,12 @@ def evaluate(
         ),
     ],
     base: Annotated[
-        str | None, typer.Option(help="the base, a folder or a Hub id: the first row, which others are compared with")
+        str | None,
+        typer.Option(help="the base, a folder or a Hub id; it is the first row, and others are compared with it"),
     ] = None,
-    sources: Annotated[list[str] | None, typer.Option("--source", help="this source alone; may be given again")] = None,
+    sources: Annotated[
+        list[str] | None, typer.Option("--source", help="evaluate on this source only; may be given again")
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=2, help="tokens in a window; default: the smallest context, at most 2048")
     ] = None,
@@ -307,7 +309,7 @@ def evaluate(
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of models on the same held-out text, beside the first, with intervals."""
+    """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals."""
     from surgeon.evaluate.evaluate import evaluation_view
 
     with _listening(quiet) as listener:
@@ -329,7 +331,7 @@ def evaluate(
 
 @app.command()
 def continual(
-    tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and how to learn them")],
+    tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and their training")],
     base: BaseArgument,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
     revision: Revision = None,
@@ -339,9 +341,9 @@ def continual(
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Learn tasks one after the other, with a surgery for each, and measure all of them after each one.
+    """Learn tasks one after the other, with a surgery for each, and measure all tasks after each one.
 
-    The same command continues a run that was cut off, between tasks and within one.
+    The same command continues an interrupted run, between tasks and within one.
     """
     from surgeon.continual.continual import continued_view
 
@@ -373,7 +375,7 @@ def merge(
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Fold the control blocks of OUT into one layer each: not function-preserving, so what it costs is measured."""
+    """Merge the control blocks of OUT into one layer each, and measure how much the function changes."""
     from surgeon.rework.merge import merged_view
 
     with _listening(quiet) as listener:
@@ -394,7 +396,7 @@ def revert(
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Take the last surgery out of OUT, or all but the first N: every earlier tensor comes back, byte for byte."""
+    """Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte."""
     from surgeon.rework.revert import reverted_view
 
     with _listening(quiet) as listener:
@@ -407,13 +409,13 @@ def make_delta(
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the delta")],
     base: Annotated[
-        Path | None, typer.Option(help="the base: side files that it lacks or has otherwise go into the delta")
+        Path | None, typer.Option(help="the base: the delta then includes side files that differ from the base's")
     ] = None,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Write what OUT has and the base of its last surgery lacks; `apply --delta` puts it back onto that base."""
+    """Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base."""
     from surgeon.rework.make_delta import delta_view
 
     with _listening(quiet) as listener:
@@ -448,11 +450,11 @@ def push(
         Path | None, typer.Option(help="verify against this base first, logits included; default: OUT's own manifest")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="make the repository private, if it is new")] = False,
-    revision: Annotated[str | None, typer.Option(help="branch to push to, made at need; default: main")] = None,
+    revision: Annotated[str | None, typer.Option(help="branch to push to, created at need; default: main")] = None,
     pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="tell what would go up and how much is new")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be uploaded and how much is new")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="push what does not verify, or over a model that is not surgeon's")
+        bool, typer.Option("--force", help="push although a check fails, or over a model that is not surgeon's")
     ] = False,
     license: Annotated[
         str | None, typer.Option(help="licence for the card, where the base's is unknown: apache-2.0, mit, …")
@@ -460,14 +462,12 @@ def push(
     base_model: Annotated[
         str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
     ] = None,
-    delta: Annotated[
-        bool, typer.Option("--delta", help="push what the base of the last surgery lacks, and nothing else")
-    ] = False,
+    delta: Annotated[bool, typer.Option("--delta", help="push only what the base of the last surgery lacks")] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Put OUT into a repository of the Hub, once it verifies; the same command continues a push that was cut off."""
+    """Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push."""
     from surgeon.share.push import pushed_view
 
     with _listening(quiet) as listener:
@@ -492,14 +492,14 @@ def push(
 @app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another checkpoint's folder")],
     exact: Annotated[
-        bool, typer.Option("--exact", help="read both, also where a manifest tells what one of them held")
+        bool, typer.Option("--exact", help="read both, even where a manifest records one of them")
     ] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Tell what became of A in B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
+    """Compare A with B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
     from surgeon.verify.diff import difference_view
 
     with _listening(quiet) as listener:
@@ -519,7 +519,7 @@ def transport_report(
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Tell how widely inserted layers' neurons correspond to their neighbours': entropies of transport maps."""
+    """Report entropies of transport maps: how widely inserted layers' neurons correspond to their neighbours'."""
     from surgeon.report.transport import transport_view
 
     with _listening(quiet) as listener:
@@ -536,7 +536,7 @@ def routing_report(
         list[str] | None,
         typer.Option(help="NAME=FILE: a domain and its text; repeatable"),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="write what was recorded to this JSON file")] = None,
+    to: Annotated[Path | None, typer.Option(help="write the record to this JSON file")] = None,
     window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
     windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
@@ -568,7 +568,7 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="write the page to this file (default: OUT's name with .html)")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="folder for its figures as PNG (extra `report`)")] = None,
+    png: Annotated[Path | None, typer.Option(help="folder for the figures as PNG (extra `report`)")] = None,
     base: Annotated[Path | None, typer.Option(help="the base's folder: run the static proof against it")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="with --base: compare logits too")] = False,
     text: Annotated[
@@ -584,12 +584,12 @@ def report(
     trust_remote_code: RemoteCode = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Show what was done to OUT and what it does, as one page that needs no network; exit 3 on a broken promise."""
+    """Write a report on OUT as one page that needs no network; exit 3 on a broken promise."""
 
     if html is None and png is None and not as_json:
         html = Path(f"{out.resolve().name}.html")
     with _listening(quiet) as listener:
-        told = surgeon.report(
+        written = surgeon.report(
             out,
             html=html,
             png=png,
@@ -606,11 +606,11 @@ def report(
             listener=listener,
         )
     if as_json:
-        _print_json(told.to_json())
+        _print_json(written.to_json())
     elif not quiet:
-        for path in (*([told.html] if told.html else []), *told.pictures):
+        for path in (*([written.html] if written.html else []), *written.pictures):
             print(printable(str(path), 2000))
-    if told.findings.verification is not None and not told.findings.verification.holds:
+    if written.findings.verification is not None and not written.findings.verification.holds:
         raise typer.Exit(3)
 
 
@@ -620,7 +620,7 @@ def inspect(
     as_json: AsJson = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Tell what a checkpoint is, what was done to it and which tensors are new."""
+    """Show a checkpoint's family and sizes, its surgeries and its new tensors."""
     from surgeon.report.inspect import inspection_view
 
     inspection = surgeon.inspect(folder, trust_remote_code=trust_remote_code)
@@ -629,12 +629,12 @@ def inspect(
 
 @app.command()
 def schema(
-    training: Annotated[bool, typer.Option("--training", help="of the configs that `train` reads")] = False,
-    tasks: Annotated[bool, typer.Option("--tasks", help="of the files that `continual` reads")] = False,
+    training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
 ) -> None:
-    """Print the JSON schema of plans, for editors that complete YAML by it."""
+    """Print the JSON schema of plans, which editors use to complete YAML."""
     if tasks and training:
-        raise BadInput("--training and --tasks: one schema at a time")
+        raise BadInput("--training and --tasks exclude each other; give one of them")
     if tasks:
         from surgeon.continual.config import json_schema as of_tasks
 
@@ -670,11 +670,11 @@ def plans(
 
 @app.command()
 def demo(
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="where to put it")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="training budget of the small base")] = 25,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="new folder; default: surgeon-demo")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="seconds to train the small base")] = 25,
     quiet: QuietOption = False,
 ) -> None:
-    """Without network: make a small base, grow it, prove that nothing was lost, see what training learns, forgets."""
+    """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
     from surgeon.demo.demo import run_demo
 
     with _listening(quiet) as listener:
@@ -687,7 +687,7 @@ def demo(
 
 
 def _leave_ranks() -> None:
-    """End a process of torchrun's that is done: gloo's threads may outlive the interpreter, whose exit then aborts."""
+    """End a finished process of torchrun: gloo's threads may outlive the interpreter, whose exit then aborts."""
     if Ranks.of_environment().size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -698,7 +698,7 @@ def _console() -> Console:
     from rich.console import Console
 
     # File names and tensor names are shown as they are: no markup, no emoji codes, no guessing at what is a number.
-    # Into a file or a pipe a table keeps its columns: there is no window to fold it to.
+    # In a file or a pipe a table keeps its columns: there is no window width to fold it to.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return Console(markup=False, emoji=False, highlight=False, width=width)
 

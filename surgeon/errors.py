@@ -1,4 +1,4 @@
-"""What can go wrong, in words for the person who typed the command.
+"""The errors that are meant for the user.
 
 Every error carries one line that names the file, line or tensor, what was found and what to do, and
 the exit code the command line ends with (0 done, 1 a bug of ours, 2 bad input or refused, 3 a promise

@@ -14,9 +14,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "plans.md"
 HEAD = """\
 # Plan reference
 
-Written by `python -m tests.reference_pages` from the schema that `surgeon schema` prints; a test holds it to that. How
-plans are put together, and what selectors mean, is told in [writing plans](writing-plans.md); what the options are for,
-in the page of each operation. Nothing that is not listed here gets through: an unknown key is refused with its line.
+`python -m tests.reference_pages` writes this page from the schema that `surgeon schema` prints, and a test compares the
+two. [Writing plans](writing-plans.md) explains how to write a plan and what selectors mean; the page of each operation
+explains its options. A key that is not listed here is refused with its line.
 """
 
 

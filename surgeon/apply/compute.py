@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surgeon.apply.activations import activations
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Average,
@@ -44,11 +43,17 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import dissect
 from surgeon.models.load import stored_dtype
+from surgeon.models.stream import StreamedModel
+from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import half_identity
 from surgeon.transport.problem import TransportMap, TransportSettings
 from surgeon.transport.solving import solve
+
+# More would save reading the base again, and cost memory for attention.
+_WINDOWS_AT_ONCE = 16
 
 
 class Workshop:
@@ -325,3 +330,42 @@ class Workshop:
         # Philox, seeded by hash: the same numbers on every platform, in any order of tensors and processes.
         digest = hashlib.sha256(f"{self.blueprint.seed}:{key}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def activations(
+    base: CheckpointFolder, weights: Iterable[str], support: TextSupport, *, text: Path, device: torch.device
+) -> dict[str, Tensor]:
+    """For each named weight of a linear module, the module's outputs on the text: (rows, samples), float32, on the CPU.
+
+    The support of `support: activations` (Singh and Jaggi, 2020): two neurons correspond where they fire alike, not
+    where their weights lie close. The base runs once, in the memory of one layer (verification's streamed model).
+
+    Samples are the text's first tokens in windows of `support.window`. Raises BadInput for a text that cannot be
+    read or gives too few tokens, and for a base without tokenizer.
+    """
+    windows = -(-support.samples // support.window)
+    vocabulary = dissect(base.config, base.tensors).sizes.vocabulary
+    tokens = token_batches(base.path, text=text, window=support.window, windows=windows, vocabulary=vocabulary)
+    if tokens.ids.numel() < support.samples:
+        raise BadInput(
+            f"{printable(str(text))} gives {tokens.ids.numel()} tokens in windows of {support.window}, `samples` asks"
+            f" for {support.samples}"
+        )
+    streamed = StreamedModel(base.path, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
+    named = {stored: name for name, stored in streamed.stored_as.items()}
+    kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
+    for weight in kept:
+        module = streamed.module.get_submodule(named[weight].removesuffix(".weight"))
+        module.register_forward_hook(_keeping(kept[weight]))
+    with torch.inference_mode():
+        for ids in torch.split(tokens.ids, _WINDOWS_AT_ONCE):
+            streamed.module(ids.to(device), use_cache=False, logits_to_keep=1)
+    return {weight: torch.cat(parts)[: support.samples].T.contiguous() for weight, parts in kept.items()}
+
+
+def _keeping(parts: list[Tensor]) -> Callable[[Any, Any, Tensor], None]:
+    def keep(_module: Any, _arguments: Any, output: Tensor) -> None:
+        # Cloned outside of inference mode's views: the caller computes with it.
+        parts.append(output.flatten(0, -2).float().cpu().clone())
+
+    return keep

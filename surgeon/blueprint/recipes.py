@@ -1,4 +1,4 @@
-"""Recipes: how one output tensor comes to be. Frozen data; nothing here reads or computes a weight.
+"""Recipes: how each output tensor is made. Frozen data; nothing here reads or computes a weight.
 
 A recipe may build on other recipes (an average of a layer that an earlier operation of the same plan fused),
 so a chain of operations is an expression, and a later operation sees exactly what the earlier one would
@@ -25,7 +25,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Every element is `value` (0, or what makes a norm's effective scale zero or one)."""
+    """Every element is `value` (0, or the value that makes a norm's effective scale zero or one)."""
 
     value: float
     dtype: str
@@ -188,7 +188,7 @@ class WholeHeads:
 
 @dataclass(frozen=True, slots=True)
 class TextSupport:
-    """Rows are compared by what their modules put out on the first `samples` tokens of a text, in windows."""
+    """Rows are compared by their modules' outputs on the first `samples` tokens of a text, in windows."""
 
     text: str
     samples: int
@@ -216,7 +216,7 @@ class Coupling:
 
 
 def sources(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipes that `recipe` is directly made from."""
+    """The direct inputs of `recipe`."""
     match recipe:
         case Average(first, second) | Fused(first, second, _):
             yield first
@@ -301,5 +301,5 @@ def numel(recipe: Recipe) -> int:
 
 
 def is_computed(recipe: Recipe) -> bool:
-    """Whether the recipe is more than copied or constant bytes, so that weights must be read into memory."""
+    """Whether the recipe needs computation, so that weights must be read into memory."""
     return not isinstance(recipe, Copy | Constant | Listed)

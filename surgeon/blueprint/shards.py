@@ -1,7 +1,7 @@
 """Which output tensor goes into which shard.
 
-Base tensors keep the shard and the order they had, so that a shard is one pass over its twin; new tensors
-live in shards of their own, so that a surgery's delta is a set of files.
+Base tensors keep their shard and order, so that a shard is one pass over its base shard; new tensors
+go into separate shards, so that a surgery's delta is a set of files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Shard:
 
 
 def nbytes(output: Output) -> int:
-    """Bytes one output tensor takes."""
+    """Bytes of one output tensor."""
     return numel(output.recipe) * DTYPE_BITS[output.recipe.dtype] // 8
 
 
 def is_hole(output: Output) -> bool:
-    """Whether the tensor is all zeros, which a file stores as a hole: no bytes written, none on disk."""
+    """Whether the tensor is all zeros, which a file stores as a hole: no bytes are written to disk."""
     return isinstance(output.recipe, Constant) and output.recipe.value == 0
 
 

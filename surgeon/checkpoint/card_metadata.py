@@ -1,6 +1,6 @@
-"""The metadata at the head of a model card: what is taken over from a base's card, and how it is written.
+"""The metadata at the head of a model card: what an output keeps of its base's card, and how it is written.
 
-A base's card is written by anybody: scalars are read as text, each is held against what the Hub allows in its place,
+Anybody can write a base's card: scalars are read as text, each is compared with what the Hub allows in its place,
 and what does not fit is left out.
 """
 
@@ -41,9 +41,9 @@ _REPOSITORY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/)?[A-Za-z0-9_][A-Za
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a card says of itself beside the surgery: licence, languages, datasets; `base_model` as the Hub names it.
+    """What a card says beside the surgery: licence, languages, datasets; `base_model` is a Hub id.
 
-    Everything fits its place on the Hub. `license` None: unknown.
+    The Hub accepts every value. `license` None: unknown.
     """
 
     license: str | None = None
@@ -58,19 +58,19 @@ NOTHING_KNOWN = Metadata()
 
 
 def metadata_of(folder: CheckpointFolder) -> Metadata:
-    """What a checkpoint's card says; of one that is no output, the base it names is not ours to name."""
+    """The metadata of a checkpoint's card; without `base_model` where the checkpoint is not an output of surgeon."""
     if CARD_FILE not in folder.source.listing():
         return NOTHING_KNOWN
     try:
         found = read_metadata(folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES))
     except BadInput:
-        # Too large, or not a regular file: no reason to refuse what is asked for.
+        # Too large, or not a regular file: the surgery can go on without it.
         return NOTHING_KNOWN
     return found if folder.manifest is not None else replace(found, base_model=None)
 
 
 def read_metadata(card: bytes) -> Metadata:
-    """What the card of a base tells; empty where it has no metadata, or none that can be read."""
+    """The metadata of a base's card; empty where there is none, or none that can be read."""
     block = _BLOCK.match(card[:MAX_CARD_BYTES].decode("utf-8", errors="replace"))
     if block is None or len(block[1]) > _MAX_BLOCK:
         return NOTHING_KNOWN
@@ -94,7 +94,7 @@ def read_metadata(card: bytes) -> Metadata:
 
 
 def check_license(name: str) -> str:
-    """A licence as it was typed; BadInput where the Hub has no such spelling."""
+    """The licence as it was typed. Raises BadInput where the Hub does not know this identifier."""
     if not _LICENSE.fullmatch(name) or name in ("unknown", "other"):
         raise BadInput(
             f"--license {printable(name)}: give an identifier of the Hub's list, such as apache-2.0, mit, llama3.2"

@@ -1,4 +1,4 @@
-"""Bytes from shard to shard: copied by the kernel where it can, read ahead and written behind computations."""
+"""Bytes from shard to shard: copied by the kernel where it can, else read ahead of computations and written behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from surgeon.checkpoint.durable import name_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 
-# One kernel copy at most, so that progress is heard of and an interrupt is noticed.
+# The most bytes of one kernel copy, so that progress is reported and an interrupt is noticed.
 _KERNEL_CHUNK = 64 * 1024 * 1024
 
 
 _BUFFER = 8 * 1024 * 1024
 
 
-# What "this kernel, or this pair of file systems, does not do that" is called.
+# The errors of a kernel, or a pair of file systems, that cannot copy so.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
 
 
@@ -34,9 +34,9 @@ def copy_range(
     count: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy `count` bytes between two open files; `progress` hears of every piece in bytes.
+    """Copy `count` bytes between two open files; `progress` receives the size of every piece in bytes.
 
-    Raises BadInput when the source ends before; OSError (ENOSPC, EIO, …) comes through as it is.
+    Raises BadInput when the source ends before; OSError (ENOSPC, EIO, …) is passed on.
     """
     copied = _copy_in_kernel(source_fd, target_fd, source_offset, target_offset, count, progress)
     _copy_through_buffer(source_fd, target_fd, source_offset + copied, target_offset + copied, count - copied, progress)
@@ -50,7 +50,7 @@ def _copy_in_kernel(
     count: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Bytes copied; fewer than `count` where the kernel would not go on: the buffer finds out why."""
+    """Bytes copied; fewer than `count` where the kernel stops: copying through the buffer then finds the cause."""
     copied = 0
     # macOS has no such call.
     kernel_copy = getattr(os, "copy_file_range", None)
@@ -111,18 +111,18 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
 
 
 def reserve(fd: int, size: int) -> None:
-    """Make the file `size` bytes long; what is never written stays a hole: zeros that take no room."""
+    """Make the file `size` bytes long; ranges that are never written stay holes: zeros that take no disk space."""
     os.ftruncate(fd, size)
 
 
-# Tensors that may wait to be written, beside the one that is.
+# How many tensors may wait while one is written.
 _WAITING = 2
 
 
 class ReadAhead:
-    """Tensors of a checkpoint, read by a thread in the order in which they will be asked for.
+    """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
 
-    What is read and not yet asked for is at most the larger of the two sets that `expect` was told last.
+    It holds at most the larger of the two sets given to the last `expect`.
     """
 
     def __init__(self, base: CheckpointFolder) -> None:
@@ -133,7 +133,7 @@ class ReadAhead:
         self._room = 0
 
     def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
-        """Read what is needed now, each once, and what is needed after it; forget what was expected earlier."""
+        """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
         self._room = max(self._bytes(now), self._bytes(then))
         wanted = list(dict.fromkeys([*now, *then]))
         for name in self._coming.keys() - set(wanted):
@@ -142,10 +142,10 @@ class ReadAhead:
         self._fill()
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor: those read ahead, for whoever asks first, or read now. Raises BadInput."""
+        """The bytes of one tensor: read ahead (returned once), or read now. Raises BadInput where reading fails."""
         coming = self._coming.pop(name, None)
         if coming is None:
-            # Asked for before its turn: reading it again later would be for nobody.
+            # Needed before its turn: nobody will need it again later.
             if name in self._waiting:
                 self._waiting.remove(name)
             return self._base.read(name)
@@ -154,7 +154,7 @@ class ReadAhead:
         return content
 
     def close(self) -> None:
-        """Forget everything; an error of what nobody asked for is nobody's."""
+        """Drop everything; errors of tensors that nobody needed are ignored."""
         self._waiting.clear()
         self._coming.clear()
         self._reader.shutdown(wait=True, cancel_futures=True)
@@ -171,9 +171,9 @@ class ReadAhead:
 
 
 class WriteBehind:
-    """Writes to an open file by a thread, in order. An error comes out at the next `write`, or at the end.
+    """Writes to an open file by a thread, in order. An error is raised at the next `write`, or at the end.
 
-    Left without an error, everything is written; left with one, what waits is dropped, and nothing is under way.
+    When the `with` block ends, everything is written; when it ends with an error, what waits is dropped.
     """
 
     def __init__(self, target: int, advance: Callable[[int], None]) -> None:
@@ -195,7 +195,7 @@ class WriteBehind:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Have `data` written at `offset`; waits while too much is waiting. The caller changes `data` no more."""
+        """Write `data` at `offset` later; blocks while the queue is full. The caller must not change `data`."""
         while len(self._pending) > _WAITING or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
         self._pending.append(self._writer.submit(self._put, data, offset))

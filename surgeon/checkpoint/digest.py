@@ -9,16 +9,16 @@ import os
 from surgeon.checkpoint.durable import name_of
 from surgeon.errors import BadInput
 
-# Two of them fit a core's cache, so that what was read is still there when it is hashed and compared.
+# Two of them fit a core's cache, so that a block is still there when it is hashed and compared.
 _CHUNK = 512 * 1024
-# Powers of two times a few: a model's zero tensors have a handful of sizes.
+# A model's zero tensors have only a few sizes.
 _KNOWN_ZEROS = 256
 
 
 def sha256_range(fd: int, begin: int, end: int) -> str:
-    """Hex sha256 of the bytes `begin` to `end` of the open file. BadInput when the file ends before `end`.
+    """Hex sha256 of the bytes `begin` to `end` of the open file. Raises BadInput when the file ends before `end`.
 
-    Reads into one buffer (a mapping would count as memory of ours); both reading and hashing release the lock,
+    Reads into one buffer (a mapping would count as this process's memory); reading and hashing release the lock,
     so that another thread copies meanwhile.
     """
     digest = hashlib.sha256()
@@ -35,7 +35,7 @@ def sha256_range(fd: int, begin: int, end: int) -> str:
 def compare_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: int) -> str | None:
     """Hex sha256 of `count` bytes at `begin` if the other file holds the same bytes at `other_begin`, else None.
 
-    One pass over both. BadInput when a file ends early.
+    One pass over both. Raises BadInput when a file ends early.
     """
     digest = hashlib.sha256()
     size = min(_CHUNK, count)

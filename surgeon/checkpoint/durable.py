@@ -1,4 +1,4 @@
-"""Flushing, replacing files and holding a working folder, so that a kill leaves nothing half-written."""
+"""Flush files, replace them and lock a working folder, so that a kill leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Put `text` in the place of the file at `path`: at every moment the old content is there, or all of the new."""
+    """Replace the file at `path` by `text`: at every moment it holds the old content, or all of the new."""
     beside = path.with_suffix(".new")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -35,7 +35,7 @@ def write_durably(path: Path, text: str) -> None:
 
 @contextmanager
 def working_in(folder: Path, *, target: Path) -> Iterator[None]:
-    """`folder`, made where it is not there, is this process's alone inside; BadInput where another makes `target`."""
+    """Make `folder` at need and lock it inside. Raises BadInput where another process holds it, to make `target`."""
     folder.mkdir(exist_ok=True)
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -49,7 +49,7 @@ def working_in(folder: Path, *, target: Path) -> Iterator[None]:
 
 
 def name_of(fd: int) -> str:
-    """The file's path where the system tells it (Linux), else its inode number; fit for a terminal."""
+    """The file's path where the system knows it (Linux), else its inode number; fit for a terminal."""
     try:
         return printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
     except OSError:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder as surgeon sees it: headers, config and side files, all checked; weights on demand."""
+"""A checkpoint's folder: headers, config and side files, all read and checked; weights on demand."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from surgeon.runtime.known import native_of
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
-# What a continual run measured (surgeon/tasks).
+# What a continual run measured (surgeon/continual).
 RECORD_FILE = "continual.json"
-# Marks a folder that lacks its base's tensors (surgeon/deltas.py).
+# Marks a folder that lacks its base's tensors (surgeon/rework/delta_folder.py).
 DELTA_FILE = "delta.json"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000
@@ -35,12 +35,12 @@ Code = Literal["none", "shipped", "foreign"]
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A checkpoint that was opened: everything but the weights is here and was checked.
+    """An opened checkpoint: everything but the weights was read and checked.
 
     `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
-    relative names an output carries along, `left_behind` what else lies in the folder. `manifest` is the parsed
-    `surgery.json`, not validated. `notes` are words for the user. `code` says what code lies in the folder: none,
-    exactly what this version of surgeon ships for its model type, or somebody else's.
+    relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
+    `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
+    exactly what this version of surgeon ships for its model type, or other code.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class CheckpointFolder:
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
-        """Open a local folder. Raises BadInput, one line, for the first thing that is not as it must be."""
+        """Open a local folder. Raises BadInput, one line, for the first thing that is missing or wrong."""
         return cls.assemble(LocalSource(path), path=path, trust_remote_code=trust_remote_code)
 
     @classmethod
@@ -66,18 +66,18 @@ class CheckpointFolder:
         listing = source.listing()
         if DELTA_FILE in listing:
             raise BadInput(
-                f"{source.shown}: a delta, which lacks what its base holds; put it back first:"
+                f"{source.shown}: a delta, which lacks its base's tensors; apply it to its base first:"
                 f" `surgeon apply --delta {source.shown} BASE OUT`"
             )
         weights = choose_weights(
             listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
         )
         config = _config(source, listing)
-        code, told = code_of(config, listing, source)
+        code, found = code_of(config, listing, source)
         if code == "foreign" and not trust_remote_code:
             raise BadInput(
-                f"{source.shown}: the base brings its own code ({told}); it is neither run nor copied unless you have"
-                " read it and say `--trust-remote-code`"
+                f"{source.shown}: the base has code of its own ({found}), which surgeon neither runs nor copies; read"
+                " it, then pass `--trust-remote-code`"
             )
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
@@ -104,7 +104,7 @@ class CheckpointFolder:
         )
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor. Raises BadInput where its shard changed or was cut."""
+        """The bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
         info = self.tensors[name]
         fd = self.open_shard(info.file)
         try:
@@ -113,7 +113,7 @@ class CheckpointFolder:
             os.close(fd)
 
     def read_side_file(self, name: str) -> bytes:
-        """The content of one of `side_files`, opened under the same rules as everything else."""
+        """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
         assert name in self.side_files, name
         return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
 
@@ -122,7 +122,7 @@ class CheckpointFolder:
         return self.source.small(name, max_bytes=MAX_CODE_BYTES) if name in self.source.listing() else None
 
     def open_shard(self, file: str) -> int:
-        """A read-only descriptor of a shard, for the caller to close; BadInput where it is no longer the same."""
+        """A read-only descriptor of a shard; the caller closes it. Raises BadInput where the shard has changed."""
         return self.source.open_shard(file)
 
     def identity(self) -> list[dict[str, Any]]:
@@ -135,7 +135,10 @@ class CheckpointFolder:
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:
-    """Hex sha256 of the named tensors' bytes, read by several threads. `advance` hears of bytes read."""
+    """Hex sha256 of the named tensors' bytes, read by several threads. `advance` receives the bytes read.
+
+    Raises BadInput where a shard has changed or was truncated.
+    """
     opened = {file: folder.open_shard(file) for file in folder.shards}
 
     def digest(name: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""safetensors headers: read with every invariant checked before a byte is used, and written.
+"""safetensors headers: read, with every invariant checked before a byte is used, and written.
 
 A file is 8 bytes of little-endian header length N, N bytes of JSON, then the tensors without holes. The JSON
 maps each name to dtype, shape and offsets relative to the end of the header.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
-# What vector instructions of today's processors may care about, in bytes.
+# The alignment in bytes that vector instructions of today's processors may need.
 ALIGNMENT = 64
 # The library's own cap.
 MAX_HEADER_BYTES = 100_000_000
@@ -74,7 +74,7 @@ FLOAT_DTYPES: dict[str, FloatDtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor. `begin` and `end` are byte offsets in the file `file`."""
+    """One tensor's entry in a header. `begin` and `end` are byte offsets in the file `file`."""
 
     name: str
     dtype: str
@@ -116,7 +116,10 @@ def read_header(fd: int, *, file: str) -> Header:
 
 
 def header_length(first: bytes, *, file: str, file_size: int) -> int:
-    """N, the length of the JSON, from the first bytes of a file (8 are needed, 64 tell a git-lfs pointer)."""
+    """N, the length of the JSON, from the first bytes of a file (8 are needed, 64 to recognise a git-lfs pointer).
+
+    Raises BadInput where the file is a git-lfs pointer, too short or truncated, or the header is too large.
+    """
     shown = printable(file)
     if first.startswith(_LFS_POINTER):
         raise BadInput(f"{shown}: a git-lfs pointer, not the weights themselves; run `git lfs pull` in the folder")
@@ -125,7 +128,7 @@ def header_length(first: bytes, *, file: str, file_size: int) -> int:
     length: int = struct.unpack("<Q", first[:8])[0]
     if length > MAX_HEADER_BYTES:
         raise BadInput(
-            f"{shown}: a header of {length:,} bytes is announced, at most {MAX_HEADER_BYTES:,} are read;"
+            f"{shown}: the file announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are read;"
             " is this a safetensors file?"
         )
     if 8 + length > file_size:
@@ -218,8 +221,8 @@ def build_header(
     """The bytes before the data of a file holding `tensors` (name, dtype, shape) in this order.
 
     Returns the prefix (length, JSON padded with spaces) and each tensor's absolute (begin, end). The data begins
-    at `phase` modulo 64: float32 products on mapped weights round by how these lie in memory, so a copy that is
-    to compute the same bits must lie as its original does. The same arguments give the same bytes. Raises
+    at `phase` modulo 64: float32 products on mapped weights round by their alignment, so a copy that must compute
+    the same bits needs its original's alignment. The same arguments give the same bytes. Raises
     BadInput where the result could not be read back.
     """
     assert phase % 8 == 0, phase

@@ -1,6 +1,6 @@
-"""The Hub as a source: snapshots through the client's cache, and headers alone before any weights are fetched.
+"""The Hub as a source: snapshots through the client's cache; headers alone, before any weights are downloaded.
 
-`huggingface_hub` is imported at first use only. The client's environment counts (HF_ENDPOINT, HF_HOME, HF_TOKEN,
+`huggingface_hub` is imported at first use only. It follows the client's environment (HF_ENDPOINT, HF_HOME, HF_TOKEN,
 HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS); offline, no socket is opened.
 """
 
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# Seconds the Hub may be silent.
+# Request timeout in seconds.
 TIMEOUT = 20.0
 _ATTEMPTS = 3
 _HEADERS_AT_ONCE = 8
@@ -46,7 +46,7 @@ _HEADERS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Located:
-    """Where a base lies: a folder here and, if it came from the Hub, its repository and commit."""
+    """Where a base is: a local folder and, if it came from the Hub, its repository and commit."""
 
     path: Path
     repo_id: str | None = None
@@ -54,15 +54,15 @@ class Located:
 
 
 def locate(base: str, *, revision: str | None, weights: bool = True, code: bool = False) -> Located:
-    """Find a base: a local path as it is, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
+    """Find a base: a local path, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
 
-    Fetched are config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
-    them; never a pickle, and Python files only with `code`. Raises BadInput: not found, gated, revision unknown,
-    offline and not cached, no network.
+    It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
+    them; never a pickle, and Python files only with `code`. Raises BadInput where it is not found, gated, of an unknown
+    revision, or neither cached nor reachable.
     """
     if Path(base).exists():
         if revision is not None:
-            raise BadInput(f"{printable(base)}: a folder here has no revision; leave `--revision` out")
+            raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
         return Located(Path(base))
     _check_id(base)
     if offline():
@@ -78,7 +78,7 @@ def locate(base: str, *, revision: str | None, weights: bool = True, code: bool 
 def locate_adapter(adapter: str) -> Located:
     """Find a PEFT adapter on the Hub (`user/name` or `user/name@revision`): its config and weights, through the cache.
 
-    Raises BadInput as `locate` does; a pickle is never fetched.
+    Raises BadInput as `locate` does; a pickle is never downloaded.
     """
     repo_id, _, revision = adapter.partition("@")
     _check_id(repo_id)
@@ -92,9 +92,9 @@ def locate_adapter(adapter: str) -> Located:
 
 
 def locate_delta(delta: str) -> Located:
-    """Find a delta: a local path as it is, else `user/name` or `user/name@revision` on the Hub, through the cache.
+    """Find a delta: a local path, else `user/name` or `user/name@revision` on the Hub, through the cache.
 
-    Raises BadInput as `locate` does; only tensors and the files that a delta may hold are fetched.
+    Raises BadInput as `locate` does; only tensors and the files that a delta may hold are downloaded.
     """
     if Path(delta).exists():
         return Located(Path(delta))
@@ -104,7 +104,7 @@ def locate_delta(delta: str) -> Located:
         return Located(Path(_snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)), repo_id)
     repository = _Repository.ask(repo_id, revision or None)
     if DELTA_FILE not in repository.files:
-        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is no delta")
+        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
     wanted = [
         name
         for name, size in repository.files.items()
@@ -115,10 +115,10 @@ def locate_delta(delta: str) -> Located:
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
-    """A checkpoint on the Hub, its headers fetched by range requests and no byte of its weights.
+    """A checkpoint on the Hub, with headers from range requests and no byte of its weights.
 
-    Everything but the weights is as `CheckpointFolder.open` gives it; reading a tensor raises BadInput. Offline
-    it is opened from the cache. Raises BadInput.
+    Everything but the weights is read and checked as by `CheckpointFolder.open`; reading a tensor raises BadInput.
+    Offline it is opened from the cache. Raises BadInput as `locate` and `CheckpointFolder.open` do.
     """
     _check_id(repo_id)
     if offline():
@@ -152,7 +152,7 @@ class _Repository:
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use."""
         return printable(self.repo_id)
 
     def listing(self) -> dict[str, int]:
@@ -192,15 +192,15 @@ class _Repository:
         return list(weights.files)
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """Each shard's header: 8 bytes, then as many as they announce."""
+        """Each shard's header: its first 8 bytes, then as many as they announce."""
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="headers") as pool:
             return dict(zip(files, pool.map(self._header, files), strict=True))
 
     def _header(self, file: str) -> Header:
         first, size = self._prefix(file, 8)
-        # The Hub answers with the file behind a pointer; a mirror may not.
+        # The Hub sends the file that a pointer names; a mirror may send the pointer.
         if first.startswith(b"version "):
-            raise BadInput(f"{printable(file)}: the Hub sent a git-lfs pointer instead of the weights")
+            raise BadInput(f"{printable(file)}: the server sent a git-lfs pointer, not the weights; check HF_ENDPOINT")
         length = header_length(first, file=file, file_size=size)
         prefix, _ = self._prefix(file, 8 + length)
         self._sizes[file] = size
@@ -212,7 +212,7 @@ class _Repository:
             try:
                 return self._request(file, count)
             except Exception as error:
-                if not _may_pass(error):
+                if not _is_transient(error):
                     _refuse(error, self.repo_id, self.commit)
             time.sleep(0.5 * 2**attempt)
         return _call(lambda: self._request(file, count), self.repo_id, self.commit)
@@ -230,7 +230,7 @@ class _Repository:
         with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             content = bytearray()
-            # A server that ignores ranges sends everything: hang up when there is enough.
+            # A server that ignores ranges sends everything: close the connection when there is enough.
             for piece in response.iter_bytes():
                 content += piece
                 if len(content) >= count:
@@ -238,12 +238,15 @@ class _Repository:
             _, _, total = response.headers.get("Content-Range", "").rpartition("/")
             size = total if total.isdecimal() else response.headers.get("Content-Length", "")
         if not size.isdecimal():
-            raise BadInput(f"{self.shown}: {printable(file)}: the Hub does not tell how long it is")
+            raise BadInput(f"{self.shown}: {printable(file)}: the Hub does not report its size; try again")
         return bytes(content[:count]), int(size)
 
     def open_shard(self, file: str) -> int:
-        """Refused: the weights are not here."""
-        raise BadInput(f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers")
+        """Refused: the weights were not downloaded."""
+        raise BadInput(
+            f"{self.shown}: the weights ({printable(file)}) were not downloaded, only their headers;"
+            " give a local folder"
+        )
 
     def identity(self) -> list[dict[str, Any]]:
         """Name and size of every shard at the commit."""
@@ -254,7 +257,7 @@ class _Repository:
 
 
 def dataset_commit(repo_id: str, revision: str | None) -> str:
-    """The commit that a branch, a tag or a commit of a dataset on the Hub stands for. Raises BadInput as `locate`."""
+    """The commit of a branch, a tag or a commit of a dataset on the Hub. Raises BadInput as `locate` does."""
     from huggingface_hub import HfApi
 
     shown = f"datasets/{repo_id}"
@@ -265,7 +268,7 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a whole commit hash, which never moves."""
+    """Whether a revision is a full commit hash, which never moves."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -279,21 +282,21 @@ def _check_id(base: str) -> None:
 def _is_wanted(name: str, size: int, *, code: bool) -> bool:
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
-    # The licence and languages that a card names go into the output's.
+    # The output's card repeats the licence and languages of the base's.
     if name == CARD_FILE:
         return size <= MAX_CARD_BYTES
     return name in (*_SMALL, CODE_FILE) or (code and name.endswith(".py") and "/" not in name)
 
 
 def offline() -> bool:
-    """Whether the client was told to keep off the network."""
+    """Whether the client's environment forbids network access."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def _cached(repo_id: str, revision: str | None) -> Located:
-    """The snapshot in the cache, without a word to the network; BadInput where a part of it is missing."""
+    """The snapshot in the cache, without network; BadInput where a part of it is missing."""
     from huggingface_hub import snapshot_download
 
     def find(patterns: list[str]) -> Path:
@@ -334,7 +337,7 @@ def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline:
 
 @contextlib.contextmanager
 def bars_on_terminals_only() -> Iterator[None]:
-    """The client's progress bars where somebody looks, none elsewhere."""
+    """The client's progress bars on a terminal, none elsewhere."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled() or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
@@ -348,15 +351,15 @@ def bars_on_terminals_only() -> Iterator[None]:
 
 
 def _call(ask: Callable[[], _T], repo_id: str, revision: str | None) -> _T:
-    """Ask the client; whatever it raises, of its own or of the libraries under it, becomes one line."""
+    """Call the client; whatever it or a library below it raises becomes one line."""
     try:
         return ask()
     except Exception as error:
         _refuse(error, repo_id, revision)
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether asking again may help: a broken connection or a server's own trouble."""
+def _is_transient(error: Exception) -> bool:
+    """Whether a retry may help: a broken connection or an error inside the server."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -405,12 +408,12 @@ def _status(code: int) -> str:
     if code == 404:
         return "a file that the listing names is not there (404); try again"
     if code == 429:
-        return "too many requests, says the Hub (429); wait some minutes, or log in for a higher limit"
+        return "the Hub answers too many requests (429); wait some minutes, or log in for a higher limit"
     return f"the Hub answers {code}; try again later"
 
 
 def first_line(error: BaseException) -> str:
-    """The kind and first line of what lies at the bottom of an error."""
+    """The type and first line of the error that caused this one."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter's folder: config and header checked, tensors on demand. No pickle is ever opened."""
+"""A PEFT LoRA adapter's folder: config and header are checked, tensors are read on demand, no pickle is opened."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PICKLE = "adapter_model.bin"
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 200
 _MOST_REPEATS = 2
-# Choices multiply what a match costs: fewer of them beside wildcards.
+# Alternatives multiply the cost of a match: fewer of them are allowed beside wildcards.
 _MOST_CHOICES = {False: 8, True: 3}
 
-# What the product depends on is read; the rest either tells of training, or must be empty (see `_check_plain`).
+# Keys that the product depends on are read; others are about training, or must be empty (see `_check_plain`).
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "bias", "init_lora_weights"}
 _OF_NO_EFFECT = {
     "task_type",
@@ -42,7 +42,7 @@ _OF_NO_EFFECT = {
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
-    # Ranks are those of the tensors.
+    # The tensors' shapes give the ranks.
     "rank_pattern",
     "megatron_core",
     "qalora_group_size",
@@ -55,19 +55,19 @@ _OF_NO_EFFECT = {
     "lora_ga_config",
 }
 _REASONS = {
-    "use_dora": "DoRA rescales the base's weights, a LoRA slot does not",
+    "use_dora": "DoRA rescales the base's weights, and a LoRA slot cannot",
     "lora_bias": "a slot has no bias",
     "modules_to_save": "whole modules were trained beside the LoRA, and a slot holds a LoRA alone",
-    "fan_in_fan_out": "its matrices are transposed, for a base whose linear layers are",
+    "fan_in_fan_out": "its matrices are transposed, for a base with transposed linear layers",
     "trainable_token_indices": "embeddings were trained beside the LoRA",
     "layer_replication": "it is for a base with repeated layers",
-    "target_parameters": "it adapts parameters that are no linear modules",
-    "alora_invocation_tokens": "it counts only after certain tokens",
+    "target_parameters": "it adapts parameters that are not linear modules",
+    "alora_invocation_tokens": "it is active only after certain tokens",
 }
-# Initialisations that leave the base's weights as they are.
+# Initialisations that do not change the base's weights.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
-# A pattern is a regular expression out of a stranger's file: no repeated group, so that matching stays cheap.
+# A pattern is a regular expression from an untrusted file: no repeated group, so that matching stays cheap.
 _PATTERN = re.compile(r"(?:[A-Za-z0-9_.^$|()*+?-]|\\[.d]|\[[0-9]-[0-9]\])+")
 _REPEATED_GROUP = re.compile(r"\)[*+?]|[*+?][*+?]|\(\?")
 
@@ -83,7 +83,7 @@ class AdapterTensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a blueprint needs of an adapter, and a manifest keeps of it: no bytes, no place on a disk.
+    """What a blueprint needs of an adapter and a manifest keeps of it: no weights, no path.
 
     `id` is a Hub id or a folder's name, `revision` the commit on the Hub. `tensors` are by PEFT's names.
     """
@@ -97,7 +97,7 @@ class Adapter:
     tensors: Mapping[str, AdapterTensor]
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product B A counts times at `module` (a path in the base model), as PEFT reads its patterns."""
+        """The factor of the product B A at `module` (a path in the base model), as PEFT reads its patterns."""
         alpha = next(
             (value for pattern, value in self.alpha_pattern.items() if _compiled(pattern).match(module)),
             self.alpha,
@@ -105,7 +105,7 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def identity(self) -> dict[str, Any]:
-        """Everything above as JSON data, for a digest."""
+        """All fields as JSON data, for a digest."""
         tensors = {name: [tensor.dtype, list(tensor.shape), tensor.sha256] for name, tensor in self.tensors.items()}
         facts = [self.id, self.revision, self.alpha, self.rslora, self.dropout]
         return {"facts": facts, "alpha_pattern": dict(self.alpha_pattern), "tensors": tensors}
@@ -113,7 +113,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter that was opened; `facts` is what is known of it, `read` gives its tensors' bytes."""
+    """An opened adapter; `facts` describes it, `read` returns a tensor's bytes."""
 
     facts: Adapter
     _source: LocalSource = field(repr=False)
@@ -121,7 +121,7 @@ class AdapterFolder:
 
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
-        """Open a folder here, and hash its tensors. Raises BadInput for what is no LoRA that a slot can hold."""
+        """Open a local folder and hash its tensors. Raises BadInput for an adapter that does not fit a slot."""
         source = LocalSource(path)
         listing = source.listing()
         check_adapter_files(listing, source.shown)
@@ -153,7 +153,7 @@ class AdapterFolder:
         return cls(facts, source, header)
 
     def read(self, name: str) -> bytearray:
-        """One tensor's bytes; BadInput where they are no longer what they were when the adapter was opened."""
+        """One tensor's bytes. Raises BadInput where they changed after the adapter was opened."""
         info = next(info for info in self._header.tensors if info.name == name)
         fd = self._source.open_shard(ADAPTER_WEIGHTS)
         try:
@@ -172,7 +172,7 @@ class AdapterFolder:
 
 
 def check_pattern(pattern: str, shown: str) -> None:
-    """BadInput for a key of `alpha_pattern` that is more than a module's name with a few wildcards."""
+    """Raise BadInput for a key of `alpha_pattern` that is more than a module's name with a few wildcards."""
     repeats = sum(pattern.count(sign) for sign in "*+?")
     cheap = repeats <= _MOST_REPEATS and pattern.count("|") <= _MOST_CHOICES[repeats > 0]
     plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
@@ -190,7 +190,7 @@ def check_pattern(pattern: str, shown: str) -> None:
 
 
 def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
-    """BadInput where a folder's files are not those of an adapter that can be read."""
+    """Raise BadInput where the folder lacks the files of an adapter that can be read."""
     names = {name.removesuffix("/") for name in listing}
     if ADAPTER_CONFIG not in names:
         raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter")
@@ -205,7 +205,7 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
     raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
 
 
-# `re` itself keeps a few hundred; an adapter may have one for every module.
+# `re` caches a few hundred patterns; an adapter may have one for every module.
 @functools.lru_cache(maxsize=_MOST_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
     # As `peft.utils.other.get_pattern_key` does.
@@ -213,7 +213,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _check_plain(config: Mapping[str, Any], shown: str) -> None:
-    """Refuse everything by which the adapter would be more than B A times a number at linear modules."""
+    """Refuse every setting that makes the adapter more than B A times a number at linear modules."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA fits a slot")

@@ -1,6 +1,6 @@
-"""Where the files of a checkpoint come from, and how they are opened: regular files only, nothing behind links.
+"""Where the files of a checkpoint come from, and how they are opened: regular files only, no links out of the folder.
 
-Side files (tokenizer, chat template, licence) are carried along by an allow-list.
+An allow-list says which side files (tokenizer, chat template, licence) an output keeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 def open_regular(folder: Path, name: str) -> int:
     """A read-only descriptor of the regular file `name` (relative, checked by the caller) in `folder`.
 
-    Nothing else is ever opened: a FIFO would hang, a device may act on being opened. Raises BadInput.
+    Nothing else is ever opened: a FIFO would hang, opening a device may have effects. Raises BadInput.
     """
     path = folder / name
     shown = printable(str(path))
@@ -31,7 +31,7 @@ def open_regular(folder: Path, name: str) -> int:
             path = _behind_link(folder, path, shown)
             found = os.lstat(path)
         _check_regular(found, shown)
-        # The file may have been swapped since: neither follow a link now nor wait for a FIFO's writer.
+        # The file may have been replaced since: do not follow a link now, do not wait for a FIFO's writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         _refuse(error, shown)
@@ -44,7 +44,7 @@ def open_regular(folder: Path, name: str) -> int:
 
 
 def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
-    """All bytes of a small regular file in `folder`; BadInput where it holds more than `max_bytes`."""
+    """All bytes of a small regular file in `folder`. Raises BadInput where it cannot be opened or is too large."""
     shown = printable(str(folder / name))
     fd = open_regular(folder, name)
     try:
@@ -60,7 +60,7 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
 
 
 def read_range(fd: int, begin: int, end: int, *, file: str, name: str) -> bytearray:
-    """The bytes `begin` to `end` of an open file, which hold tensor `name`; BadInput where the file is shorter."""
+    """The bytes `begin` to `end` of an open file, which hold tensor `name`. Raises BadInput where it is shorter."""
     content = bytearray(end - begin)
     rest = memoryview(content)
     try:
@@ -94,7 +94,7 @@ def _behind_link(folder: Path, link: Path, shown: str) -> Path:
 
 
 def _target(link: Path) -> Path:
-    # The last component is not resolved: it must be a file by itself, not one more link.
+    # The last component is not resolved: it must be a file, not another link.
     joined = link.parent / os.readlink(link)  # noqa: PTH115 (an absolute target replaces the parent)
     return Path(os.path.realpath(joined.parent)) / joined.name
 
@@ -152,16 +152,16 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a file of this name (relative to the checkpoint's folder, `/` between parts) is carried along."""
+    """Whether an output keeps a file of this name (relative to the checkpoint's folder, `/` between parts)."""
     return name in _EXACT or _PATTERN.fullmatch(name) is not None
 
 
 class Source(Protocol):
-    """The files of one checkpoint. `shown` is what errors call it, fit for a terminal."""
+    """The files of one checkpoint. Its methods raise BadInput where a file is missing, refused or has changed."""
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use, fit for a terminal."""
 
     def listing(self) -> dict[str, int]:
         """Every file's relative name and size in bytes, sorted; a folder's name ends in `/`."""
@@ -179,7 +179,7 @@ class Source(Protocol):
         """A read-only descriptor of a shard whose header was read."""
 
     def identity(self) -> list[dict[str, Any]]:
-        """What tells that a shard is still the one whose header was read."""
+        """Facts by which a changed shard is noticed."""
 
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard is no longer the one whose header was read."""
@@ -206,11 +206,11 @@ class LocalSource:
         self._identities: dict[str, _Identity] = {}
 
     def listing(self) -> dict[str, int]:
-        """Every file's relative name and size in bytes; what lies deeper than chat templates is not looked at."""
+        """Every file's relative name and size in bytes, with chat templates. Raises BadInput for no readable folder."""
         try:
             return dict(sorted({**_list(self.path, ""), **self._templates()}.items()))
         except FileNotFoundError:
-            raise BadInput(f"{self.shown}: no such folder") from None
+            raise BadInput(f"{self.shown}: no such folder; check the path") from None
         except NotADirectoryError:
             raise BadInput(f"{self.shown}: not a folder; give the folder of a transformers checkpoint") from None
         except PermissionError:
@@ -225,15 +225,15 @@ class LocalSource:
         return _list(folder, f"{TEMPLATES_FOLDER}/")
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
-        """A small file's content."""
+        """A small file's content. Raises BadInput where it cannot be opened or is too large."""
         return read_capped(self.path, name, max_bytes=max_bytes)
 
     def check_small(self, name: str) -> None:
-        """Raise BadInput where the file cannot be opened under the rules."""
+        """Raise BadInput where the file is not a regular one inside the folder."""
         os.close(open_regular(self.path, name))
 
     def headers(self, files: list[str]) -> dict[str, Header]:
-        """The header of each shard; from now on the shard must stay as it is."""
+        """The header of each shard, which must not change from now on. Raises BadInput for a broken one."""
         found: dict[str, Header] = {}
         for file in files:
             fd = open_regular(self.path, file)
@@ -247,7 +247,7 @@ class LocalSource:
         return found
 
     def open_shard(self, file: str) -> int:
-        """A read-only descriptor of a shard, which must be the one whose header was read."""
+        """A read-only descriptor of a shard. Raises BadInput where it is not the one whose header was read."""
         fd = open_regular(self.path, file)
         if _Identity.of(fd) != self._identities[file]:
             os.close(fd)
@@ -265,7 +265,7 @@ class LocalSource:
         ]
 
     def check_unchanged(self) -> None:
-        """Open every shard once more and compare."""
+        """Open every shard once more and compare. Raises BadInput where one has changed."""
         for file in self._identities:
             os.close(self.open_shard(file))
 
@@ -285,6 +285,6 @@ def _size(entry: os.DirEntry[str]) -> int:
     try:
         followed = entry.stat()
     except OSError:
-        # A link to nowhere (or in a circle): its size is told to be 0, opening it tells the rest.
+        # A link to nowhere (or in a circle) is listed with size 0; opening it gives the error.
         return 0
     return followed.st_size if stat.S_ISREG(followed.st_mode) else 0

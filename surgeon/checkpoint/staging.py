@@ -1,8 +1,8 @@
-"""The staged output: written beside its destination, journalled file by file, published by one rename.
+"""The staged output: written beside its destination, recorded in a journal file by file, published by one rename.
 
-Beside `out` stands `.out.surgeon/` with `lock` (held while a process works here), `journal.jsonl` (what is done
-and flushed) and `out/` (the files so far). Whatever interrupts the run, `out` is absent or complete, and the same
-run again continues from the journal.
+`.out.surgeon/` beside `out` holds `lock` (held while a process works here), `journal.jsonl` (the files that are done
+and flushed) and `out/` (the files so far). If the run is interrupted, `out` is absent or complete, and the same
+command continues from the journal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOCK_ATTEMPTS = 20
 
 @dataclass
 class _Journal:
-    """What a working folder's journal says; `valid_bytes` ends before a line that a kill cut short."""
+    """The content of a working folder's journal; `valid_bytes` ends before a line that a kill truncated."""
 
     fingerprint: str | None = None
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class _Journal:
 
 
 class Staging:
-    """One run's hold on an output that is being made.
+    """An output that one run is writing; no other process can write it meanwhile.
 
     `folder` takes the files; `done` journals each, `is_done` finds those of an earlier run with the same
     `fingerprint`, `publish` makes them `out`. Leaving the `with` block without `publish` leaves `out` absent and
-    the staged files for the next run. `already_published`: an earlier run of this fingerprint was cut off after
-    its `out` stood complete. Entering raises BadInput when another process works on the same `out` or when
-    `out` is somebody else's; OSError of the file system (disk full, …) comes through as it is.
+    the staged files for the next run. `already_published`: an earlier run of this fingerprint was killed after
+    its `out` was complete. Entering raises BadInput when another process writes the same `out` or when
+    `out` exists already; OSError of the file system (disk full, …) is passed on.
     """
 
     def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
@@ -85,7 +85,7 @@ class Staging:
         self._lock = -1
         self._journal = -1
         self._done: dict[str, dict[str, Any]] = {}
-        # What this run has asked for or made: an earlier run may have left more.
+        # Files that this run needs or wrote: an earlier run may have left more.
         self._wanted: set[str] = set()
         self._writing = threading.Lock()
         self._published = False
@@ -111,13 +111,13 @@ class Staging:
             self._release()
 
     def is_done(self, file: str) -> dict[str, Any] | None:
-        """The record of a file that is journalled and still as it was then (size and mtime), else None."""
-        record = self._as_left(file)
+        """The journal's record of a file whose size and mtime have not changed since, else None."""
+        record = self._unchanged(file)
         if record is not None:
             self._wanted.add(file)
         return record
 
-    def _as_left(self, file: str) -> dict[str, Any] | None:
+    def _unchanged(self, file: str) -> dict[str, Any] | None:
         entry = self._done.get(file)
         if entry is None:
             return None
@@ -130,7 +130,7 @@ class Staging:
         return record if same else None
 
     def done(self, file: str, record: dict[str, Any]) -> None:
-        """Flush a finished file of `folder` to disk, then journal it with what `record` says of it (JSON data)."""
+        """Flush a finished file of `folder` to disk, then add it to the journal with `record` (JSON data)."""
         sync(self.folder / file)
         found = os.lstat(self.folder / file)
         entry = {"file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "record": record}
@@ -139,14 +139,14 @@ class Staging:
         self._wanted.add(file)
 
     def abandon(self) -> None:
-        """Forget what is done, so that leaving removes it: for a run that the same command could never finish."""
+        """Drop what is done, so that leaving removes it: for a run that the same command could never finish."""
         self._done.clear()
 
     def publish(self) -> None:
-        """Make the staged folder `out`, at once and durably. Every file in it must be journalled.
+        """Rename the staged folder to `out`, durably. Every file in it must be in the journal.
 
-        Files of an earlier run that this one neither asked for nor made are dropped: the base may have lost a
-        side file meanwhile.
+        Files of an earlier run that this one neither needed nor wrote are dropped: the base may have lost a
+        side file meanwhile. Raises BadInput where `out` exists by now.
         """
         staged = self._staged()
         assert staged <= self._done.keys(), f"not journalled: {sorted(staged - self._done.keys())}"
@@ -162,7 +162,7 @@ class Staging:
         self._append({"published": [found.st_ino, found.st_dev]})
         if os.path.lexists(self.out):
             raise BadInput(
-                f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing lost:"
+                f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing is lost:"
                 " move it away and run the same command again"
             )
         self.folder.rename(self.out)
@@ -180,7 +180,9 @@ class Staging:
                 self._check_ours()
                 lock = os.open(self.working / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except FileExistsError:
-                raise BadInput(f"{printable(str(self.working))}: in the way; surgeon works there, move it") from None
+                raise BadInput(
+                    f"{printable(str(self.working))}: not a folder, but surgeon needs this name; move it away"
+                ) from None
             except FileNotFoundError:
                 if self.out.parent.is_dir():
                     continue
@@ -201,15 +203,17 @@ class Staging:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
             os.close(lock)
-        raise BadInput(f"{printable(str(self.working))}: others keep making and removing it; choose another folder")
+        raise BadInput(
+            f"{printable(str(self.working))}: other processes keep making and removing it; choose another folder"
+        )
 
     def _check_ours(self) -> None:
-        # In a folder that all may write to, somebody may have put something of this name there before us.
+        # In a folder that everybody may write to, another user may have made something of this name first.
         found = os.lstat(self.working)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise BadInput(
-                f"{printable(str(self.working))}: a link, or another user's; surgeon works there, remove it or choose"
-                " another folder"
+                f"{printable(str(self.working))}: a link, or another user's, but surgeon needs this name; remove it or"
+                " choose another folder"
             )
 
     def _still_there(self, lock: int) -> bool:
@@ -239,9 +243,9 @@ class Staging:
             sync(self.working)
         self.folder.mkdir(exist_ok=True)
         for name in self._staged():
-            if self._as_left(name) is None:
+            if self._unchanged(name) is None:
                 (self.folder / name).unlink()
-        kept = sum(self._as_left(file) is not None for file in self._done)
+        kept = sum(self._unchanged(file) is not None for file in self._done)
         if kept:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
@@ -258,14 +262,14 @@ class Staging:
             number += 1
         self.working.rename(aside)
         self._say(
-            f"{printable(str(self.working))} was of another plan, base or version; it now lies in"
+            f"{printable(str(self.working))} belonged to another plan, base or version; it was renamed to"
             f" {printable(aside.name)}, remove it when you do not need it"
         )
         self._release()
         self._lock = self._take_lock()
 
     def _append(self, entry: dict[str, Any]) -> None:
-        # Unsorted: what an earlier run journalled goes into the manifest in the order it would have had.
+        # Unsorted: records of an earlier run go into the manifest in the same order as without a kill.
         line = (json.dumps(entry, separators=(",", ":")) + "\n").encode()
         with self._writing:
             while line:
@@ -274,7 +278,7 @@ class Staging:
 
     def _clean_up(self) -> None:
         published = self._published or self.already_published
-        # While it can tell a run after a kill that `out` is complete, the journal stays; else the lock does.
+        # The journal goes last where a run after a kill needs it to see that `out` is complete; else the lock does.
         order = (_LOCK, _JOURNAL) if published else (_JOURNAL, _LOCK)
         try:
             if self.folder.exists():
@@ -293,30 +297,30 @@ class Staging:
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Refuse an `out` that exists, has no writable parent, or is, holds or lies in `base`. Raises BadInput.
+    """Raise BadInput for an `out` that exists, has no writable parent, or is `base`, contains it or lies in it.
 
-    An `out` that a killed run left complete but not cleaned up passes: `Staging` tells whose it is.
+    An `out` that a killed run completed but did not clean up passes: `Staging` finds out which run wrote it.
     """
     target = _absolute(out)
     shown = printable(str(out))
     if not target.parent.is_dir():
-        raise BadInput(f"{shown}: {printable(str(target.parent))} is no folder; make it first")
+        raise BadInput(f"{shown}: {printable(str(target.parent))} is not a folder; make it first")
     if base is not None:
         _check_apart(target, base, shown)
     if os.path.lexists(target) and _Journal.read(_working_folder(target) / _JOURNAL).published is None:
         raise BadInput(f"{shown}: exists; choose another folder, or move it away")
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise BadInput(f"{shown}: {printable(str(target.parent))} is not writable for you")
+        raise BadInput(f"{shown}: {printable(str(target.parent))} is not writable for you; choose another folder")
 
 
 def _check_apart(target: Path, base: Path, shown: str) -> None:
     real_base = Path(os.path.realpath(base))
-    # Compared by inode: links, bind mounts and case-insensitive names give one folder many paths.
+    # Compare inodes: links, bind mounts and case-insensitive names give one folder many paths.
     base_stat = real_base.stat()
     real_target = Path(os.path.realpath(target))
     for folder in (real_target, *real_target.parents):
         if folder.exists() and os.path.samestat(folder.stat(), base_stat):
-            where = "is the base itself" if folder == real_target else "lies in the base"
+            where = "is the base itself" if folder == real_target else "is inside the base"
             raise BadInput(f"{shown}: {where}, which is never written to; choose another folder")
     if real_target.exists():
         target_stat = real_target.stat()
@@ -325,9 +329,9 @@ def _check_apart(target: Path, base: Path, shown: str) -> None:
 
 
 def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None) -> None:
-    """Refuse when the file system of `out` has less room than `needed_bytes`. Raises BadInput with both numbers.
+    """Raise BadInput, with both numbers, where the file system of `out` has less room than `needed_bytes`.
 
-    What an earlier run of the same `fingerprint` has staged already is not needed again.
+    Files that an earlier run of the same `fingerprint` has staged are not counted.
     """
     target = _absolute(out)
     system = os.statvfs(target.parent)
@@ -343,7 +347,7 @@ def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None)
 
 
 def _absolute(out: Path) -> Path:
-    # The last part stays as it is: a link there must be seen, not followed.
+    # The last part is not resolved: a link there must be found, not followed.
     if out.name in ("", ".."):
         return Path(os.path.realpath(out))
     return Path(os.path.realpath(out.parent)) / out.name

@@ -1,7 +1,7 @@
-"""JSON from strangers: capped in size, depth and digits before a parser sees it, no key twice.
+"""Untrusted JSON: limited in size, depth and digits before a parser sees it, no key twice.
 
-Python's own parser recurses once a nesting level and reads integers of any length; a checkpoint's header,
-index or config is anybody's file, so what it may cost is decided here first.
+Python's parser recurses once for each nesting level and reads integers of any length; anybody can write a
+checkpoint's header, index or config, so its cost is limited here first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from surgeon.errors import BadInput, printable
 MAX_BYTES = 100_000_000
 MAX_DEPTH = 64
 MAX_DIGITS = 64
-# Commas and opening brackets: what the parsed value costs in memory grows with them. A safetensors header has
-# about ten a tensor, an index one.
+# Commas and opening brackets: the memory of the parsed value grows with them. A safetensors header has
+# about ten for each tensor, an index one.
 MAX_ITEMS = 1_500_000
 _QUOTES_PER_ITEM = 4
 
 # A string token, or the rest of the file where one is not closed: possessive, so it takes one pass and no stack.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
-# An integer to Python, a float to other parsers: what one reader checks another would not see.
+# An integer to Python, a float to other parsers: one reader would check another value than the next one uses.
 _MINUS_ZERO = re.compile(rb"-0(?![0-9.eE])")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _BRACES_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -39,10 +39,10 @@ def parse_json_strict(
     max_items: int = MAX_ITEMS,
     constants: bool = True,
 ) -> Any:
-    """The value of a UTF-8 JSON document; `file` is what errors call it.
+    """The value of a UTF-8 JSON document; errors call it `file`.
 
     `constants` admits NaN and Infinity, which Python writes and transformers reads in configs. Raises BadInput
-    for what is too big, too deep, not JSON, not UTF-8, holds a key twice or a character that is half of one.
+    for what is too large, too deep, not JSON, not UTF-8, holds a key twice or half of a UTF-16 pair.
     """
     shown = printable(file)
     if len(data) > max_bytes:
@@ -52,7 +52,7 @@ def parse_json_strict(
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise BadInput(f"{shown}: the key {printable(_first_repeated(pairs))!r} stands twice in one object")
+            raise BadInput(f"{shown}: the key {printable(_first_repeated(pairs))!r} occurs twice in one object")
         return found
 
     def refuse(constant: str) -> Never:
@@ -72,10 +72,10 @@ def parse_json_strict(
 def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> None:
     # Counted first, because taking strings out costs memory for each of them.
     if data.count(b'"') > _QUOTES_PER_ITEM * max_items + 2:
-        raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is no checkpoint's file")
+        raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is not a checkpoint's file")
     bare = _STRING.sub(b"", data)
     if bare.count(b",") + bare.count(b"[") + bare.count(b"{") > max_items:
-        raise BadInput(f"{shown}: more than {max_items:,} values; this is no checkpoint's file")
+        raise BadInput(f"{shown}: more than {max_items:,} values; this is not a checkpoint's file")
     if _LONG_NUMBER.search(bare):
         raise BadInput(f"{shown}: a number of more than {MAX_DIGITS} digits")
     if _MINUS_ZERO.search(bare):
@@ -87,7 +87,9 @@ def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> N
             return
         brackets = brackets.replace(b"[]", b"")
     if brackets:
-        raise BadInput(f"{shown}: brackets that are not closed, or nested more than {max_depth} deep")
+        raise BadInput(
+            f"{shown}: brackets that are not closed, or nested more than {max_depth} deep; is the file damaged?"
+        )
 
 
 def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
@@ -96,7 +98,7 @@ def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
         if key in seen:
             return key
         seen.add(key)
-    raise AssertionError("no key stands twice")
+    raise AssertionError("no key is repeated")
 
 
 def _refuse_half_characters(value: Any, shown: str) -> None:

@@ -1,7 +1,7 @@
-"""The Hub as a destination: what a repository holds, what of a folder is new to it, and one commit of that.
+"""The Hub as a destination: what a repository holds, which files of a folder are new to it, and one commit of them.
 
-Uploads go through huggingface_hub's own commit (Xet, else LFS): blobs that arrived stay there, so a rerun after any
-failure sends only what lacks, and the files of a push appear together or not at all.
+Uploads use huggingface_hub's own commit (Xet, else LFS): blobs that arrived stay there, so a rerun after a failure
+sends only the missing ones, and the files of a push appear together or not at all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_AGAIN = "run the same command again: what was uploaded is not sent again"
-# Seconds the Hub may be silent while a commit is made; it checks every file of it.
+_AGAIN = "run the same command again: uploaded files are not sent again"
+# Request timeout in seconds while a commit is made: the Hub checks every file of it.
 _SILENCE = 120.0
 
 
@@ -37,10 +37,10 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository, at the branch asked for, as it was before a push.
+    """A repository at the chosen branch, as it was before a push.
 
-    Where `exists` is false it has to be made first; where `branches_off`, the branch has, and begins as main, whose
-    commit and files these are.
+    Where `exists` is false, the push creates it first; where `branches_off` is true, the push creates the branch from
+    main, whose commit and files these are.
     """
 
     repo_id: str
@@ -63,7 +63,10 @@ class Repository:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where to push: a repository, a branch of it (None: main), or a new pull request."""
+    """Where to push: a repository, a branch of it (None: main), or a new pull request.
+
+    Raises BadInput for a name that is not `user/name`, a commit as the branch, or a pull request beside a branch.
+    """
 
     repo_id: str
     branch: str | None = None
@@ -74,19 +77,19 @@ class Destination:
         if not REPO_ID.fullmatch(self.repo_id) or ".." in self.repo_id or "--" in self.repo_id:
             raise BadInput(f"{printable(self.repo_id)}: not a repository of the Hub; give `user/name`")
         if self.branch is not None and _COMMIT.fullmatch(self.branch):
-            raise BadInput(f"--revision {self.branch}: a commit stays as it is; give a branch")
+            raise BadInput(f"--revision {self.branch}: a commit cannot be changed; give a branch")
         if self.pull_request and self.branch not in (None, "main"):
             raise BadInput("--pr opens a pull request against main; leave `--revision` out")
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use."""
         return f"{self.repo_id}@{printable(self.branch)}" if self.branch else self.repo_id
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a push left there: the commit to pin, where to look at it, and the pull request if one was opened."""
+    """The result of a push: the commit to pin, its address, and the pull request if one was opened."""
 
     commit: str
     url: str
@@ -94,7 +97,7 @@ class Commit:
 
 
 def check_token(to: Destination) -> None:
-    """Raise BadInput where there is no token, the Hub does not know it, or it only reads."""
+    """Raise BadInput where there is no token, the Hub does not know it, or it cannot write."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -102,23 +105,23 @@ def check_token(to: Destination) -> None:
     how = f"make one that writes at {constants.ENDPOINT}/settings/tokens, then `hf auth login`, or set HF_TOKEN"
     if get_token() is None:
         raise BadInput(f"{to.shown}: pushing needs a token of the Hub; {how}")
-    with _patiently():
+    with _with_timeout():
         try:
-            told = HfApi().whoami()
+            account = HfApi().whoami()
         except HfHubHTTPError as error:
             if error.response.status_code == 401:
                 raise BadInput(f"{to.shown}: the Hub does not know the token (401), or it expired; {how}") from error
-            # Who asks is asked seldom and limited strictly; what the token may do the push itself will tell.
+            # This request has a strict rate limit; the push itself will show what the token may do.
             return
         except Exception as error:
-            _refuse(error, to, "look who the token is of")
-    token = (told.get("auth") or {}).get("accessToken") or {}
+            _refuse(error, to, "look up the token's account")
+    token = (account.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
-        raise BadInput(f"{to.shown}: the token only reads; {how}")
+        raise BadInput(f"{to.shown}: the token can only read; {how}")
 
 
 def look(to: Destination) -> Repository:
-    """What the repository holds now; BadInput where it cannot be seen."""
+    """What the repository holds now. Raises BadInput where it cannot be read."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -127,7 +130,7 @@ def look(to: Destination) -> Repository:
 
     _refuse_offline(to)
     branches_off = False
-    with _patiently():
+    with _with_timeout():
         try:
             info = ask(to.branch)
         except RevisionNotFoundError:
@@ -159,14 +162,15 @@ def send(
     message: str,
     say: Callable[[str], None],
 ) -> Commit:
-    """Make the repository and branch at need, upload `files`, and commit them, `stale` taken out.
+    """Create the repository and branch at need, upload `files`, and commit them without the `stale` ones.
 
-    Raises BadInput; the repository then holds what it held, and blobs that arrived are not sent again.
+    Raises BadInput where the Hub refuses or cannot be reached; the repository then has not changed, and blobs that
+    arrived are not sent again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    with _patiently(), bars_on_terminals_only(), _warnings_told(say):
+    with _with_timeout(), bars_on_terminals_only(), _warnings_shown(say):
         if not before.exists:
             _call(
                 lambda: api.create_repo(to.repo_id, private=True if to.private else None, exist_ok=True),
@@ -205,8 +209,8 @@ def _digest(algorithm: str, content: Path | bytes, prefix: bytes = b"") -> str:
 
 
 @contextmanager
-def _patiently() -> Iterator[None]:
-    """The client with a limit to its patience, of which it has none of its own, and without words on its retries."""
+def _with_timeout() -> Iterator[None]:
+    """Set a request timeout, which the client lacks, and silence its lines about retries."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import logging
     from huggingface_hub.utils._http import default_client_factory
@@ -216,24 +220,24 @@ def _patiently() -> Iterator[None]:
         client.timeout = type(client.timeout)(_SILENCE, connect=TIMEOUT)
         return client
 
-    spoken = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(levels.ERROR)
     set_client_factory(factory)
     try:
         yield
     finally:
         set_client_factory(default_client_factory)
-        logging.set_verbosity(spoken)
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager
-def _warnings_told(say: Callable[[str], None]) -> Iterator[None]:
-    """What the client warns of (metadata that the Hub does not know, say) as words to the user."""
+def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
+    """Show the client's warnings (metadata that the Hub does not know, say) to the user."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        # What one library has to say to the authors of another is no news for who pushes.
+        # Deprecations are for the authors of libraries, not for the user.
         if not issubclass(warning.category, DeprecationWarning | PendingDeprecationWarning):
             say(printable(" ".join(str(warning.message).split()), 400))
 
@@ -265,10 +269,10 @@ def _refuse(error: Exception, to: Destination, what: str) -> Never:
         problem = _answer(found, to, what)
     elif "Invalid metadata in README.md" in str(error):
         lines = [line.strip("- ") for line in str(error).splitlines()[1:] if line.strip()]
-        problem = f"the Hub refuses the card's metadata ({printable('; '.join(lines))}); mend README.md"
+        problem = f"the Hub refuses the card's metadata ({printable('; '.join(lines))}); correct README.md"
     elif isinstance(error, ValueError):
-        # What the client could not read: an error page where JSON was expected, an upload that was turned down.
-        problem = f"the Hub's answer makes no sense ({first_line(error)}) to {what}; {_AGAIN}"
+        # The client could not read the answer: an error page where JSON was expected, a refused upload.
+        problem = f"the Hub's answer cannot be read ({first_line(error)}) while trying to {what}; {_AGAIN}"
     else:
         problem = f"the connection broke, or the Hub cannot be reached ({first_line(error)}); {_AGAIN}"
     raise BadInput(f"{to.shown}: {problem}") from error
@@ -279,25 +283,25 @@ def _answer(error: Any, to: Destination, what: str) -> str:
 
     code = error.response.status_code
     said = printable(" ".join((error.server_message or "").split()))
-    told = f" ({said})" if said else ""
+    detail = f" ({said})" if said else ""
     namespace = to.repo_id.partition("/")[0]
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"no such revision{told}; give `--revision` a branch, or refs/pr/N to go on with a pull request"
+        return f"no such revision{detail}; give `--revision` a branch, or refs/pr/N to continue a pull request"
     if isinstance(error, errors.GatedRepoError):
-        return f"gated{told}; ask its owner for access, or push elsewhere"
+        return f"gated{detail}; ask its owner for access, or push elsewhere"
     if code == 401 and not isinstance(error, errors.RepositoryNotFoundError):
-        return f"the Hub does not accept the token (401){told}; log in again (`hf auth login`, or HF_TOKEN)"
+        return f"the Hub does not accept the token (401){detail}; log in again (`hf auth login`, or HF_TOKEN)"
     if isinstance(error, errors.RepositoryNotFoundError) or code == 404:
-        return f"no such repository, or the token may not see it ({code}){told}; check the name and the token"
+        return f"no such repository, or the token may not see it ({code}){detail}; check the name and the token"
     if code == 403:
         return (
-            f"the token may not {what} (403){told}; it needs write access to the repositories of {namespace}"
-            f" ({constants.ENDPOINT}/settings/tokens), or take --pr"
+            f"the token may not {what} (403){detail}; it needs write access to the repositories of {namespace}"
+            f" ({constants.ENDPOINT}/settings/tokens), or use --pr"
         )
     if code in (409, 412):
-        return f"changed while this was pushed ({code}){told}; look at what came, then run the same command again"
+        return f"the repository changed during the push ({code}){detail}; look at it, then run the same command again"
     if code == 429:
-        return f"too many requests, says the Hub (429){told}; wait some minutes, then {_AGAIN}"
+        return f"the Hub answers too many requests (429){detail}; wait some minutes, then {_AGAIN}"
     if code >= 500:
-        return f"the Hub has trouble of its own ({code}){told}; later, {_AGAIN}"
-    return f"the Hub refuses to {what} ({code}){told}"
+        return f"the Hub has an error of its own ({code}){detail}; wait, then {_AGAIN}"
+    return f"the Hub refuses to {what} ({code}){detail}"

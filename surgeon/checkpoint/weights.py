@@ -15,7 +15,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64_000_000
 
-# A buffer of 0, 1, 2, … that encoders of old saved; it is copied like any tensor.
+# A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
 _POSITIONS = "embeddings.position_ids"
 
 _SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
@@ -32,12 +32,12 @@ class Weights:
 
 
 def choose_weights(names: Iterable[str], read_index: Callable[[], bytes], *, shown: str) -> Weights:
-    """Pick the weight files among a checkpoint's file names, as transformers would. Raises BadInput.
+    """Pick the weight files among a checkpoint's file names, as transformers does.
 
-    A single file wins over an index. A file beside the index that looks like one of its shards is refused: one
-    of the two is from another download.
+    A single file is preferred to an index. Raises BadInput where there are no safetensors weights, where a shard is
+    missing, and for a file that looks like a shard but is not in the index: one of the two is from another download.
     """
-    # A folder in a file's place is chosen like the file; opening it tells what it is.
+    # A folder with a file's name is chosen like the file; opening it gives the error.
     names = sorted(name.removesuffix("/") for name in names)
     tensors_files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     notes: list[str] = []
@@ -85,11 +85,11 @@ def _weight_map(content: bytes) -> dict[str, str]:
     index = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadInput(f"{INDEX_FILE}: no `weight_map` that names the file of each tensor")
+        raise BadInput(f"{INDEX_FILE}: no `weight_map` that names the file of each tensor; download it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise BadInput(
-                f"{INDEX_FILE}: tensor {printable(tensor)} is said to be in {printable(str(file))!r}; expected the"
+                f"{INDEX_FILE}: places tensor {printable(tensor)} in {printable(str(file))!r}; expected the"
                 " plain name of a .safetensors file in the same folder"
             )
     return weight_map
@@ -106,7 +106,7 @@ def _is_plain(file: str) -> bool:
 
 
 def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """All tensors of all shards; BadInput where index and headers disagree or a tensor is no weight."""
+    """All tensors of all shards. Raises BadInput where index and headers disagree or a dtype is not floating-point."""
     tensors: dict[str, TensorInfo] = {}
     for file in weights.files:
         for info in headers[file].tensors:
@@ -118,7 +118,7 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
         if name not in tensors:
             raise BadInput(f"{INDEX_FILE}: places tensor {printable(name)} in {printable(file)}, which lacks it")
     if not tensors:
-        raise BadInput(f"{printable(weights.files[0])}: holds no tensors at all")
+        raise BadInput(f"{printable(weights.files[0])}: holds no tensors; download it again")
     return tensors
 
 

@@ -8,7 +8,7 @@ from surgeon.errors import BadInput, printable
 
 
 def resolve(device: str) -> str:
-    """The torch device a user's word means; BadInput where it is unknown or not there. Imports torch."""
+    """The torch device that `--device` names. Raises BadInput where the name is unknown or the device is missing."""
     import torch
 
     if device == "auto":
@@ -22,5 +22,5 @@ def resolve(device: str) -> str:
     if count == 0:
         raise BadInput(f"--device {device}: no CUDA device is visible to torch here; use cpu")
     if int(found[1] or 0) >= count:
-        raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0")
+        raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0; use one of them")
     return device

@@ -1,4 +1,4 @@
-"""Who hears of progress: the protocol, and a listener that shows nothing."""
+"""The protocol by which work reports progress, and a listener that shows nothing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Protocol
 
 
 class Listener(Protocol):
-    """Who hears of progress: a terminal's progress bar, a notebook's, or nobody."""
+    """Receives progress and notes: a progress bar in a terminal or notebook, or nothing."""
 
     def begin(self, stage: str, total: int, unit: str = "bytes") -> None:
         """A stage of `total` bytes, or of another unit, begins."""
 
     def advance(self, count: int) -> None:
-        """`count` of it are done."""
+        """`count` more units of the stage are done."""
 
     def rename(self, stage: str) -> None:
-        """The stage under way is called otherwise from now on."""
+        """The current stage gets a new name."""
 
     def say(self, line: str) -> None:
-        """A word to the user."""
+        """A line for the user."""
 
 
 class Quiet:
-    """A listener that keeps what is said and shows nothing."""
+    """A listener that keeps the lines and shows nothing."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -37,5 +37,5 @@ class Quiet:
         """Nothing to show."""
 
     def say(self, line: str) -> None:
-        """Kept in `said`."""
+        """Keep the line in `said`."""
         self.said.append(line)

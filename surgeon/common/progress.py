@@ -1,6 +1,6 @@
-"""Progress on stderr where it is a terminal: a bar with rate and remaining time, or the time gone by.
+"""Progress on stderr where it is a terminal: a bar with rate and remaining time, or the elapsed time.
 
-Without a terminal there are no bars; what is said is said, a line each.
+Without a terminal there are no bars; notes are printed, a line each.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from surgeon.errors import printable
 
 
 class _Amount(ProgressColumn):
-    """How much is done, how fast and how long yet: of bytes in decimal units, of anything else as a count.
+    """How much is done, the rate and the remaining time: bytes in decimal units, anything else as a count.
 
-    Of a stage whose size is not known, the time gone by.
+    For a stage of unknown size, the elapsed time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Amount(ProgressColumn):
         self._remaining, self._elapsed = TimeRemainingColumn(), TimeElapsedColumn()
 
     def render(self, task: Task) -> Text:
-        """One task's."""
+        """The column of one task."""
         if task.total is None:
             return self._elapsed.render(task)
         unit, left = task.fields["unit"], self._remaining.render(task)
@@ -45,12 +45,12 @@ class _Amount(ProgressColumn):
             done, speed = self._bytes
             return Text.assemble(done.render(task), " ", speed.render(task), " ", left)
         rate = task.finished_speed or task.speed
-        told = f" {rate:.1f}/s" if rate is not None else ""
-        return Text.assemble(f"{task.completed:,.0f}/{task.total:,.0f} {unit}{told} ", left)
+        per_second = f" {rate:.1f}/s" if rate is not None else ""
+        return Text.assemble(f"{task.completed:,.0f}/{task.total:,.0f} {unit}{per_second} ", left)
 
 
 class ProgressListener:
-    """Shows stages as a bar and what is said as lines; `quiet` drops both. A context manager."""
+    """Shows stages as a bar and notes as lines; `quiet` drops both. A context manager."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -87,12 +87,12 @@ class ProgressListener:
             self.progress.advance(self.task, count)
 
     def rename(self, stage: str) -> None:
-        """The stage under way is called otherwise from now on."""
+        """The current stage gets a new name."""
         if self.task is not None:
             self.progress.update(self.task, description=stage)
 
     def say(self, line: str) -> None:
-        """A word to the user, above the bar; work that no bar measures goes on under it."""
+        """Print a line above the bar; where no stage is running, show that work goes on."""
         if self.quiet:
             return
         self.console.print(printable(line, 2000), style="dim", soft_wrap=True)

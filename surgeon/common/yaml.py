@@ -1,7 +1,7 @@
-"""Reading what people write in YAML: safe 1.2 scalars, line numbers in every message, nothing guessed.
+"""Reading YAML that people write: safe 1.2 scalars, line numbers in every message, nothing guessed.
 
-The document is read as a graph of nodes and built here, so that no tag can ask for a Python object, duplicate
-keys are seen, `6e-2` is a number and `010` is not silently eight. `what` is what the file is meant to be, in errors.
+The document is read as a graph of nodes and built here, so that no tag can create a Python object, duplicate
+keys are found, `6e-2` is a number and `010` is refused, not read as 8. `what` names the kind of file in errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Place = tuple[str | int, ...]
 
 
 def read_text(path: Path, *, what: str) -> str:
-    """The text of a regular file; BadInput names file and line."""
+    """The text of a regular file. Raises BadInput, which names file and line, where it cannot be read as UTF-8."""
     shown = printable(str(path))
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -55,7 +55,7 @@ def read_text(path: Path, *, what: str) -> str:
         raise BadInput(f"{shown}: cannot read the {what} ({error.strerror})") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise BadInput(f"{shown}: a {what} is a regular file")
+        raise BadInput(f"{shown}: not a regular file; give the file of a {what}")
     with os.fdopen(handle, "rb") as file:
         raw = file.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
@@ -68,7 +68,10 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[Any, dict[Place, int]]:
-    """The document as plain data and the line of every place in it; `needs` is what an empty one lacks."""
+    """The document as plain data and the line of every place in it; `needs` is what an empty one lacks.
+
+    Raises BadInput for what is not valid YAML, nests too deep, repeats a key or is empty.
+    """
     shown = printable(source)
     try:
         _check_events(text, shown, what)
@@ -114,9 +117,9 @@ class _Builder:
         # Counted as expanded: aliases repeat their node here, so a bomb of them stops at the cap.
         self.built += 1
         if self.built > MOST_NODES:
-            raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries (aliases?)")
+            raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries; remove aliases")
         if len(place) > DEEPEST:
-            raise BadInput(f"{self.shown}:{line}: an alias contains itself, or nests more than {DEEPEST} deep")
+            raise BadInput(f"{self.shown}:{line}: an alias contains itself, or the file nests more than {DEEPEST} deep")
         if not any(node.tag == f"tag:yaml.org,2002:{tag}" for tag in (*_CORE_TAGS, "timestamp", "merge", "value")):
             raise BadInput(
                 f"{self.shown}:{line}: tag {printable(node.tag)!r} is not allowed in a {self.what}; write plain data"
@@ -135,11 +138,13 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise BadInput(f"{self.shown}:{line}: keys are plain words")
+                raise BadInput(f"{self.shown}:{line}: a key must be a plain word, not a list or a mapping")
             key = key_node.value
             if key in result:
                 first = self.lines[(*place, key)]
-                raise BadInput(f"{self.shown}:{line}: key `{printable(key)}` given twice (first on line {first})")
+                raise BadInput(
+                    f"{self.shown}:{line}: key `{printable(key)}` given twice (first on line {first}); remove one"
+                )
             self.lines[(*place, key)] = line
             result[key] = self.build(value_node, (*place, key))
         return result
@@ -163,7 +168,7 @@ class _Builder:
             if math.isfinite(value):
                 return value
         if text.lower().lstrip("+-") in (".inf", ".nan") or _FLOAT.fullmatch(text):
-            raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number")
+            raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number; write a plain number")
         return text
 
 
@@ -177,11 +182,11 @@ def explain(
     known_keys: Callable[[ErrorDetails, Place], list[str]],
     tags: Callable[[str], list[str]],
 ) -> str:
-    """The first problem as one line: file, line, key, what is wrong, what was perhaps meant.
+    """The first problem as one line: file, line, key, what is wrong, and the key or value that was probably meant.
 
     `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a discriminator.
     """
-    problem = _most_telling(error)
+    problem = _most_specific(error)
     place = _place_in(data, problem["loc"])
     if problem["type"] == "union_tag_invalid":
         place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
@@ -213,8 +218,11 @@ def _about_value(problem: ErrorDetails, key: str) -> str:
             options = _listed(str(context["expected"]).replace(" or ", ", "))
             return f"`{key}` is {_shown(problem['input'])}{_did_you_mean(str(problem['input']), options)}"
         case _:
-            wanted = problem["msg"].removeprefix("Input should be ")
-            return f"`{key}` is {_shown(problem['input'])}, it should be {wanted}"
+            # "Input should be greater than 0", "List should have at least 1 item": the words after the subject.
+            _, should, wanted = problem["msg"].partition(" should ")
+            if should:
+                return f"`{key}` is {_shown(problem['input'])}; it should {wanted}"
+            return f"`{key}`: {problem['msg']}"
 
 
 def _listed(options: object) -> list[str]:
@@ -235,7 +243,7 @@ def _entry_of(data: Any, place: Place) -> str:
     return f"{printable(str(place[0]))}[{place[1]}]{called}: "
 
 
-def _most_telling(error: ValidationError) -> ErrorDetails:
+def _most_specific(error: ValidationError) -> ErrorDetails:
     """Of several problems (a union tries every form) the one deepest in the file, unknown keys first."""
     problems = error.errors(include_url=False)
     order = {"extra_forbidden": 0, "union_tag_invalid": 0}
@@ -264,7 +272,7 @@ def _did_you_mean(given: str, options: list[str]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for an error."""
+    """What kind of value this is, for an error."""
     if isinstance(value, list):
         return "a list"
     return "empty" if value is None else f"`{_shown(value)}`"

@@ -11,15 +11,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from surgeon.apply.apply import apply
 from surgeon.apply.preview import preview
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
+from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
+from surgeon.continual.config import load_tasks
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
+from surgeon.continual.surgeries import at_line, check_tasks, plans_of
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import manifest_of
 
 
 @dataclass(frozen=True)
@@ -123,19 +124,13 @@ def continual(
     within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
     BadInput too where the tasks file, its texts or the base changed since.
     """
-    from surgeon.common.distributed import Ranks
-    from surgeon.continual.config import load_tasks
-    from surgeon.continual.course import Course, Means, run_course
-    from surgeon.continual.surgeries import at_line, check_tasks, plans_of
-    from surgeon.train.config import LoadedConfig
-    from surgeon.train.session import run_training
+    from surgeon.continual.course import Asked, Course, run_course
 
     listener = listener or Quiet()
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
     device = devices.resolve(device)
-    config = loaded.config
     plans = plans_of(loaded)
     assert plans[0] is not None
     with at_line(loaded, 0):
@@ -143,36 +138,17 @@ def continual(
     located = locate(str(base), revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, folder)
-
-    def grow(number: int, before: Path, out: Path) -> None:
-        plan = plans[number]
-        assert plan is not None
-        # The base by the name it was given: what the manifest calls it.
-        source, at = (str(base), revision) if number == 0 else (str(before), None)
-        with at_line(loaded, number):
-            apply(plan, source, out, revision=at, device=device, trust_remote_code=trust_remote_code, listener=listener)
-
-    def train_on(before: Path, config: LoadedConfig, to: Path) -> None:
-        out = CheckpointFolder.open(before, trust_remote_code=trust_remote_code)
-        run_training(
-            out,
-            manifest_of(out),
-            config,
-            to,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
+    asked = Asked(loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener)
 
     def result(course: Course) -> Continued:
         return Continued(
             path=Path(run),
             base=located.repo_id or located.path.resolve().name,
-            tasks=tuple(task.name for task in config.tasks),
-            general=tuple(source.name for source in config.general),
+            tasks=tuple(task.name for task in loaded.config.tasks),
+            general=tuple(source.name for source in loaded.config.general),
             rows=tuple(course.rows),
             trainings=tuple(course.trainings),
-            config=config.model_dump(mode="json", exclude_unset=True),
+            config=loaded.config.model_dump(mode="json", exclude_unset=True),
             fingerprint=course.fingerprint,
             resumed_after=course.resumed_after,
             kept=course.kept,
@@ -180,19 +156,11 @@ def continual(
 
     try:
         course = run_course(
-            loaded,
-            folder,
-            Path(run),
-            Means(lambda number: plans[number] is not None, grow, train_on),
-            device=device,
-            keep=keep,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-            told=lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n",
+            asked, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
         )
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
         raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
     return result(course)

@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from surgeon._version import __version__
+from surgeon.apply.apply import apply
 from surgeon.checkpoint.durable import sync, working_in, write_durably
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination
@@ -24,9 +25,12 @@ from surgeon.common.listener import Listener
 from surgeon.continual.config import LoadedTasks
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
+from surgeon.continual.surgeries import at_line
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import MANIFEST_FILE, parse
+from surgeon.manifest.manifest import manifest_of
+from surgeon.plan.loading import LoadedPlan
 from surgeon.train.config import LoadedConfig
+from surgeon.train.session import run_training
 
 STATE_FILE = "course.json"
 
@@ -36,16 +40,23 @@ _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a course is made of.
+class Asked:
+    """What a course is asked to do, with everything checked that can be checked before.
 
-    `adds(t)` tells whether task t (from 0) has a surgery, `grow(t, before, out)` carries it out, `train(out, config,
-    run)` trains; folders are published at once.
+    `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
+    was called, which its manifest tells; `target` is RUN. With `keep` the runs of earlier tasks are kept.
     """
 
-    adds: Callable[[int], bool]
-    grow: Callable[[int, Path, Path], object]
-    train: Callable[[Path, LoadedConfig, Path], object]
+    loaded: LoadedTasks
+    plans: Sequence[LoadedPlan | None]
+    base: CheckpointFolder
+    source: str
+    revision: str | None
+    target: Path
+    keep: bool
+    device: str
+    trust_remote_code: bool
+    listener: Listener
 
 
 @dataclass
@@ -97,33 +108,23 @@ def kept_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}-tasks")
 
 
-def run_course(
-    loaded: LoadedTasks,
-    base: CheckpointFolder,
-    target: Path,
-    means: Means,
-    *,
-    device: str,
-    keep: bool,
-    trust_remote_code: bool,
-    listener: Listener,
-    told: Callable[[Course], str],
-) -> Course:
-    """Carry out what is left of a course and publish the last run as `target`, with what `told` says in RECORD_FILE.
+def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
+    """Carry out what is left of a course and publish the last run, with what `record` says of it in RECORD_FILE.
 
-    `base` is a folder. Raises BadInput for what cannot be done, and what `means` raise; everything that is complete
-    stays for the same call. With `keep` the earlier runs end up in `kept_folder`.
+    Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
+    the same call. With `keep` the earlier runs end up in `kept_folder`.
     """
-    _check_places(target, base.path, keep=keep)
-    measure = Measure(loaded, base)
+    base, target, listener = asked.base, asked.target, asked.listener
+    _check_places(target, base.path, keep=asked.keep)
+    measure = Measure(asked.loaded, base)
     listener.begin("reading", sum(info.nbytes for info in base.tensors.values()))
     digests = digests_of(base, base.tensors, listener.advance)
-    fingerprint = _fingerprint(loaded, base, digests, measure)
+    fingerprint = _fingerprint(asked.loaded, base, digests, measure)
     work = work_folder(target)
     with working_in(work, target=target):
         state = _State.read(work / STATE_FILE) or _State(fingerprint)
         _check_same(state, fingerprint, work)
-        course = _Course(loaded, base, target, means, device, keep, trust_remote_code, listener, measure, state)
+        course = _Course(asked, measure, state)
         done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
         if course.is_published():
             listener.say(f"{printable(str(target))} was already complete; nothing to do")
@@ -131,46 +132,39 @@ def run_course(
             for note in measure.notes:
                 listener.say(note)
             course.carry_out()
-            course.publish(told(done))
+            course.publish(record(done))
         done.kept = course.clean_up()
     return done
 
 
-@dataclass
 class _Course:
-    loaded: LoadedTasks
-    base: CheckpointFolder
-    target: Path
-    means: Means
-    device: str
-    keep: bool
-    trust_remote_code: bool
-    listener: Listener
-    measure: Measure
-    state: _State
+    """A course under way."""
 
-    @property
-    def work(self) -> Path:
-        return work_folder(self.target)
+    def __init__(self, asked: Asked, measure: Measure, state: _State) -> None:
+        self.asked = asked
+        self.measure = measure
+        self.state = state
+        self.config = asked.loaded.config
+        self.work = work_folder(asked.target)
 
     def run_of(self, number: int) -> Path:
         """The run of task `number` (from 0)."""
-        return self.work / f"{number + 1:02}-{self.loaded.config.tasks[number].name}"
+        return self.work / f"{number + 1:02}-{self.config.tasks[number].name}"
 
     def carry_out(self) -> None:
         """Every step whose row is not written yet."""
-        tasks = self.loaded.config.tasks
-        general = [source.name for source in self.loaded.config.general]
+        tasks, say = self.config.tasks, self.asked.listener.say
+        general = [source.name for source in self.config.general]
         if not self.state.rows:
-            self._measure(self.base.path, [*(task.name for task in tasks), *general], "the base")
+            self._measure(self.asked.base.path, [*(task.name for task in tasks), *general], "the base")
         else:
-            self.listener.say(f"continuing after {len(self.state.rows) - 1} of {len(tasks)} tasks")
+            say(f"continuing after {len(self.state.rows) - 1} of {len(tasks)} tasks")
         for number in range(len(self.state.rows) - 1):
             self._drop(number)
         for number in range(len(self.state.rows) - 1, len(tasks)):
             task = tasks[number]
-            self.listener.say(f"task {number + 1} of {len(tasks)}: {task.name}")
-            before = self.run_of(number - 1) if number else self.base.path
+            say(f"task {number + 1} of {len(tasks)}: {task.name}")
+            before = self.run_of(number - 1) if number else self.asked.base.path
             run = self.run_of(number)
             if not run.exists():
                 self._train(number, self._grown(number, before), run)
@@ -180,35 +174,59 @@ class _Course:
             self._drop(number)
 
     def _grown(self, number: int, before: Path) -> Path:
-        if not self.means.adds(number):
+        """What task `number` trains: its surgery's output, made of `before`, or `before` itself."""
+        asked, plan = self.asked, self.asked.plans[number]
+        if plan is None:
             return before
         grown = self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
         if not grown.exists():
-            self.means.grow(number, before, grown)
+            # The base by the name it was given: what the manifest calls it.
+            source, revision = (asked.source, asked.revision) if number == 0 else (str(before), None)
+            with at_line(asked.loaded, number):
+                apply(
+                    plan,
+                    source,
+                    grown,
+                    revision=revision,
+                    device=asked.device,
+                    trust_remote_code=asked.trust_remote_code,
+                    listener=asked.listener,
+                )
         return grown
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
-        self.means.train(grown, LoadedConfig(self.loaded.config.training(number), self.loaded.source), run)
+        asked = self.asked
+        out = CheckpointFolder.open(grown, trust_remote_code=asked.trust_remote_code)
+        run_training(
+            out,
+            manifest_of(out),
+            LoadedConfig(self.config.training(number), asked.loaded.source),
+            run,
+            device=asked.device,
+            trust_remote_code=asked.trust_remote_code,
+            listener=asked.listener,
+        )
 
     def _measure(self, folder: Path, names: list[str], what: str) -> None:
-        self.listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
+        listener = self.asked.listener
+        listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
         row: Measurement = self.measure.of(
             folder,
             names,
-            device=self.device,
-            attention=self.loaded.config.train.attention,
-            trust_remote_code=self.trust_remote_code,
-            advance=self.listener.advance,
+            device=self.asked.device,
+            attention=self.config.train.attention,
+            trust_remote_code=self.asked.trust_remote_code,
+            advance=listener.advance,
         )
         self.state.rows.append(dict(row))
         self.state.write(self.work / STATE_FILE)
-        self.listener.say(f"{what}: " + ", ".join(f"{name} {found.accuracy:.1%}" for name, found in row.items()))
+        listener.say(f"{what}: " + ", ".join(f"{name} {found.accuracy:.1%}" for name, found in row.items()))
 
     def _drop(self, number: int) -> None:
         """Remove what task `number`, which is done, was made of."""
         run = self.run_of(number)
         made_of = [run.with_name(f"{run.name}.grown")]
-        if number and not self.keep:
+        if number and not self.asked.keep:
             made_of.append(self.run_of(number - 1))
         for folder in (*made_of, *self.work.glob(f".{run.name}*")):
             if folder.is_dir():
@@ -216,31 +234,31 @@ class _Course:
 
     def is_published(self) -> bool:
         """Whether an earlier call was cut off after RUN stood complete."""
-        if self.state.published is None or not self.target.is_dir():
+        if self.state.published is None or not self.asked.target.is_dir():
             return False
-        found = self.target.stat()
+        found = self.asked.target.stat()
         return [found.st_ino, found.st_dev] == self.state.published
 
     def publish(self, result: str) -> None:
         """The last run becomes RUN."""
-        last = self.run_of(len(self.loaded.config.tasks) - 1)
+        last = self.run_of(len(self.config.tasks) - 1)
         write_durably(last / RECORD_FILE, result)
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
-        if os.path.lexists(self.target):
+        if os.path.lexists(self.asked.target):
             raise BadInput(
-                f"{printable(str(self.target))}: exists now; it was not there when the run began. Nothing lost: move it"
-                " away and run the same command again"
+                f"{printable(str(self.asked.target))}: exists now; it was not there when the run began. Nothing lost:"
+                " move it away and run the same command again"
             )
-        last.rename(self.target)
-        sync(self.target.parent)
+        last.rename(self.asked.target)
+        sync(self.asked.target.parent)
 
     def clean_up(self) -> Path | None:
         """Remove the work folder; what of it is kept goes where it is seen."""
-        runs = [self.run_of(number) for number in range(len(self.loaded.config.tasks) - 1)]
-        kept = kept_folder(self.target)
-        if self.keep and any(run.exists() for run in runs):
+        runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
+        kept = kept_folder(self.asked.target)
+        if self.asked.keep and any(run.exists() for run in runs):
             kept.mkdir(exist_ok=True)
             for run in runs:
                 if run.exists():
@@ -251,7 +269,7 @@ class _Course:
                 shutil.rmtree(path)
         (self.work / STATE_FILE).unlink()
         shutil.rmtree(self.work)
-        return kept if self.keep and kept.is_dir() else None
+        return kept if self.asked.keep and kept.is_dir() else None
 
 
 def _check_places(target: Path, base: Path, *, keep: bool) -> None:
@@ -267,10 +285,10 @@ def _check_places(target: Path, base: Path, *, keep: bool) -> None:
 
 def _training_of(run: Path) -> dict[str, Any]:
     """What `surgery.json` says of the last training, but for its config and its tensors."""
-    folder = CheckpointFolder.open(run, trust_remote_code=True)
-    entry = parse(folder.manifest, file=str(run / MANIFEST_FILE)).training[-1]
+    manifest = manifest_of(CheckpointFolder.open(run, trust_remote_code=True))
+    entry = manifest.training[-1]
     return {
-        "operations": [operation.op for operation in parse(folder.manifest, file=str(run)).operations],
+        "operations": [operation.op for operation in manifest.operations],
         "settings": entry.settings,
         "steps": entry.steps,
         "tokens": entry.tokens,

@@ -1,1 +1,1 @@
-"""Texts: where they lie, documents, encoding, packing into sequences, windows and their scores."""
+"""Texts: sources, documents, encoding, packing into sequences, windows and their scores."""

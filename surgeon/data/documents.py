@@ -1,7 +1,7 @@
 """Where training text comes from: JSON lines, plain text, parquet; indexed once, then read document by document.
 
-The index pass reads every file whole, so that a line that is not as it must be is told before the first step. What it
-keeps is two numbers a document; texts stay on disk.
+The index pass reads every file whole, so that a broken line is reported before the first step. It keeps two numbers a
+document; texts stay on disk.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ Document = str | tuple[Message, ...]
 class Corpus(Protocol):
     """The documents of one source, by number, the same ones for as long as `identity` is the same."""
 
-    # Documents without a word in them, which are left out and have no number.
+    # How many documents have no words: they are left out and have no number.
     blank: int
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of documents."""
 
     def read(self, number: int) -> Document:
-        """One document: its text, or the messages of a chat. Raises BadInput."""
+        """One document: its text, or the messages of a chat. Raises BadInput where it cannot be read."""
 
     def identity(self) -> list[Any]:
-        """JSON data that a run which is continued must find again."""
+        """JSON data that must be the same when a run is continued."""
 
 
 class Documents:
-    """The documents of files, by number. Reading one opens its file anew only where another was read before."""
+    """The documents of files, by number. A parquet file stays open until another one is read."""
 
     def __init__(self, path: Path, *, key: str, chat: bool) -> None:
-        """Index `path` (a file, or a folder of files); `key` holds the text or messages. Raises BadInput."""
+        """Index `path` (a file, or a folder of files); `key` holds the text or messages.
+
+        Raises BadInput for a missing, unreadable or empty file and for the first line that is not a document.
+        """
         self.path = path
         self.key = key
         self.chat = chat
@@ -70,15 +73,15 @@ class Documents:
         self._places: NDArray[np.int64] = np.concatenate(pieces)
         self._groups: dict[tuple[int, int], list[Any]] = {}
         if not len(self._places):
-            raise BadInput(f"{printable(str(path))}: no document in it; a source needs some text")
+            raise BadInput(f"{printable(str(path))}: no document with text; a source needs some text")
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use."""
         return str(self.path)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of documents."""
         return len(self._places)
 
     def read(self, number: int) -> Document:
@@ -139,7 +142,7 @@ class Documents:
         return self._document(entry[self.key], where)
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Row group and row within it, of every row that is no blank text."""
+        """Row group and row within it, of every row whose text is not blank."""
         parquet = _pyarrow(file)
         opened = parquet.ParquetFile(file)
         if self.key not in opened.schema_arrow.names:
@@ -164,7 +167,7 @@ class Documents:
         return self._groups[file, group][row]
 
     def identity(self) -> list[Any]:
-        """Name, size and mtime of every file: what a run that is continued must find again."""
+        """Name, size and mtime of every file, which must be the same when a run is continued."""
         return stamps(self.files)
 
     def _document(self, value: Any, where: str) -> Document:
@@ -177,13 +180,13 @@ def stamps(files: Sequence[Path]) -> list[Any]:
 
 
 def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
-    """What an entry holds under `key`, as a document; BadInput, which begins with `where`, if it is none."""
+    """The value under an entry's `key`, as a document. Raises BadInput, beginning with `where`, if it is not one."""
     if not chat:
         if isinstance(value, str):
             return value
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is no text but {printable(repr(value), 40)}")
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is {printable(repr(value), 40)}, not a text")
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is no list of messages")
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is not a list of messages")
     messages: list[Message] = []
     for nth, message in enumerate(value, 1):
         ours = isinstance(message, dict) and all(isinstance(message.get(part), str) for part in ("role", "content"))
@@ -191,7 +194,9 @@ def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
             raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text")
         messages.append(Message(message["role"], message["content"]))
     if not any(message.role == "assistant" for message in messages):
-        raise BadInput(f"{printable(where)}: no message of the role `assistant`, so there is nothing to learn")
+        raise BadInput(
+            f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
+        )
     return tuple(messages)
 
 
@@ -205,14 +210,16 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file())
         if not found:
-            raise BadInput(f"{shown}: no {', '.join(_KINDS)} in this folder")
+            raise BadInput(
+                f"{shown}: no {', '.join(_KINDS)} in this folder; put the texts there, or name another folder"
+            )
         return found
     if not os.path.lexists(path):
-        raise BadInput(f"{shown}: no such file or folder")
+        raise BadInput(f"{shown}: no such file or folder; check the path")
     if not path.is_file():
-        raise BadInput(f"{shown}: not a regular file")
+        raise BadInput(f"{shown}: not a regular file; give a file or a folder")
     if path.suffix not in _KINDS:
-        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known")
+        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; rename it")
     return [path]
 
 

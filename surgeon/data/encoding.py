@@ -10,7 +10,7 @@ from surgeon.data.documents import Document, Message
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
 
-# Characters that no text should hold (Unicode leaves them to private use).
+# Characters that texts should not hold (Unicode's private use).
 _BEGIN, _END = "\uf8e0", "\uf8e1"
 
 
@@ -24,7 +24,7 @@ class Encoder:
     """The tokenizer of a checkpoint. `vocabulary` is the model's: a token beyond it is refused."""
 
     def __init__(self, folder: Path, *, vocabulary: int) -> None:
-        """Raises BadInput where the folder has no tokenizer that loads. No code of the folder is run."""
+        """Load the folder's tokenizer without running code of the folder. Raises BadInput where none can be loaded."""
         from transformers import AutoTokenizer
 
         self.folder = folder
@@ -48,7 +48,10 @@ class Encoder:
             )
 
     def encode(self, document: Document) -> Encoded:
-        """Token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token."""
+        """Token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
+
+        Raises BadInput for a token beyond the model's vocabulary, and for a chat template that cannot be masked.
+        """
         with quiet_transformers():
             ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
         if ids and max(ids) >= self.vocabulary:
@@ -59,7 +62,7 @@ class Encoder:
         return ids, counted
 
     def _text(self, text: str) -> Encoded:
-        # verbose=False: a document may well be longer than the context, it is cut later.
+        # verbose=False: a document may be longer than the context; it is cut later.
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
@@ -80,14 +83,14 @@ class Encoder:
             upto = self._templated(turns[: nth + 1])
             if whole[: len(before)] != before or whole[: len(upto)] != upto:
                 raise BadInput(
-                    f"{printable(str(self.folder))}: its chat template writes earlier turns another way once later"
-                    " ones follow, and does not mark the assistant's words by `{% generation %}`; mark them there"
+                    f"{printable(str(self.folder))}: its chat template changes earlier turns once later"
+                    " ones follow, and has no `{% generation %}` blocks around the assistant's words; add them"
                 )
             counted[len(before) : len(upto)] = [True] * (len(upto) - len(before))
         return whole, counted
 
     def _marked(self, turns: list[dict[str, str]]) -> Encoded:
-        """By the template's own `{% generation %}` blocks, whose ends are made visible in the text and taken out again.
+        """Mask by the template's own `{% generation %}` blocks, whose ends are marked in the text and removed again.
 
         transformers' mask runs to the end of the chat where a block ends in a character that no token covers.
         """

@@ -1,6 +1,6 @@
 """Sequences of one length, packed from documents: the same for the same seed, resumable at every sequence.
 
-A source's place is three numbers (pass, document, tokens of it that are used), a mixture's place those of its sources
+A source's position is three numbers (pass, document, tokens used of it), a mixture's position those of its sources
 and a credit for each; no buffer is kept, so a checkpoint of the data is a few hundred bytes.
 """
 
@@ -37,10 +37,10 @@ class PackedSequence:
 
 
 class Packer:
-    """Cuts a run of documents into sequences of `length` tokens; what a document has too much goes on in the next.
+    """Cuts a run of documents into sequences of `length` tokens; the rest of a document continues in the next one.
 
-    `isolated`: positions begin at 0 with every document, by which attention sees where one ends, and the first token
-    of a document is not predicted from the one before. `joined`: one text after the other.
+    `isolated`: positions begin at 0 with every document, which lets attention keep documents apart, and the first token
+    of a document is not predicted from the document before. `joined`: one text after the other.
     """
 
     def __init__(self, length: int, packing: Packing, domain: int) -> None:
@@ -56,11 +56,11 @@ class Packer:
 
     @property
     def room(self) -> int:
-        """Tokens that the sequence under way still takes."""
+        """How many tokens the current sequence can still take."""
         return self.length - len(self.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
-        """Take tokens of a document from its token `begin` on, as many as there is room for; returns how many."""
+        """Add a document's tokens from token `begin` on, as many as there is room for; returns how many."""
         ids, counted = (part[begin : begin + self.room] for part in encoded)
         labels = [token if count else IGNORED_LABEL for token, count in zip(ids, counted, strict=True)]
         if self.packing == "isolated" and labels:
@@ -73,19 +73,19 @@ class Packer:
         return len(ids)
 
     def take(self) -> PackedSequence:
-        """The sequence as it stands; the next one begins."""
+        """Return the current sequence and begin the next one."""
         taken = PackedSequence(self.ids, self.labels, self.positions, self.domain)
         self._clear()
         return taken
 
     @property
     def teaches(self) -> bool:
-        """Whether the sequence under way has a label that counts (the first token's never does)."""
+        """Whether the current sequence has a label that counts (the first token's never does)."""
         return any(label != IGNORED_LABEL for label in self.labels[1:])
 
 
 class SourceStream:
-    """The endless sequences of one source: documents in an order drawn anew for every pass."""
+    """The endless sequences of one source: documents in a new random order for every pass."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SourceStream:
         self._current: tuple[tuple[int, int], Encoded] | None = None
 
     def next(self) -> PackedSequence:
-        """The next sequence with something to learn in it. BadInput where two passes have none."""
+        """The next sequence with a label that counts. Raises BadInput where two passes have none."""
         passes = 0
         while True:
             while self.packer.room:
@@ -121,17 +121,19 @@ class SourceStream:
                     self.epoch, self.position, self._order = self.epoch + 1, 0, None
                     passes += 1
                     if passes > 1 and not self.packer.teaches:
-                        raise BadInput(f"source {printable(self.name)}: the loss counts no token of it")
+                        raise BadInput(
+                            f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts"
+                        )
             teaches, taken = self.packer.teaches, self.packer.take()
             if teaches:
                 return taken
 
     def state(self) -> list[int]:
-        """Where it stands, between two sequences."""
+        """The position between two sequences."""
         return [self.epoch, self.position, self.used]
 
     def restore(self, state: Sequence[int]) -> None:
-        """Stand where `state` says."""
+        """Go to the position `state`."""
         self.epoch, self.position, self.used = state
         self._order = self._current = None
 
@@ -147,13 +149,13 @@ class SourceStream:
 
 
 class Mixture:
-    """Sequences of several sources by their shares: each is owed its share a sequence, the most owed comes next."""
+    """Sequences of several sources by their shares: the source that is furthest behind its share comes next."""
 
     def __init__(self, streams: Sequence[SourceStream], shares: Sequence[float], *, seed: int) -> None:
         self.streams = list(streams)
         total = sum(shares)
         self.shares = [share / total for share in shares]
-        # Where the rota begins is drawn, so that runs of other seeds differ in it too.
+        # The first source is drawn by the seed, so that runs of other seeds differ in it too.
         self.credits = [float(credit) for credit in generator(seed, "mixture", 0).random(len(self.streams))]
         self.taken = [0] * len(self.streams)
 
@@ -166,7 +168,7 @@ class Mixture:
         return self.streams[owed].next()
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as JSON data."""
+        """The position, as JSON data."""
         return {
             "credits": self.credits,
             "taken": self.taken,
@@ -174,16 +176,16 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Stand where `state` says."""
+        """Go to the position `state`."""
         self.credits, self.taken = list(state["credits"]), list(state["taken"])
         for stream in self.streams:
             stream.restore(state["sources"][stream.name])
 
 
 class Batches:
-    """A process's micro-batches, without end: of every `micro_batch` · `processes` sequences its own.
+    """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences.
 
-    Nothing is fetched ahead, so after a step the mixture stands exactly behind that step's sequences.
+    Nothing is prefetched, so after a step the mixture's position is exactly behind that step's sequences.
     """
 
     def __init__(self, mixture: Mixture, *, micro_batch: int, process: int, processes: int, domains: bool) -> None:
@@ -194,7 +196,7 @@ class Batches:
         self.domains = domains
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Batches as `batch_of` makes them."""
+        """This process's batches, made by `batch_of`."""
         while True:
             taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
             begin = self.process * self.micro_batch
@@ -216,7 +218,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool) -> dict[str,
 def held_out(
     documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
-    """At most `most` full sequences from the documents `numbers`, in their order; a shorter one where none is full."""
+    """At most `most` full sequences from the documents `numbers`, in order; one shorter sequence where none is full."""
     found: list[PackedSequence] = []
     for number in numbers:
         encoded = encoder.encode(documents.read(int(number)))
@@ -235,9 +237,9 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of documents to train on and to hold out; whatever the run's seed, the same are held out.
+    """Numbers of documents to train on and to hold out; the same ones are held out for every seed of the run.
 
-    At least one is held out where `share` is above 0, and at least one is left; BadInput where there are too few.
+    Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
     """
     count = len(documents)
     if not share:

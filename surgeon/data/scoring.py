@@ -1,6 +1,6 @@
-"""What a causal language model makes of held-out sequences: nats, right guesses, and how sure the means are.
+"""Scores of a causal language model on held-out sequences: nats, right guesses, and confidence intervals.
 
-A mean over tokens is a ratio of two sums over units (documents, or packed sequences), which are drawn; tokens of one
+A mean over tokens is a ratio of two sums over units (documents, or packed sequences), which are sampled; tokens of one
 unit are not independent, so the interval comes from the spread between units.
 """
 
@@ -21,23 +21,23 @@ from torch.nn import functional as F
 from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 
-# Of all intervals.
+# Confidence level of all intervals.
 CONFIDENCE = 0.95
 
 
-# Of one batch.
+# Most bytes of one batch's logits.
 _LOGITS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A mean over tokens (or bytes) and its 95 % confidence interval; None where there is but one unit."""
+    """A mean over tokens (or bytes) and its 95 % confidence interval; None where there is only one unit."""
 
     value: float
     interval: tuple[float, float] | None
 
     def map(self, function: Callable[[float], float]) -> Ratio:
-        """The same of an increasing function of it: ends of the interval go where the value goes."""
+        """An increasing function of the value and of both ends of its interval."""
         ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
         return Ratio(function(self.value), ends)
 
@@ -92,8 +92,8 @@ def score(
 
     Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
     each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
-    labels that count, in float32 over the model's logits, summed in float64; auxiliary losses have no part in it. With
-    `processes`, each runs its share and all give the same answer. `advance` hears how many sequences are done.
+    labels that count, in float32 over the model's logits, summed in float64, without auxiliary losses. With
+    `processes`, each runs its share and all return the same scores. `advance` receives how many sequences are done.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -116,7 +116,7 @@ def score(
             _by_token(model, [sequences[whole[0]]], device)
         advance(len(whole))
     if processes > 1:
-        # A unit may lie in several processes' sequences; the sum of what each found is the unit's.
+        # A unit may lie in several processes' sequences; its sums are the sums over processes.
         together = torch.from_numpy(sums).to(device if device.type == "cuda" else "cpu")
         torch.distributed.all_reduce(together)
         sums = together.cpu().numpy()
@@ -139,13 +139,13 @@ def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterat
 def _by_token(
     model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of every token but a sequence's first: its loss, whether it was guessed, whether it counts."""
+    """For every token but a sequence's first: its loss, whether it was guessed right, whether it counts."""
     batch = batch_of(sequences, domains=False)
     wanted = batch.pop("labels")[:, 1:].to(device)
     logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
     losses: list[Tensor] = []
     right: list[Tensor] = []
-    # One sequence after the other: float32 logits of a large vocabulary are the most memory of all.
+    # One sequence after the other: float32 logits of a large vocabulary take the most memory.
     for row, labels in zip(logits[:, :-1], wanted, strict=True):
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
@@ -162,7 +162,7 @@ def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
 
     With R the ratio and rᵢ = sumᵢ − R · countᵢ, se² = n / (n − 1) · Σ rᵢ² / (Σ counts)², and the interval is R ± t · se
     with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
-    it is, because it draws nothing, costs nothing, and for few units is far less too narrow than percentiles are.
+    it is, because it needs no random draws, costs nothing, and for few units is less too narrow than percentiles.
     """
     value = _mean(sums, counts)
     return Ratio(value, _interval(value, _influence(sums, counts)))
@@ -182,7 +182,7 @@ def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
 
 
 def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    # Losses may be infinite or no numbers; then so are the intervals.
+    # Losses may be infinite or NaN; then the intervals are too.
     with np.errstate(invalid="ignore"):
         found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
     return found
@@ -200,7 +200,7 @@ def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, floa
 
 
 def exp(value: float) -> float:
-    """e to the power of it; infinite where a float cannot hold that."""
+    """e to the power of `value`; infinite where a float cannot hold that."""
     try:
         return math.exp(value)
     except OverflowError:

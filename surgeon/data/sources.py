@@ -16,19 +16,19 @@ from surgeon.errors import BadInput, printable
 
 
 class Naming(Protocol):
-    """A config that names sources, as read: `source` is its file, `resolve` makes a path of one that stands in it."""
+    """A config that names sources: `source` is its file, `resolve` turns a path in it into one to open."""
 
     @property
     def source(self) -> Path:
         """The file, for errors."""
 
     def resolve(self, path: str) -> Path:
-        """A path that the file names."""
+        """The path to open for one that the file names."""
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """The text, what is held out where that is no share of it, and the commit where it came from the Hub."""
+    """The text; the held-out text where it is not a share of the text; the commit where it came from the Hub."""
 
     text: Corpus
     held_out: Corpus | None = None
@@ -36,7 +36,7 @@ class OpenedSource:
 
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
-    """Open and look through a source of `named_by`. Raises BadInput."""
+    """Open a source of `named_by` and read it through. Raises BadInput where it cannot be read or is empty."""
     key, chat = source.key, source.kind == "chat"
     aside: str | None = None
     held_out: Corpus | None = None

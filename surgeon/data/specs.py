@@ -1,4 +1,4 @@
-"""How configs name texts: where each lies, how it is read, its share and its role."""
+"""How configs name texts: the path, the format, the share and the role of each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DATASET, _SPLIT = "dataset:", "split:"
 
 
 class Entry(BaseModel):
-    """Of a config: nothing unknown gets through."""
+    """A part of a config; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class TextSpec(Entry):
-    """Where a text lies and how to read it."""
+    """A text's path, and how to read it."""
 
     name: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what reports call it; letters, digits, _ and -")
+        str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in reports; letters, digits, _ and -")
     ]
     path: Annotated[
         str,
@@ -40,8 +40,8 @@ class TextSpec(Entry):
     field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
         None
     )
-    config: Annotated[str | None, Field(min_length=1, description="of a dataset on the Hub that has several")] = None
-    split: Annotated[str | None, Field(min_length=1, description="of a dataset; default `train`")] = None
+    config: Annotated[str | None, Field(min_length=1, description="config of a Hub dataset that has several")] = None
+    split: Annotated[str | None, Field(min_length=1, description="split of a dataset; default `train`")] = None
     revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class TextSpec(Entry):
 
     @property
     def repo_id(self) -> str | None:
-        """The dataset's id on the Hub; None where the text lies here."""
+        """The dataset's id on the Hub; None for a local text."""
         return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
 
     @property

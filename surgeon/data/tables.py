@@ -1,6 +1,6 @@
-"""Text from tables of the `datasets` library (extra `datasets`): of the Hub, at one commit, or saved in a folder here.
+"""Text from tables of the `datasets` library (extra `datasets`): from the Hub, at one commit, or from a local folder.
 
-What is kept of a table in memory is a number a document; rows are read from the files that `datasets` maps.
+A table takes one number a document in memory; rows are read from the files that `datasets` maps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Table:
     """The rows of one split as documents, by number."""
 
     def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str, chat: bool) -> None:
-        """Look through column `key` of `rows`, a `datasets.Dataset`. Raises BadInput."""
+        """Index column `key` of `rows`, a `datasets.Dataset`. Raises BadInput where it is missing or has no text."""
         self._shown = shown
         self._identity = identity
         self.key = key
@@ -43,24 +43,24 @@ class Table:
         self._rows = rows.select_columns([key]).with_format(None)
         self._numbers = self._index()
         if not len(self._numbers):
-            raise BadInput(f"{printable(shown)}: no document in it; a source needs some text")
+            raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
 
     @property
     def shown(self) -> str:
-        """What errors call it."""
+        """The name that errors use."""
         return self._shown
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self._numbers)
 
     def read(self, number: int) -> Document:
-        """One document."""
+        """One document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
         return self._document(self._rows[row][self.key], row)
 
     def identity(self) -> list[Any]:
-        """What a run that is continued must find again."""
+        """JSON data that must be the same when a run is continued."""
         return self._identity
 
     def _index(self) -> NDArray[np.int64]:
@@ -91,11 +91,11 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Table:
-    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput."""
+    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
     library = _library(str(folder))
     with _quiet(library):
         try:
-            # No copy in memory and no look at the network.
+            # Without a copy in memory and without the network.
             found = library.load_from_disk(str(folder), keep_in_memory=False)
         except Exception as error:
             raise BadInput(
@@ -117,35 +117,36 @@ class HubDataset:
     """A dataset of the Hub at one commit, downloaded and prepared in the cache of `datasets`."""
 
     def __init__(self, repo_id: str, *, config: str | None, revision: str | None) -> None:
-        """Find the commit, download what is not cached. Raises BadInput."""
+        """Find the commit and download what is not cached. Raises BadInput where that fails."""
         self.repo_id = repo_id
         self._library = _library(f"dataset:{repo_id}")
         cached_only = offline()
         if cached_only and revision is not None and not is_commit(revision):
             raise BadInput(
-                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so what revision {printable(revision)!r} is"
-                " cannot be known; name a commit, or leave `revision` out for the latest in the cache"
+                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so the commit of revision"
+                f" {printable(revision)!r} is not known; name a commit, or leave `revision` out for the latest"
+                " in the cache"
             )
         self.commit = revision if cached_only else dataset_commit(repo_id, revision)
         with _quiet(self._library):
             try:
-                # By this form of the path no folder of the same name is taken for it.
+                # A path of this form never means a local folder of the same name.
                 self._builder = self._library.load_dataset_builder(
                     f"hf://datasets/{repo_id}", config, revision=self.commit
                 )
                 self._builder.download_and_prepare()
             except Exception as error:
                 raise BadInput(f"datasets/{printable(repo_id)}: {_problem(error)}") from error
-        # Where the download fails, the library takes the latest that is cached, of whatever commit.
+        # Where the download fails, the library silently takes the latest cached commit.
         if self.commit not in (None, self._builder.hash):
             raise BadInput(
-                f"datasets/{printable(repo_id)}: commit {self.commit} is not to be had now, the cache has"
+                f"datasets/{printable(repo_id)}: commit {self.commit} cannot be downloaded, the cache has"
                 f" {printable(str(self._builder.hash))}; try again with a network"
             )
         self.commit = str(self._builder.hash)
 
     def table(self, split: str | None, *, key: str, chat: bool) -> Table:
-        """One split. Raises BadInput."""
+        """One split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
         try:
@@ -172,7 +173,7 @@ def _problem(error: Exception) -> str:
     if "cache for" in said or "Couldn't reach" in said:
         return f"{said}; run once online"
     if isinstance(error, FileNotFoundError):
-        return "not all of its files can be fetched; check the network, then run the same command again"
+        return "some of its files cannot be downloaded; check the network, then run the same command again"
     return f"cannot be read ({first_line(error)})"
 
 
@@ -186,7 +187,7 @@ def _library(shown: str) -> Any:
         import datasets
     except ImportError:
         raise BadInput(
-            f"{printable(shown)}: is read with the library `datasets`, which is not installed; install"
+            f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
             " surgeon[datasets]"
         ) from None
     return datasets
@@ -194,7 +195,7 @@ def _library(shown: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """None of the library's warnings inside (what matters of them is raised here), and bars on terminals only."""
+    """Silence the library's warnings inside (the important ones are raised here), with bars on terminals only."""
     logging = library.utils.logging
     verbosity, bars = logging.get_verbosity(), not library.are_progress_bars_disabled()
     logging.set_verbosity(logging.CRITICAL)

@@ -17,9 +17,9 @@ from surgeon.models.load import quiet_transformers
 
 @dataclass(frozen=True)
 class Windows:
-    """A source's sequences, longest first, and of each token its document's place (a unit of `scores`).
+    """A source's sequences, longest first, and for each token its document's number (a unit of `scores`).
 
-    `nbytes` (documents,) are the UTF-8 bytes that the counted tokens of a document stand for; `cut` counts documents
+    `nbytes` (documents,) are the UTF-8 bytes of the counted tokens of a document; `cut` counts documents
     that are longer than a window.
     """
 
@@ -36,9 +36,9 @@ class Windows:
 def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
     """Cut each document into windows of at most `length` tokens, each beginning with the last token of the one before.
 
-    So every token but a document's first is foretold exactly once, in every window from what stands in it alone.
+    So every token but a document's first is predicted exactly once, from the tokens of its window alone.
     Documents are not packed together: attention implementations that cannot keep them apart, and routers that average
-    over a sequence, would score a document by its neighbours. BadInput where no token counts.
+    over a sequence, would score a document by its neighbours. Raises BadInput where no token counts.
     """
     pieces: list[tuple[PackedSequence, NDArray[np.int64]]] = []
     nbytes = np.zeros(len(held.numbers), dtype=np.int64)
@@ -55,13 +55,13 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
             window = PackedSequence(ids[begin:end], labels[begin:end], list(range(end - begin)), 0)
             pieces.append((window, np.full(end - begin, place)))
     if not counted_tokens:
-        raise BadInput(f"source {printable(held.name)}: no token of it counts; its documents are too short")
+        raise BadInput(f"source {printable(held.name)}: none of its tokens counts; its documents are too short")
     pieces.sort(key=lambda piece: -len(piece[0].ids))
     return Windows([sequence for sequence, _ in pieces], [units for _, units in pieces], nbytes, cut)
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Bytes of what is foretold: of a chat the assistant's words, of a text all but an unforetold first token's."""
+    """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document if message.role == "assistant")
     tokenizer = encoder.tokenizer

@@ -1,4 +1,4 @@
-"""A small real base, trained on the spot on the documentation of the standard library: no network, no downloads."""
+"""A small real base, trained on the documentation of Python's standard library: no network, no downloads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Progress = Callable[[float, str], None]
 VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
-# Measured on one core of a current server; what counts is that the number of steps is fixed by it.
+# Measured on one core of a current server; `seconds` and this constant fix the number of steps.
 STEPS_A_SECOND = 12.0
 _BATCH, _WINDOW = 8, 64
 _PEAK_RATE, _FINAL_RATE, _WARMUP_STEPS = 3e-3, 6e-5, 20
@@ -33,7 +33,7 @@ _SHARD_SIZE = "2MB"
 
 @dataclass(frozen=True)
 class DemoBase:
-    """What was made. Losses are next-token cross-entropies in nats, of the base in the dtype it is stored in.
+    """The trained base. Losses are next-token cross-entropies in nats, in the dtype it is stored in.
 
     `validation_loss` is over documents that were not trained on, `validation_loss_before` the same for the
     untrained weights; `train_loss` is the mean over the last tenth of the steps.
@@ -60,17 +60,17 @@ def make_base(
 ) -> DemoBase:
     """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
 
-    `documents` are those of `documentation()`, read here where they are not given; `split` says which are held out.
+    `documents` are those of `documentation()` (None: read here); `split` says which are held out.
     `seconds` is roughly what training takes on one ordinary core: it sets the number of steps, not a
     deadline, so that the same seed gives the same base. The folder gets several
-    shards, config, generation config and tokenizer. `progress(fraction, words)` is told how far it is.
+    shards, config, generation config and tokenizer. `progress(fraction, words)` receives the share that is done.
     Raises BadInput where this Python has no sources to read.
     """
     began = time.monotonic()
-    tell = progress or (lambda _fraction, _words: None)
-    tell(0.0, "reading the documentation of the standard library")
+    show = progress or (lambda _fraction, _words: None)
+    show(0.0, "reading the documentation of the standard library")
     documents = documentation() if documents is None else documents
-    tell(0.05, "training a tokenizer")
+    show(0.05, "training a tokenizer")
     tokenizer = _tokenizer(documents)
     trained_on, held_out = split(documents)
     validation, stream = _tokens(tokenizer, held_out), _tokens(tokenizer, trained_on)
@@ -82,16 +82,16 @@ def make_base(
         _start_from_neighbours(model, stream)
         steps = max(1, round(seconds * STEPS_A_SECOND))
         losses = _train(
-            model, stream, steps=steps, seed=seed, tell=lambda share, words: tell(0.1 + 0.85 * share, words)
+            model, stream, steps=steps, seed=seed, show=lambda share, words: show(0.1 + 0.85 * share, words)
         )
         model.to(torch.bfloat16).eval()
         after = _loss(model, windows)
-    tell(0.95, "saving")
+    show(0.95, "saving")
     with quiet_transformers():
         model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
         tokenizer.save_pretrained(folder)
     parameters = sum(value.numel() for value in model.parameters())
-    tell(1.0, "done")
+    show(1.0, "done")
     last = losses[-max(1, steps // 10) :]
     return DemoBase(
         folder=folder,
@@ -110,12 +110,15 @@ def make_base(
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """What is trained on, and every twentieth document, which is held out."""
+    """The documents to train on, and every twentieth one, which is held out."""
     return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]
 
 
 def sample(folder: Path, prompt: str, tokens: int) -> str:
-    """`prompt` and up to `tokens` more tokens, the most probable one each time, by the checkpoint in `folder`."""
+    """`prompt` and up to `tokens` more tokens, each the most probable one by the checkpoint in `folder`.
+
+    Raises BadInput where the checkpoint cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     model = load_model(folder)
@@ -166,7 +169,7 @@ def _untrained(tokenizer: Any) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        # Two hundred times fewer steps than usual: matrices start at full scale, not at the customary 0.02.
+        # Two hundred times fewer steps than usual: matrices start at full scale, not at the usual 0.02.
         initializer_range=_WIDTH**-0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -179,8 +182,8 @@ def _untrained(tokenizer: Any) -> Any:
 def one_thread() -> Iterator[None]:
     """One torch thread inside.
 
-    At this size two threads win little on idle cores and lose a factor of ten on busy ones, where each step
-    waits for the slower of them; and the base no longer depends on how many cores there are.
+    At this size two threads gain little on idle cores and are ten times slower on busy ones, where each step
+    waits for the slower of them; and so the base does not depend on the number of cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -192,17 +195,17 @@ def one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def _start_from_neighbours(model: Any, stream: Tensor) -> None:
-    """Give the untrained model the statistics of neighbouring tokens, and every block nothing to say yet.
+    """Start the untrained model from the statistics of neighbouring tokens, with blocks that add nothing yet.
 
     Embedding E and head H of width d start as the best rank-d factors of log P(next | previous), each
-    centred row weighted by how often its token occurs; training is left with what takes context.
-    Validation after 400 steps of a slightly wider model: 3.95 nats so, 4.26 from random factors, 5.1 from
-    a customary start.
+    centred row weighted by how often its token occurs; training then learns what needs context.
+    Validation after 400 steps of a slightly wider model: 3.95 nats from these, 4.26 from random factors, 5.1 from
+    the usual initialisation.
     """
     vocabulary = model.config.vocab_size
     counts = torch.bincount(stream[:-1] * vocabulary + stream[1:], minlength=vocabulary**2)
     counts_PN = counts.view(vocabulary, vocabulary).float()
-    # Rare tokens lean on the plain frequencies, as if they had been seen 50 times more.
+    # Rare tokens use mostly the plain frequencies, as if these had been seen 50 times more.
     plain_N = (counts_PN.sum(0) + 0.5) / (counts_PN.sum() + 0.5 * vocabulary)
     seen_P1 = counts_PN.sum(1, keepdim=True)
     log_PN = ((counts_PN + 50 * plain_N) / (seen_P1 + 50)).log()
@@ -210,7 +213,7 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
     share_P1 = (seen_P1 + 1) / (seen_P1 + 1).sum()
     left, strengths, right_ND = torch.svd_lowrank(log_PN * share_P1.sqrt(), q=model.config.hidden_size, niter=4)
     embedding_PD = left * strengths / share_P1.sqrt()
-    # The final norm takes the length off every embedding; the head gives the mean length back.
+    # The final norm removes the length of every embedding; the head multiplies by the mean length.
     lengths_P1 = embedding_PD.square().mean(1, keepdim=True).sqrt()
     model.model.embed_tokens.weight.copy_(0.5 * embedding_PD / lengths_P1.mean())
     model.lm_head.weight.copy_(right_ND * (lengths_P1 * share_P1).sum())
@@ -219,11 +222,11 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
         layer.mlp.down_proj.weight.zero_()
 
 
-def _train(model: Any, stream: Tensor, *, steps: int, seed: int, tell: Progress) -> list[float]:
+def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress) -> list[float]:
     """AdamW on random windows of `stream`, linear warm-up then cosine decay; the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     made = torch.Generator().manual_seed(seed)
-    # Windows of an epoch before any repeats, at an offset of its own each epoch.
+    # Each epoch uses every window once, at another offset.
     order: list[int] = []
     losses: list[float] = []
     model.train()
@@ -242,7 +245,7 @@ def _train(model: Any, stream: Tensor, *, steps: int, seed: int, tell: Progress)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        tell((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {losses[-1]:.2f}")
+        show((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {losses[-1]:.2f}")
     return losses
 
 

@@ -25,11 +25,11 @@ _LEFT_OUT = frozenset(
     }
 )
 _SHORTEST = 80
-# Below this a model of the demo's size learns the documents by heart instead of the language.
+# With less text a model of the demo's size memorises the documents instead of learning the language.
 _LEAST_CHARACTERS = 200_000
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, *_DEFINITIONS)
-# Every tenth module is some hundred thousand characters: several times what the demo trains on.
+# Every tenth module: some hundred thousand characters, several times what the demo trains on.
 _MODULES_APART = 10
 
 
@@ -48,7 +48,7 @@ def documentation(library: Path | None = None) -> list[str]:
     if sum(map(len, found)) < _LEAST_CHARACTERS:
         raise BadInput(
             f"{printable(str(root))}: too little documentation text to make a base from"
-            " (is this Python installed without its sources?); give a base of your own instead"
+            " (is this Python installed without its sources?); use a base of your own instead"
         )
     return list(found)
 
@@ -56,7 +56,7 @@ def documentation(library: Path | None = None) -> list[str]:
 def code(library: Path | None = None) -> list[str]:
     """The distinct functions and classes at the top of every tenth module, without comments and documentation.
 
-    `library` as for `documentation`, with which no text is shared.
+    `library` as for `documentation`; the two share no text.
     """
     found: dict[str, None] = {}
     for path in _sources(_root(library))[::_MODULES_APART]:
@@ -70,7 +70,7 @@ def code(library: Path | None = None) -> list[str]:
 
 
 class _Undocumented(ast.NodeTransformer):
-    """Takes documentation strings out."""
+    """Removes documentation strings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Below definitions too."""
@@ -97,11 +97,11 @@ def _sources(root: Path) -> list[Path]:
 def _parsed(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            # Old escapes in somebody else's source are not the reader's business.
+            # Warnings about old escapes in other people's source are not for our user.
             warnings.simplefilter("ignore")
             return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
-        # Some installations keep templates and files for other versions among the sources.
+        # Some installations have templates and files for other versions among the sources.
         return None
 
 

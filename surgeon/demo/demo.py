@@ -1,4 +1,4 @@
-"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, show what training then learns."""
+"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, show what training learns."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PROMPT = "Return the"
 WRITTEN_TOKENS = 40
 
 
-# Of the base's steps, what the grown model trains.
+# The grown model's training steps, as a share of the base's.
 LEARNING_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What a demo did: the base it trained, the surgery, its proof, what both models write, what training taught."""
+    """The results of a demo: the base, the surgery, its proof, texts of both models, and the training."""
 
     folder: Path
     base: DemoBase
@@ -49,17 +49,18 @@ class Demo:
 
     @property
     def holds(self) -> bool:
-        """Whether every promise does, of the surgery and of the run."""
+        """Whether every promise of the surgery and of the training run holds."""
         return self.verification.holds and self.learning.verification.holds
 
 
 def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Listener) -> Demo:
-    """Run the demo into the new folder `folder`: `base/`, `grown/` and `run/`. BadInput where it exists.
+    """Run the demo into the new folder `folder`: `base/`, `grown/` and `run/`.
 
-    `seconds` is about what the base's training takes on one core; what follows it grows with it.
+    `seconds` is about what the base's training takes on one core; the later steps scale with it. Raises BadInput where
+    the folder exists; PromiseBroken and WrongSet as `verify` and `train` do.
     """
     if folder.exists():
-        raise BadInput(f"{printable(str(folder))} exists; name another folder: surgeon demo DIR")
+        raise BadInput(f"{printable(str(folder))}: exists; choose another folder: surgeon demo DIR")
     documents = documentation()
     base_folder, out = folder / "base", folder / "grown"
     base_folder.mkdir(parents=True)
@@ -67,20 +68,20 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
     listener.begin("training", 1000)
     done = 0
 
-    def tell(fraction: float, _words: str) -> None:
+    def show(fraction: float, _words: str) -> None:
         nonlocal done
         step = int(fraction * 1000) - done
         done += step
         listener.advance(step)
 
-    base = make_base(base_folder, documents=documents, seconds=seconds, seed=seed, progress=tell)
+    base = make_base(base_folder, documents=documents, seconds=seconds, seed=seed, progress=show)
     listener.say(f"growing it by the shipped plan {PLAN}")
     applied = apply(PLAN, str(base_folder), out, listener=listener)
     listener.say("verifying: bytes, then logits in prefill and cached decode")
     verification = verify(base_folder, out, dtypes=("auto", "float32"), listener=listener)
     base_writes, out_writes = (sample(each, PROMPT, WRITTEN_TOKENS) for each in (base_folder, out))
     steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
-    listener.say("training the new layers on the library's code, of which the base has seen nothing")
+    listener.say("training the new layers on the library's code, which the base has never seen")
     learning = learn(
         base_folder, out, folder / "run", known=documents, new=code(), steps=steps, seed=seed, listener=listener
     )
@@ -97,7 +98,7 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
 
 
 def demo_view(demo: Demo) -> RenderableType:
-    """The base, the surgery, the proof, both models writing, and what training taught and cost."""
+    """The base, the surgery, the proof, both models' texts, and what training learnt and cost."""
     base = demo.base
     return Group(
         _title("1  the base"),
@@ -144,7 +145,7 @@ def _learning(learning: Learning) -> list[RenderableType]:
         Text(
             "every tensor of the base is byte for byte in the trained run"
             if kept.holds
-            else "NOT every tensor of the base is in the trained run; look: surgeon verify",
+            else "NOT every tensor of the base is in the trained run; see: surgeon verify",
             style="green" if kept.holds else "bold red",
         ),
     ]

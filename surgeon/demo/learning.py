@@ -1,4 +1,4 @@
-"""What the grown base learns of a text it has never seen, and what it forgets: beside training all of the base."""
+"""What the grown base learns from new text and forgets of old, compared with training all of the base."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _VALIDATION_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class Learning:
-    """What a run of the new layers did, and one of all of the base on the same sequences at the same rate.
+    """The results of training the new layers, and of training all of the base on the same sequences at the same rate.
 
     Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `grown` and `whole` of
-    the two after `steps` steps. `numbers` are how many train in each. `verification` is of the grown run against the
+    the two after `steps` steps. `numbers` are how many train in each. `verification` compares the grown run with the
     base.
     """
 
@@ -51,15 +51,16 @@ class Learning:
 def learn(
     base: Path, out: Path, run: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
 ) -> Learning:
-    """Train the new layers of `out` on `new` by `surgeon train`, to `run`, and all of `base` likewise, kept nowhere.
+    """Train the new layers of `out` on `new` by `surgeon train`, to `run`; train all of `base` too, without saving it.
 
-    `known` are the documents that `base` was made of: of them only those held out there are read, to measure by.
+    `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting. Raises
+    BadInput, PromiseBroken and WrongSet as `train` and `verify` do.
     """
     config = _write_config(run.parent, known=known, new=new, steps=steps, seed=seed)
     with one_thread():
         trained = train(out, config, run, device="cpu", listener=listener)
         assert trained is not None
-        listener.say("training all of the base on the same text, for as many steps, to compare")
+        listener.say("training all of the base on the same text for the same number of steps, to compare")
         began = time.monotonic()
         numbers, whole = _train_whole(base, load_config(config), trained.operations, listener)
         seconds = time.monotonic() - began
@@ -77,7 +78,7 @@ def learn(
 
 
 def _write_config(folder: Path, *, known: list[str], new: list[str], steps: int, seed: int) -> Path:
-    """texts/ and train.yaml in `folder`, such as one writes for `surgeon train`."""
+    """Write texts/ and train.yaml into `folder`, as a user does for `surgeon train`."""
     texts = folder / "texts"
     texts.mkdir()
     to_learn, aside = split(new)
@@ -86,7 +87,7 @@ def _write_config(folder: Path, *, known: list[str], new: list[str], steps: int,
     _json_lines(texts / f"{KNOWN}-held-out.jsonl", split(known)[1])
     path = folder / "train.yaml"
     path.write_text(
-        f"""# What the base knows is not trained on again: its share is 0, its held-out loss tells what is forgotten.
+        f"""# The known text is not trained on again: its share is 0, and its held-out loss shows what is forgotten.
 surgeon_train: 1
 steps: {steps}
 seed: {seed}
@@ -133,7 +134,7 @@ def _train_whole(
 
 
 def _batches(loaded: LoadedConfig, settings: Settings, encoder: Encoder) -> Batches:
-    """The sequences that `surgeon train` deals out, in its order."""
+    """The sequences of `surgeon train`, in its order."""
     config = loaded.config
     streams = []
     for source in config.sources:

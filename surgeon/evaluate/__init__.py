@@ -1,1 +1,1 @@
-"""Models beside each other on the same held-out text."""
+"""Compare models on the same held-out text."""

@@ -1,4 +1,4 @@
-"""`surgeon evaluate`: models beside each other on the same held-out text."""
+"""`surgeon evaluate`: compare models on the same held-out text."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def evaluate(
     """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
 
     A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
-    gives a name), a data file, a training config (what it holds out), or files by name. The first row, `base` where it
-    is given, is what the others are compared with, document by document. At most `most` documents a source are taken
+    gives a name), a data file, a training config (its held-out text), or files by name. The first row is `base` if it
+    is given; the others are compared with it, document by document. It takes at most `most` documents of each source
     (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
-    BadInput.
+    BadInput for an option out of range, for models and texts that cannot be opened, and for encoders.
     """
     from surgeon.evaluate.models import Candidate, evaluate_models
     from surgeon.evaluate.sources import open_sources
@@ -47,7 +47,7 @@ def evaluate(
     listener = listener or Quiet()
     for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
         if given is not None and given < least:
-            raise BadInput(f"{option} is {given}; it is at least {least}")
+            raise BadInput(f"{option} is {given}; it must be at least {least}")
     given_models = [models] if isinstance(models, str | Path) else list(models)
     if not given_models:
         raise BadInput("no model to evaluate: give a folder or a Hub id")
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def evaluation_view(evaluation: Evaluation) -> RenderableType:
-    """One row a source and model: scores with their intervals, and how far from the first model's."""
+    """One row for each source and model: scores with intervals, and differences to the first model."""
     compared = len(evaluation.models) > 1
     table = Table(box=None, pad_edge=False)
     table.add_column("source")
@@ -97,8 +97,8 @@ def evaluation_view(evaluation: Evaluation) -> RenderableType:
         f"{found.source} {found.documents:,} documents, {found.tokens:,} tokens"
         for found in evaluation.models[0].sources
     )
-    told = f"{sizes}; windows of at most {evaluation.length:,} tokens; [ ] 95 % confidence, over documents"
-    return Group(table, Text(), Text(told, style="dim"))
+    notes = f"{sizes}; windows of at most {evaluation.length:,} tokens; [ ] 95 % confidence, over documents"
+    return Group(table, Text(), Text(notes, style="dim"))
 
 
 def _cell(found: Ratio, form: str) -> Text:
@@ -109,7 +109,7 @@ def _cell(found: Ratio, form: str) -> Text:
 
 
 def _difference_cell(found: SourceScores) -> Text:
-    """In nats a token, or in bits per byte where tokens are other ones; coloured where the interval leaves out 0."""
+    """In nats a token, or in bits per byte where tokens differ; coloured where the interval does not contain 0."""
     shown, unit = found.loss_difference, ""
     if shown is None:
         shown, unit = found.bits_difference, " bits/byte"

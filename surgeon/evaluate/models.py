@@ -1,4 +1,4 @@
-"""Several models on the same held-out text: each scored, and compared with the first, document by document."""
+"""Score several models on the same held-out text and compare each with the first, document by document."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceScores:
-    """One model on one source. Losses are in nats a token, bits per byte of UTF-8, accuracy is greedy decoding's.
+    """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
 
     Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
-    (None: this is the first; of losses also where the tokens are other ones).
+    (None for the first model; the loss difference also where the tokens differ).
     """
 
     source: str
@@ -61,9 +61,9 @@ class ModelScores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Models beside each other on the same held-out text, the first one the one to compare with.
+    """Several models on the same held-out text; the others are compared with the first.
 
-    `length` is the most tokens a window has; `notes` tell what the numbers do not.
+    `length` is the most tokens of a window; `notes` are lines that explain the numbers.
     """
 
     models: tuple[ModelScores, ...]
@@ -80,7 +80,7 @@ class Evaluation:
         return f"Evaluation({len(self.models)} models, {shown})"
 
     def of(self, model: str, source: str) -> SourceScores:
-        """One cell; KeyError where there is none."""
+        """One cell. Raises KeyError where there is none."""
         for row in self.models:
             for found in row.sources:
                 if (row.model, found.source) == (model, source):
@@ -88,7 +88,7 @@ class Evaluation:
         raise KeyError(f"{model}, {source}")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`; a number that is none or infinite is its name."""
+        """As plain data for `--json`; NaN and infinity are written as strings."""
         ratios = ("loss", "perplexity", "bits_per_byte", "accuracy", "loss_difference", "bits_difference")
         return {
             "length": self.length,
@@ -126,17 +126,17 @@ def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-# The longest window where nothing else is asked for: more costs memory and tells little.
+# The longest window by default: longer ones cost memory and change the numbers little.
 LONGEST = 2048
 
 
-# Below this an interval is not to be leaned on.
+# With fewer documents an interval is too rough to rely on.
 _FEW_DOCUMENTS = 10
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that was opened: all but its weights is read and checked."""
+    """An opened model: everything but its weights was read and checked."""
 
     name: str
     folder: CheckpointFolder
@@ -146,13 +146,13 @@ class Candidate:
 
     @classmethod
     def open(cls, model: str | Path, *, trust_remote_code: bool) -> Candidate:
-        """Open a folder, or `user/name` or `user/name@revision` through the Hub's cache. Raises BadInput."""
+        """Open a folder, or `user/name[@revision]` on the Hub. Raises BadInput where it cannot be, or is an encoder."""
         name = str(model)
         repo_id, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
         located = locate(repo_id, revision=revision or None, code=trust_remote_code)
         folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
         if native_config(folder.config).get("model_type") in ENCODERS:
-            raise BadInput(f"{printable(name)}: an encoder, which foretells no next token; give causal language models")
+            raise BadInput(f"{printable(name)}: an encoder, which predicts no next token; give causal language models")
         manifest = None
         if folder.manifest is not None:
             manifest = parse(folder.manifest, file=str(located.path / MANIFEST_FILE))
@@ -168,11 +168,11 @@ class Candidate:
 
     @property
     def ids(self) -> set[str]:
-        """What a manifest may call it."""
+        """The ids by which a manifest may name it."""
         return {self.repo_id} if self.repo_id else {self.folder.path.resolve().name}
 
     def bases(self) -> set[str]:
-        """What its manifest calls the checkpoints it came from; the last one's base first of all."""
+        """The ids of the checkpoints it was made from, from its manifest; the last surgery's base first."""
         if self.manifest is None:
             return set()
         return {self.manifest.base.id, *(ancestor.base for ancestor in self.manifest.lineage)}
@@ -189,7 +189,7 @@ def evaluate_models(
     trust_remote_code: bool,
     listener: Listener,
 ) -> Evaluation:
-    """Score every model on every source, one model in memory at a time. Raises BadInput."""
+    """Score every model on every source, one model in memory at a time. Raises BadInput where one cannot be loaded."""
     if dtype != "auto":
         torch_dtype(dtype)
     notes: list[str] = []
@@ -203,7 +203,7 @@ def evaluate_models(
         _ask_for_base(candidate, candidates, note)
     first = candidates[0]
     cut = [_cut(sources, first, window)]
-    _tell_of_data(cut[0], window, note)
+    _note_documents(cut[0], window, note)
     for candidate in candidates[1:]:
         theirs = _cut(sources, candidate, window)
         if all(windows.same_tokens(cut[0][name]) for name, windows in theirs.items()):
@@ -211,8 +211,8 @@ def evaluate_models(
             continue
         cut.append(theirs)
         note(
-            f"{candidate.name}: its tokens are other ones than {first.name}'s, so losses a token and perplexities"
-            " cannot be compared between the two; compare bits per byte"
+            f"{candidate.name}: its tokens differ from {first.name}'s, so losses a token and perplexities"
+            " of the two cannot be compared; compare bits per byte"
         )
     rows: list[ModelScores] = []
     reference: dict[str, Scores] | None = None
@@ -228,7 +228,7 @@ def _cut(sources: Sequence[HeldOut], candidate: Candidate, window: int) -> dict[
 
 
 def _window(candidates: Sequence[Candidate], length: int | None, note: Callable[[str], None]) -> int:
-    """Tokens in the longest sequence: the same for all models, so that all have the same to go by."""
+    """Tokens in the longest sequence: the same for all models, so that all predict from the same context."""
     narrowest = min(candidates, key=lambda candidate: candidate.context)
     if length is not None and length > narrowest.context:
         note(f"{narrowest.name} has a context of {narrowest.context} tokens: windows of that many, not {length}")
@@ -239,18 +239,20 @@ def _ask_for_base(candidate: Candidate, candidates: Sequence[Candidate], note: C
     bases = candidate.bases()
     if candidate.manifest is not None and not any(bases & other.ids for other in candidates if other is not candidate):
         note(
-            f"{candidate.name} was made of {candidate.manifest.base.id}, which is not among the models; --base DIR puts"
-            " it into the first row"
+            f"{candidate.name} was made of {candidate.manifest.base.id}, which is not among the models; --base DIR adds"
+            " it as the first row"
         )
 
 
-def _tell_of_data(cut: Mapping[str, Windows], window: int, note: Callable[[str], None]) -> None:
+def _note_documents(cut: Mapping[str, Windows], window: int, note: Callable[[str], None]) -> None:
     if long := sum(windows.cut for windows in cut.values()):
-        note(f"{long} documents are longer than {window} tokens: cut into windows, each without what stood before it")
+        note(
+            f"{long} documents are longer than {window} tokens: they are cut into windows, without the text before each"
+        )
     for name, windows in cut.items():
         if (documents := len(windows.nbytes)) < _FEW_DOCUMENTS:
-            told = "so its intervals are rough" if documents > 1 else "so there are no intervals"
-            note(f"source {name} has {documents} document{'s' if documents > 1 else ''}, {told}")
+            result = "so its intervals are rough" if documents > 1 else "so there are no intervals"
+            note(f"source {name} has {documents} document{'s' if documents > 1 else ''}, {result}")
 
 
 def _run(
@@ -267,7 +269,7 @@ def _run(
         candidate.folder.path,
         dtype=dtype,
         device=device,
-        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
+        # Code that is byte for byte what this version ships runs without the flag; opening refused any other code.
         trust_remote_code=trust_remote_code or candidate.folder.code == "shipped",
     )
     listener.begin(f"scoring {candidate.name}", sum(len(windows.sequences) for windows in cut.values()), "windows")
@@ -282,7 +284,7 @@ def _run(
         )
         for name, windows in cut.items()
     }
-    # The next model needs the room.
+    # Free the memory for the next model.
     del model
     gc.collect()
     return found

@@ -1,4 +1,4 @@
-"""What models are evaluated on: text files named on the command line, a data file, or what a training config holds out.
+"""The texts to evaluate on: files named on the command line, a data file, or the held-out text of a training config.
 
 All sources are opened and read through once before any model is loaded.
 """
@@ -52,12 +52,12 @@ class DataConfig(Entry):
 
 @dataclass(frozen=True)
 class _Named:
-    """What names a source: a data file, or the option on the command line."""
+    """The file that names a source: a data file, or the text itself where the command line names it."""
 
     source: Path
 
     def resolve(self, path: str) -> Path:
-        """A path that it names."""
+        """The path to open for one that the file names."""
         return self.source.parent / path
 
 
@@ -68,26 +68,28 @@ def open_sources(
     most: int = 0,
     say: Callable[[str], None] = lambda _line: None,
 ) -> list[HeldOut]:
-    """Open every source that `data` means, or those called `only`, with at most `most` documents each (0: all).
+    """Open every source of `data`, or those named in `only`, with at most `most` documents each (0: all).
 
     `data` is one or more of: a text file or folder, `NAME=FILE`, a data file (.yaml with `surgeon_data: 1`), a training
-    config, of which what `train` holds out is taken; or files by their names. Which documents are taken where there are
-    more is drawn once and for all. Raises BadInput.
+    config, for the text that `train` holds out; or files by their names. It takes a fixed random choice of a source
+    with more documents. Raises BadInput where a file cannot be read, two sources share a name, or nothing is held out.
     """
     found: dict[str, HeldOut] = {}
     known: list[str] = []
     for name, path in _entries(data):
         for source, open_it in _sources(name, path, say):
             if source in known:
-                raise BadInput(f"{printable(str(path))}: a second source called {source}; give it a name: NAME=FILE")
+                raise BadInput(
+                    f"{printable(str(path))}: the name {source} is used twice; give this source another: NAME=FILE"
+                )
             known.append(source)
             if (not only or source in only) and (held := open_it()) is not None:
                 found[source] = _sample(held, most, say)
     for name in only:
         if name not in known:
-            raise BadInput(f"--source {printable(name)}: no such source; there are {', '.join(known)}")
+            raise BadInput(f"--source {printable(name)}: no such source; the data has {', '.join(known)}")
     if not found:
-        raise BadInput("nothing to evaluate on: the data holds no documents out")
+        raise BadInput("nothing to evaluate on: the data has no held-out documents; set `validation:` of a source")
     return list(found.values())
 
 
@@ -110,7 +112,7 @@ def _entries(data: str | Path | Sequence[str | Path] | Mapping[str, str | Path])
 
 
 def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[tuple[str, _Opener]]:
-    """What one entry of the data stands for: names, and how to open each."""
+    """The sources of one entry of the data: names, and how to open each."""
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", path.resolve().stem)[:60]
         return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
@@ -125,8 +127,8 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
     try:
         texts = DataConfig.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        told = explain(error, content, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
-        raise BadInput(told) from None
+        message = explain(error, content, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
+        raise BadInput(message) from None
     return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
 
 
@@ -136,26 +138,26 @@ def _opener(function: Callable[..., HeldOut | None], *arguments: Any) -> _Opener
 
 def _whole(spec: TextSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut:
     documents = open_source(spec, named_by).text
-    _tell_of_blanks(spec.name, documents, say)
+    _note_blanks(spec.name, documents, say)
     return HeldOut(spec.name, documents, np.arange(len(documents)))
 
 
 def _held_by_training(spec: SourceSpec, named_by: Naming, say: Callable[[str], None]) -> HeldOut | None:
-    """What `train` holds out of a source: never trained on, whatever the run's seed."""
+    """The documents that `train` holds out of a source: never trained on, for any seed."""
     if not spec.validation:
-        say(f"source {spec.name}: the training config holds nothing of it out, so it is left out")
+        say(f"source {spec.name}: skipped, because the training config holds none of it out")
         return None
     opened = open_source(spec, named_by)
     if opened.held_out is not None:
-        _tell_of_blanks(spec.name, opened.held_out, say)
+        _note_blanks(spec.name, opened.held_out, say)
         return HeldOut(spec.name, opened.held_out, np.arange(len(opened.held_out)))
     assert isinstance(spec.validation, float)
-    _tell_of_blanks(spec.name, opened.text, say)
+    _note_blanks(spec.name, opened.text, say)
     _, held = split(opened.text, spec.validation, name=spec.name)
     return HeldOut(spec.name, opened.text, held)
 
 
-def _tell_of_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
+def _note_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
     if documents.blank:
         say(f"source {name}: {documents.blank} blank documents are left out")
 

@@ -1,4 +1,4 @@
-"""Dissecting a checkpoint: which tensor is which part of which layer, checked against the config."""
+"""Dissect a checkpoint: which tensor is which part of which layer, checked against the config."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from surgeon.families.grafted import is_grafted, native_config, owner_of
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
 
-# Only a number right after a family's stem (`layers.`) at the known place counts as a layer index: renaming works on it
-# alone, never on substrings.
+# Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
+# alone, never a substring.
 _STEMS = {
     f"{prefix}{family.stem}" for family in (*FAMILIES.values(), *ENCODERS.values()) for prefix in (family.prefix, "")
 }
@@ -24,10 +24,10 @@ _LAYER_NAME = re.compile(
     rf"(?P<stem>{'|'.join(map(re.escape, sorted(_STEMS)))})(?P<index>0|[1-9][0-9]{{0,8}})\.(?P<suffix>.+)", re.DOTALL
 )
 
-# Buffers that old versions of transformers saved; nothing reads them any more, so copies of them do no harm.
+# Buffers that old versions of transformers saved; nothing reads them now, so copying them is harmless.
 _OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
 
-# What checkpoints older than PyTorch's own LayerNorm call its parts; transformers takes either.
+# The names of LayerNorm's parts in checkpoints older than PyTorch's LayerNorm; transformers accepts both.
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
@@ -35,7 +35,7 @@ OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 class Anatomy:
     """A base checkpoint by parts.
 
-    `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to what the header says of it; `outer`
+    `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
     maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that
     carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
     grafts, `bank` those of control states, by what follows the prefix.
@@ -62,13 +62,13 @@ class Anatomy:
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:
-    """A tensor's name as (what comes before, layer, suffix); None where it stands outside the layers."""
+    """A tensor's name as (text before the number, layer, suffix); None outside the layers."""
     found = _LAYER_NAME.fullmatch(name)
     return (found["stem"], int(found["index"]), found["suffix"]) if found else None
 
 
 def renumbered(name: str, layers: Mapping[int, int]) -> str:
-    """The name with its layer's new number; the name itself outside the layers. KeyError where a layer has none."""
+    """The name with its layer's new number, unchanged outside the layers. Raises KeyError where `layers` lacks it."""
     place = layer_of(name)
     if place is None:
         return name
@@ -153,7 +153,7 @@ def _sort(
         if index >= count:
             raise BadInput(
                 f"{printable(name)} ({info.file}): the config has `num_hidden_layers` {count},"
-                f" so there is no layer {index}"
+                f" so there is no layer {index}; is config.json another model's?"
             )
         found.add(stem)
         layers[index][suffix] = info
@@ -170,7 +170,10 @@ def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, 
             name = f"{stem}{index}.{suffix}"
             info = held.get(suffix)
             if info is None:
-                raise BadInput(f"{printable(name)}: the config calls for this tensor, no shard has it")
+                raise BadInput(
+                    f"{printable(name)}: the config requires this tensor, no shard has it;"
+                    " is config.json another model's?"
+                )
             _check_tensor(info, shape)
         for suffix, info in held.items():
             if suffix not in expected and suffix not in _OLD_BUFFERS:
@@ -181,7 +184,7 @@ def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, 
 
 
 def _by_present_names(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """By what norms' parts are called today; BadInput where one is there under both names."""
+    """By the present names of norms' parts; BadInput where one is there under both names."""
     held: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
@@ -199,7 +202,7 @@ def _check_outer(outer: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int
     for suffix, shape in shapes.items():
         name = f"{prefix}{suffix}"
         if name not in held:
-            raise BadInput(f"{name}: the config calls for this tensor, no shard has it")
+            raise BadInput(f"{name}: the config requires this tensor, no shard has it; is config.json another model's?")
         _check_tensor(held[name], shape)
 
 
@@ -208,13 +211,17 @@ def _check_head(outer: Mapping[str, TensorInfo], sizes: Sizes, prefix: str, *, t
     if head in outer:
         _check_tensor(outer[head], (sizes.vocabulary, sizes.hidden))
     elif prefix and not tied and not any(name.startswith("score.") for name in outer):
-        raise BadInput(f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor")
+        raise BadInput(
+            f"{head}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor;"
+            " set it to true if the model shares them"
+        )
 
 
 def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape:
         raise BadInput(
-            f"{printable(info.name)} ({info.file}): shape {list(info.shape)}, the config calls for {list(shape)}"
+            f"{printable(info.name)} ({info.file}): shape {list(info.shape)}, the config requires {list(shape)};"
+            " is config.json another model's?"
         )
     if info.dtype not in FLOAT_DTYPES:
         raise BadInput(

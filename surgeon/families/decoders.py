@@ -1,4 +1,4 @@
-"""Decoder families: what each model type calls the parts of its layer, and what its config leaves unsaid.
+"""Decoder families: the names of each model type's layer parts, and the defaults of its config.
 
 One function and one entry of `DECODERS` a family; `Family` (family.py) says what an entry means.
 """
@@ -67,9 +67,10 @@ def qwen3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def qwen_layer_types(config: Config, layers: int) -> list[str] | None:
-    """The listed types, else those `use_sliding_window` and `max_window_layers` imply.
+    """The listed types, else those that `use_sliding_window` and `max_window_layers` imply.
 
-    None where no window is used: every layer is then of one type and nothing needs saying.
+    None where no window is used, as every layer is then of one type. Raises BadInput for a `layer_types` of another
+    length.
     """
     listed = listed_layer_types(config, layers)
     if listed is not None or not flag(config, "use_sliding_window"):
@@ -105,7 +106,10 @@ def gemma2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def gemma2_layer_types(config: Config, layers: int) -> list[str]:
-    """The listed types, else sliding and full in turn, sliding first (as older config.json files imply)."""
+    """The listed types, else sliding and full in turn, sliding first (as older config.json files imply).
+
+    Raises BadInput for a `layer_types` of another length.
+    """
     listed = listed_layer_types(config, layers)
     return listed or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
 
@@ -120,7 +124,10 @@ def gemma3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def gemma3_layer_types(config: Config, layers: int) -> list[str]:
-    """The listed types, else full attention in every `sliding_window_pattern`-th layer."""
+    """The listed types, else full attention in every `sliding_window_pattern`-th layer.
+
+    Raises BadInput for a `layer_types` of another length, or a pattern that is not a positive number.
+    """
     listed = listed_layer_types(config, layers)
     if listed is not None:
         return listed

@@ -1,7 +1,8 @@
-"""Encoder families: post-norm layers that read a whole sequence; only control states stand on them.
+"""Encoder families: post-norm layers that read a whole sequence; they can carry control states only.
 
 RoBERTa; DeBERTa, with disentangled attention and query, key and value in one tensor; DeBERTa-v2 and -v3, with separate
-projections, relative positions in buckets and perhaps a convolution.
+projections, relative positions in buckets and an optional convolution. Functions raise BadInput where the config has a
+value that surgeon does not know.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from surgeon.families.family import Config, Family, Part, Sizes, flag, layer_nor
 
 
 def roberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Attention and FFN, each followed by a norm of its output and the residual stream together."""
+    """Attention and FFN, each followed by a norm of output plus input. Raises BadInput for a decoder's config."""
     for key in ("is_decoder", "add_cross_attention"):
         if flag(config, key):
             raise BadInput(f"config.json: `{key}` is set; surgeon knows RoBERTa as an encoder only")
@@ -24,7 +25,7 @@ def roberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def block_ends(sizes: Sizes) -> tuple[Part, ...]:
-    """What attention puts out and the whole FFN, as BERT and its kin name them."""
+    """The attention output and the whole FFN, by the names of BERT and similar models."""
     return (
         *projection("attention.output.dense", "output", sizes.hidden, sizes.hidden, bias=True),
         *layer_norm("attention.output.LayerNorm", "post_attention_norm", sizes.hidden),
@@ -35,7 +36,7 @@ def block_ends(sizes: Sizes) -> tuple[Part, ...]:
 
 
 def roberta_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Three embeddings and their norm."""
+    """Three embeddings and their norm. Raises BadInput for a size that is not a whole number."""
     return {
         "embeddings.word_embeddings.weight": (sizes.vocabulary, sizes.hidden),
         "embeddings.position_embeddings.weight": (whole(config, "max_position_embeddings", 512), sizes.hidden),
@@ -46,7 +47,7 @@ def roberta_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def deberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Post-norm layer; query, key and value are stacked head by head, so that `in_proj` is no stack of three."""
+    """Post-norm layer; `in_proj` holds query, key and value head by head. Raises BadInput for unknown settings."""
     width = sizes.hidden
     parts = [
         Part("attention.self.in_proj.weight", (3 * width, width), "weight", (("query", 3 * width),)),
@@ -65,7 +66,7 @@ def deberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def position_terms(config: Config) -> tuple[str, ...]:
-    """Which of `c2p` and `p2c` the attention has: none without relative positions."""
+    """Which of `c2p` and `p2c` the attention has; none without relative positions. Raises BadInput for others."""
     terms = config.get("pos_att_type") or []
     if isinstance(terms, str):
         terms = [term.strip() for term in terms.lower().split("|")]
@@ -75,7 +76,10 @@ def position_terms(config: Config) -> tuple[str, ...]:
 
 
 def embedding_parts(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Word embeddings and their norm; positions, segments and a projection where the config has them."""
+    """Word embeddings and their norm; positions, segments and a projection where the config has them.
+
+    Raises BadInput for a size that is not a whole number.
+    """
     size = whole(config, "embedding_size", sizes.hidden)
     parts: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (sizes.vocabulary, size),
@@ -92,18 +96,18 @@ def embedding_parts(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def positions(config: Config) -> int:
-    """Positions that the embeddings tell apart."""
+    """The number of position embeddings. Raises BadInput where it is not a whole number."""
     return whole(config, "max_position_embeddings", 512)
 
 
 def relative_span(config: Config) -> int:
-    """The farthest relative position."""
+    """The largest relative position. Raises BadInput where it is not a whole number."""
     span = whole(config, "max_relative_positions", -1)
     return span if span > 0 else positions(config)
 
 
 def deberta_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The embeddings and those of relative positions, which all layers share."""
+    """The embeddings, and those of relative positions, which all layers share. Raises BadInput for unknown settings."""
     parts = embedding_parts(config, sizes)
     if flag(config, "relative_attention"):
         parts["encoder.rel_embeddings.weight"] = (2 * relative_span(config), sizes.hidden)
@@ -111,7 +115,7 @@ def deberta_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def deberta_v2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Post-norm layer; with `share_att_key` positions go through the content's own projections."""
+    """Post-norm layer; `share_att_key`: positions use the content's projections. Raises BadInput for a bad setting."""
     width = sizes.hidden
     parts = [
         *projection("attention.self.query_proj", "query", width, width, bias=True),
@@ -127,7 +131,10 @@ def deberta_v2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def deberta_v2_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Embeddings, relative positions and their norm, and the convolution beside the first layer."""
+    """Embeddings, relative positions and their norm, and the convolution beside the first layer.
+
+    Raises BadInput for unknown settings.
+    """
     parts = embedding_parts(config, sizes)
     if flag(config, "relative_attention"):
         buckets = whole(config, "position_buckets", -1)

@@ -1,7 +1,7 @@
-"""The words every family file is written in: sizes, parts of a layer, and the family itself.
+"""The types that describe a family: sizes, parts of a layer, and the family itself.
 
 A layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*,
-so that code above this room (transport flow, zero-initialisation) never spells a tensor name.
+so that code above this room (transport flow, zero-initialisation) needs no tensor names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Config = Mapping[str, Any]
 # Top-level config lists that hold one entry a layer; they grow with the model (`layer_types`, `no_rope_layers`).
 _PER_LAYER_KEY = re.compile(r"(^|_)layers?(_|$)")
 
-# Far above any model made so far; keeps a hostile config from asking for a billion layers.
+# Far above any model so far; stops a hostile config that asks for a billion layers.
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 2**31
 
@@ -80,17 +80,17 @@ class Part:
 
     @property
     def role(self) -> Role:
-        """The only module this tensor belongs to (an error of ours where there are several)."""
+        """The only module this tensor belongs to (a bug where there are several)."""
         assert len(self.blocks) == 1, self.suffix
         return self.blocks[0][0]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: how to read its config and what its layer is made of.
+    """One architecture: how to read its config, and the parts of its layer.
 
     `defaults` are the values transformers assumes where a config.json leaves a field out. `norm_offset` is
-    what the architecture adds to a stored norm weight before it multiplies (1 in Gemma, else 0).
+    the number that the architecture adds to a stored norm weight before it multiplies (1 in Gemma, else 0).
     `layer_types` gives the attention type of every layer, or None where the family has no such list.
 
     A layer's tensor is called `{prefix}{stem}{number}.{suffix}`, without `prefix` where the base model was saved alone;
@@ -117,13 +117,13 @@ class Family:
         return bool(config.get("tie_word_embeddings", self.tied_by_default))
 
     def sizes(self, config: Config) -> Sizes:
-        """Read and check the sizes; BadInput names the field that is missing or absurd."""
+        """Read and check the sizes. Raises BadInput, which names the field that is missing or out of range."""
 
         def read(key: str, default: int | None = None) -> int:
             value = config.get(key)
             value = self.defaults.get(key, default) if value is None else value
             if value is None:
-                raise BadInput(f"config.json: `{key}` is missing")
+                raise BadInput(f"config.json: `{key}` is missing; use the model's own config.json")
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_SIZE:
                 raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a positive whole number")
             return value
@@ -142,7 +142,7 @@ class Family:
         )
 
     def silence(self, parts: tuple[Part, ...]) -> dict[str, float]:
-        """What to store, by suffix, so that a layer adds exactly zero to the residual stream.
+        """The values to store, by suffix, so that a layer adds exactly zero to the residual stream.
 
         Without post-norms: every weight and bias that writes to the stream is zero (LLaMA PRO; OpT-DeUS,
         Algorithm 1 line 11). With post-norms the *effective scale* of those norms is zero instead and the
@@ -164,7 +164,7 @@ class Family:
 
 
 def whole(config: Config, key: str, default: int) -> int:
-    """A whole number of the config, negative ones included; BadInput for anything else."""
+    """A whole number of the config, negative ones included. Raises BadInput for anything else."""
     value = config.get(key, default)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_SIZE:
@@ -216,7 +216,7 @@ def gated_mlp(sizes: Sizes, *, bias: bool = False) -> tuple[Part, ...]:
 
 
 def flag(config: Config, key: str) -> bool:
-    """A boolean of the config that is off where it is left out."""
+    """A boolean of the config; False where it is missing."""
     return bool(config.get(key, False))
 
 
@@ -230,7 +230,7 @@ def per_layer_lists(config: Config, layers: int) -> dict[str, list[Any]]:
 
 
 def listed_layer_types(config: Config, layers: int) -> list[str] | None:
-    """The config's own `layer_types`, checked; None where there is none."""
+    """The config's own `layer_types`; None where it has none. Raises BadInput where it is not one name a layer."""
     types = config.get("layer_types")
     if types is None:
         return None

@@ -303,13 +303,16 @@ def _papers(manifest: Manifest) -> str:
         (op, []) for ancestor in manifest.lineage[: lineage.first - 1] for op in ancestor.operations
     ]
     for known in lineage.surgeries:
-        for number, entry in enumerate(known.operations):
-            made = [layer for layer in known.layers if layer.base is None and layer.operation == number]
-            done.append((entry.op, [layer.init for layer in made]))
+        done += [(entry.op, _inits(known, number)) for number, entry in enumerate(known.operations)]
     papers = papers_of(done)
     if not papers:
         return ""
     return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"
+
+
+def _inits(manifest: Manifest, operation: int) -> list[str]:
+    """How the layers that this operation of a surgery made were filled."""
+    return [layer.init for layer in manifest.layers if layer.base is None and layer.operation == operation]
 
 
 def _history(manifest: Manifest) -> list[list[str]]:

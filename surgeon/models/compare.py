@@ -31,7 +31,7 @@ _NO_TARGET = -100
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """What came of comparing every logit of `base` and `out` over the same tokens, in one mode.
+    """The result of comparing every logit of `base` and `out` over the same tokens, in one mode.
 
     `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in
     nats per position. `top1_agreement`: share of positions with the same most probable token.
@@ -166,7 +166,7 @@ class _Tally:
         self.difference = self.kl = self.base_loss = self.out_loss = 0.0
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
-        """Take in the logits of the same positions; `targets_BT` are the tokens that follow them."""
+        """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
         if base_BTV.shape != out_BTV.shape:
             raise PromiseBroken(
                 f"the output gives logits of shape {tuple(out_BTV.shape)}, the base {tuple(base_BTV.shape)};"
@@ -199,7 +199,7 @@ class _Tally:
         wide = _wide(base_CV) - _wide(out_CV)
         apart_CV = torch.where(base_CV == out_CV, 0.0, wide.abs())
         self.difference = max(self.difference, _finite(apart_CV.nan_to_num(nan=math.inf).max()))
-        # A token of probability zero under the base adds nothing, whatever the output thinks of it.
+        # A token of probability zero under the base adds nothing, for any probability under the output.
         terms_CV = torch.where(base_log_CV > -math.inf, base_log_CV.exp() * (base_log_CV - out_log_CV), 0.0)
         self.kl += _finite(terms_CV.sum())
         self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
@@ -212,7 +212,7 @@ class _Tally:
             tokens=self.tokens,
             identical=self.identical,
             max_abs_difference=self.difference,
-            # Rounding may leave a sum of KL terms a hair below zero.
+            # Rounding may leave a sum of KL terms slightly below zero.
             kl=max(0.0, self.kl / self.tokens),
             top1_agreement=self.agreed / self.tokens,
             base_loss=self.base_loss / self.targets,
@@ -247,7 +247,7 @@ def _exp(loss: float) -> float:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the two functions part.
+    """Where the two functions begin to differ.
 
     `base_layer`: the first base layer after which the hidden states differ; None where the input of the
     first layer differs already (the embeddings), or where every layer agrees and only the logits differ.

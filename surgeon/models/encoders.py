@@ -1,4 +1,4 @@
-"""Do two encoders compute the same function? What their head puts out on real tokens, padding among them."""
+"""Do two encoders compute the same function? Compare their heads' outputs on real tokens, with padding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WHOLE = "whole sequences"
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """What came of comparing what `base` and `out` put out over the same tokens.
+    """The result of comparing the outputs of `base` and `out` over the same tokens.
 
-    `output` is `logits`, or `last_hidden_state` where the checkpoint has no head. `tokens`: positions that went in and
-    are no padding. `identical`: torch.equal on every value; at padding only a whole sequence's output is compared.
+    `output` is `logits`, or `last_hidden_state` where the checkpoint has no head. `tokens`: positions that are not
+    padding. `identical`: torch.equal on every value; padding counts only where the output is one vector a sequence.
     """
 
     mode: str
@@ -34,7 +34,7 @@ class OutputComparison:
 
     @property
     def next_token(self) -> None:
-        """No next token is foretold."""
+        """None: an encoder predicts no next token."""
         return None
 
 
@@ -79,9 +79,9 @@ def compare_encoders(
     batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
     for ids_BT, mask_BT in zip(*batches, strict=True):
         with torch.inference_mode():
-            told = [model(input_ids=ids_BT, attention_mask=mask_BT) for model in (base_model, out_model)]
-        name = "logits" if "logits" in told[0] else "last_hidden_state"
-        first, second = (_compared(output[name], mask_BT) for output in told)
+            outputs = [model(input_ids=ids_BT, attention_mask=mask_BT) for model in (base_model, out_model)]
+        name = "logits" if "logits" in outputs[0] else "last_hidden_state"
+        first, second = (_compared(output[name], mask_BT) for output in outputs)
         if first.isnan().any():
             raise BadInput(
                 f"the base computes NaN {name} in {_plain(base_model.dtype)}, so there is no function to preserve;"
@@ -89,7 +89,7 @@ def compare_encoders(
             )
         if first.shape != second.shape:
             raise PromiseBroken(
-                f"the output gives {name} of shape {list(second.shape)}, the base {list(first.shape)}; expected that"
+                f"the output gives {name} of shape {list(second.shape)}, the base {list(first.shape)}; they must agree"
             )
         identical = identical and torch.equal(first, second)
         difference = max(difference, float((first.float() - second.float()).abs().nan_to_num(nan=torch.inf).max()))
@@ -97,19 +97,22 @@ def compare_encoders(
 
 
 def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """Values of valid positions; all values where they are of whole sequences."""
+    """Values at positions without padding; all values where the output is one vector a sequence."""
     return values[mask_BT.bool()] if values.shape[:2] == mask_BT.shape and values.dim() == 3 else values
 
 
 def load_encoder(folder: Path, **options: Any) -> Any:
-    """As `load_model`, in one dtype: DeBERTa keeps two biases in float32 whatever is asked for, and cannot multiply."""
+    """As `load_model`, in one dtype: transformers keeps two biases of DeBERTa in float32, whose products then fail.
+
+    Raises BadInput, or the given `failure`, as `load_model` does.
+    """
     model = load_model(folder, **options)
     return model.to(model.dtype)
 
 
 def check_window(config: Any, window: int) -> None:
-    """BadInput where a window of tokens is longer than the encoder `config` has positions for."""
-    # RoBERTa counts positions from behind the padding's.
+    """Raise BadInput where a window of tokens is longer than the encoder's positions."""
+    # RoBERTa counts positions from after the padding index.
     taken = config.pad_token_id + 1 if config.model_type.endswith("roberta") else 0
     room = config.max_position_embeddings - taken
     if window > room:

@@ -34,9 +34,9 @@ LOAD_FAILURES = (
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bar and no chatter from transformers inside; what was set before is restored.
+    """No progress bar and no logging from transformers inside; the earlier settings are restored.
 
-    Everything it would warn about (missing keys, mismatched shapes) is checked and raised here instead.
+    This room checks what it would warn about (missing keys, mismatched shapes) and raises instead.
     """
     from transformers.utils import logging
 
@@ -54,13 +54,13 @@ def quiet_transformers() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """The first line of an exception that came from a library, fit for a terminal."""
     if "trust_remote_code" in str(error):
-        return "it brings its own code, which is run only with --trust-remote-code"
+        return "it has code of its own, which runs only with --trust-remote-code"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return printable(lines[0] if lines else type(error).__name__, limit=300)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The floating torch dtype called `name` ("bfloat16", "float32", …); BadInput for anything else."""
+    """The floating torch dtype called `name` ("bfloat16", "float32", …). Raises BadInput for any other name."""
     known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
     if name not in known:
         raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")
@@ -91,11 +91,11 @@ def load_model(
     """The model in `folder` as transformers' class `auto` loads it, in eval mode.
 
     `attention` is the attention implementation (None: the one transformers chooses). A tensor that is
-    missing, unexpected or of another shape raises `failure` and names the first one: transformers only
-    warns, fills in random values and goes on. Weights that would stand on unaligned addresses of a mapped
+    missing, unexpected or of another shape raises `failure` (BadInput by default), naming the first: transformers only
+    warns, fills in random values and goes on. Weights at unaligned addresses of a mapped
     file are copied to aligned ones, because BLAS kernels may round differently by alignment and two
-    files rarely lay the same tensor at the same offset. Of encoders, whose heads come and go, a tensor that nothing
-    has a place for is no error (layers are checked by name before), nor is a base model's missing pooler.
+    files rarely have the same tensor at the same offset. For encoders, whose head may be missing, a tensor without
+    a place in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
     """
     import transformers
 
@@ -119,6 +119,15 @@ def load_model(
             )
     except LOAD_FAILURES as error:
         raise failure(f"{shown}: cannot be loaded with transformers: {first_line(error)}") from error
+    _check_loaded(info, auto, shown, failure)
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def _check_loaded(info: dict[str, Any], auto: str, shown: str, failure: type[SurgeonError]) -> None:
+    """Raise `failure` naming the first tensor that is missing, unexpected or of another shape."""
     if auto != CAUSAL:
         info["unexpected_keys"] = ()
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
@@ -127,13 +136,9 @@ def load_model(
         (sorted(info["unexpected_keys"]), "the checkpoint has the tensor {}, the model has no place for it"),
         (
             sorted(key[0] for key in info["mismatched_keys"]),
-            "tensor {} has another shape than the config asks for",
+            "tensor {} has another shape than the config requires",
         ),
     ):
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise failure(f"{shown}: {words.format(printable(found[0]))}{more}")
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
-            parameter.data = parameter.data.clone()
-    return model.eval()

@@ -1,8 +1,8 @@
 """A causal model whose weights are in memory only while the unit that owns them runs.
 
-The model is built on the meta device; hooks bring the weights of one unit (a decoder layer, the embedding, the final
-norm, the output head) from the shards just before it runs and take them away right after. What runs is transformers'
-own forward, so masks, caches and scaling are the family's.
+The model is built on the meta device; hooks load the weights of one unit (a decoder layer, the embedding, the final
+norm, the output head) from the shards just before it runs and free them right after. The forward is transformers'
+own, so masks, caches and scaling are the family's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StreamedModel:
     """A causal language model whose weights are in memory only while the unit that owns them runs.
 
     `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
-    layers. Names, shapes and completeness of the stored tensors are checked before anything runs;
-    `failure` is raised where they do not fit the config.
+    layers. The names and shapes of all stored tensors are checked before anything runs;
+    it raises `failure` where they do not fit the config.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StreamedModel:
         return module.eval(), chosen
 
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
-        """The one asked for, else the config's, else the first stored tensor's, as in transformers."""
+        """The given one, else the config's, else the first stored tensor's, as in transformers."""
         if isinstance(dtype, torch.dtype):
             return dtype
         if dtype != "auto":
@@ -99,7 +99,7 @@ class StreamedModel:
         return printable(str(self.folder))
 
     def _stored_names(self) -> dict[str, str]:
-        """For every tensor of the model, the name it is stored under; ties are followed, extras refused."""
+        """For every tensor of the model, the name it is stored under; ties are followed, extra tensors are refused."""
         expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
         tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
         partners = {source: target for target, source in tied.items()} | tied
@@ -140,7 +140,7 @@ class StreamedModel:
                     if shape != expected[name]:
                         raise self.failure(
                             f"{printable(str(path))}: tensor {printable(names[name])} has shape {shape};"
-                            f" the config asks for {expected[name]}"
+                            f" the config requires {expected[name]}"
                         )
 
     def _decoder_layers(self) -> list[nn.Module]:
@@ -169,7 +169,7 @@ class StreamedModel:
         for name, module in self.module.named_modules():
             if id(module) not in inside and module._parameters:
                 self._hook(module, [(name, module)])
-        # Registered after the hooks that fetch and drop weights: by then nothing of the layer is left.
+        # Registered after the hooks that load and free weights, so that the digest is taken when they are freed.
         self.layers[0].register_forward_pre_hook(self._digest_input, with_kwargs=True)
         for layer in self.layers:
             layer.register_forward_hook(self._digest_output)
@@ -200,14 +200,14 @@ class StreamedModel:
         unit.register_forward_hook(drop, always_call=True)
 
     def _read(self, names: list[str]) -> list[Tensor]:
-        """The weights called `names`, on the device and in the dtype that the model computes in."""
+        """The weights called `names`, on the device and in the dtype of the computation."""
         values: dict[str, Tensor] = {}
         for path in dict.fromkeys(self.shard_of[self.stored_as[name]] for name in names):
             with self._opened(path) as shard:
                 for name in names:
                     if self.shard_of[self.stored_as[name]] == path:
                         stored = shard.get_tensor(self.stored_as[name])
-                        # A fresh tensor: the mapped one is unaligned and would keep the file mapped.
+                        # A new tensor: the mapped one is unaligned and would keep the file mapped.
                         values[name] = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
                         values[name].copy_(stored)
         return [values[name] for name in names]
@@ -244,7 +244,7 @@ def _digest(hidden: Tensor) -> bytes:
 
 
 def _shards(folder: Path) -> dict[str, Path]:
-    """For every stored tensor, its shard; a single file goes before an index, as in transformers."""
+    """For every stored tensor, its shard; a single file is preferred to an index, as in transformers."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         try:

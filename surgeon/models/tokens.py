@@ -1,4 +1,4 @@
-"""Tokens to compare checkpoints on: a text of the user's or a built-in one, by the checkpoint's tokenizer."""
+"""Tokens to compare checkpoints on: the user's text or a built-in one, encoded by the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
 
-# A folder with none of these has no tokenizer; any other failure to load one is worth telling apart.
+# A folder with none of these has no tokenizer; any other failure to load one gets a message of its own.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -101,7 +101,7 @@ always been cloudy there. He turned the page, and the train went into the tunnel
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """`ids` (windows, window), int64; `source` says in words where they come from."""
+    """`ids` (windows, window), int64; `source` describes in words where they come from."""
 
     ids: Tensor
     source: str
@@ -128,12 +128,14 @@ def token_batches(
         raise ValueError(f"window must be at least 2 and vocabulary at least 1, not {window} and {vocabulary}")
     limit = window * windows if windows else None
     if text is not None:
-        # Read before the tokenizer is loaded, so that a wrong path is told at once.
+        # Read before the tokenizer is loaded, so that a wrong path is reported at once.
         shown = printable(str(text))
         documents = _documents(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
         tokenizer, why_not = find_tokenizer(folder)
         if tokenizer is None:
-            raise BadInput(f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised")
+            raise BadInput(
+                f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised; add the tokenizer's files"
+            )
         source = shown
     else:
         tokenizer, why_not = find_tokenizer(folder)
@@ -168,7 +170,7 @@ def _token_stream(tokenizer: Any, documents: Iterator[str]) -> Iterator[int]:
 
 
 def find_tokenizer(folder: Path) -> tuple[Any, str]:
-    """The tokenizer in `folder`, or None and the reason in words. Never runs code out of the folder."""
+    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

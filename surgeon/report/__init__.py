@@ -1,1 +1,1 @@
-"""What can be shown of an output: inspect, routing, transport, and one page of everything."""
+"""Reports on an output: inspect, routing, transport, and one page of everything."""

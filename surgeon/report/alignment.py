@@ -1,4 +1,4 @@
-"""How far a control block's two branches stand apart, layer by layer (Control LLM, appendix B, Figures 3 and 8)."""
+"""How far a control block's two branches are apart, layer by layer (Control LLM, appendix B, Figures 3 and 8)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.models.load import load_model
 from surgeon.models.tokens import find_tokenizer
 
-# Table 6 of the paper, a row a category (family relations repeat the first); each pair becomes a sentence.
+# Table 6 of the paper, one row a category (family relations repeat the first); each pair becomes a sentence.
 PAIRS = (
     "king:queen, man:woman, actor:actress, waiter:waitress, uncle:aunt, nephew:niece",
     "swim:swam, fly:flew, see:saw, go:went, walking:walked, swimming:swam",
@@ -58,14 +58,17 @@ def sentences() -> tuple[str, ...]:
     return tuple(f"{first} is to {second}" for first, _, second in pairs)
 
 
-def tell_alignment(
+def branch_alignment(
     folder: CheckpointFolder,
     *,
     device: str = "cpu",
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Probing:
-    """Run the probe sentences through the checkpoint and compare the branches of its control blocks."""
+    """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
+
+    Raises BadInput where the checkpoint cannot be loaded.
+    """
     probes = sentences()
     tokenizer, why_not = find_tokenizer(folder.path)
     if tokenizer is None:
@@ -79,19 +82,19 @@ def tell_alignment(
     heard: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, layer in enumerate(model.base_model.layers):
         if getattr(layer, "interpolator", None) is not None:
-            layer.interpolator.register_forward_hook(_ear(heard.setdefault(index, [])))
+            layer.interpolator.register_forward_hook(_recorder(heard.setdefault(index, [])))
     with torch.inference_mode():
         for row in ids:
             model(torch.tensor([row], device=device), use_cache=False, logits_to_keep=1)
     return Probing(tuple(_alignment(layer, states) for layer, states in heard.items()), probes)
 
 
-def _ear(states: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    def hear(_module: Any, inputs: tuple[Tensor, ...], _result: Any) -> None:
+def _recorder(states: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
+    def record(_module: Any, inputs: tuple[Tensor, ...], _result: Any) -> None:
         _, pretrained, expanded = inputs
         states.append((pretrained[0, -1].double().cpu(), expanded[0, -1].double().cpu()))
 
-    return hear
+    return record
 
 
 def _alignment(layer: int, states: list[tuple[Tensor, Tensor]]) -> Alignment:

@@ -1,4 +1,4 @@
-"""How many numbers an output holds, by who brought them, and what training them takes."""
+"""How many parameters an output has, from the base and from its surgeries, and the memory to train them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from surgeon.runtime.states_rules import BANK
 BF16_BYTES = 2
 
 
-# AdamW keeps two moments of every trained number, in float32.
+# AdamW keeps two moments of every trained parameter, in float32.
 ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Counts of numbers; tied embeddings count once. `base` + `earlier` + `new` is all of the output.
+    """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
 
-    `earlier` were brought by surgeries before the last. Bytes of weights and gradients are in bf16, AdamW's two
+    `earlier` come from surgeries before the last. Bytes of weights and gradients are in bf16, AdamW's two
     moments in float32.
     """
 
@@ -34,35 +34,35 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """All numbers of the output."""
+        """All parameters of the output."""
         return self.base + self.earlier + self.new
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take in bf16."""
+        """Bytes of the weights in bf16."""
         return BF16_BYTES * self.total
 
     @property
     def gradient_bytes(self) -> int:
-        """What gradients take in bf16."""
+        """Bytes of the gradients in bf16."""
         return BF16_BYTES * self.trainable
 
     @property
     def optimiser_bytes(self) -> int:
-        """What AdamW's moments take."""
+        """Bytes of AdamW's moments."""
         return ADAMW_BYTES * self.trainable
 
     @property
     def full_optimiser_bytes(self) -> int:
-        """What they would take if everything trained."""
+        """Bytes of AdamW's moments if everything trained."""
         return ADAMW_BYTES * self.total
 
 
-def tell_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
-    """Count the output's numbers from its headers, manifest and lineage."""
+def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
+    """Count the output's parameters from its headers, manifest and lineage."""
     counts = {"base": 0, "earlier": 0, "new": 0}
     for name, info in folder.tensors.items():
-        counts[_bringer(name, manifest, history)] += info.numel
+        counts[_origin(name, manifest, history)] += info.numel
     total = sum(counts.values())
     everything = any(entry.trains == "all" for entry in manifest.operations)
     return Budget(
@@ -72,7 +72,7 @@ def tell_budget(folder: CheckpointFolder, manifest: Manifest, history: History) 
     )
 
 
-def _bringer(name: str, manifest: Manifest, history: History) -> str:
+def _origin(name: str, manifest: Manifest, history: History) -> str:
     if name in manifest.new_tensors:
         return "new"
     place = layer_of(name)

@@ -15,7 +15,7 @@ from surgeon.report.history import History
 MAX_LOG_BYTES = 64_000_000
 
 
-# What a trainer calls the held-out loss of a source.
+# The name of a source's held-out loss in a trainer's log.
 _BEFORE, _AFTER = "eval_", "_loss"
 
 
@@ -29,10 +29,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run as a manifest tells of it.
+    """One training run, as a manifest records it.
 
     `losses` maps sources to held-out losses before and after; `changes` every tensor that trained, by its name in that
-    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
+    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: the tensor was zero before).
     """
 
     surgery: int
@@ -43,11 +43,11 @@ class TrainingRun:
 
     @property
     def unchanged(self) -> tuple[str, ...]:
-        """Tensors that trained and are as they were."""
+        """Tensors that trained and did not change."""
         return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
 
 
-def tell_runs(history: History) -> tuple[TrainingRun, ...]:
+def training_runs(history: History) -> tuple[TrainingRun, ...]:
     """Every training run of every known surgery, oldest first."""
     return tuple(
         TrainingRun(
@@ -74,10 +74,10 @@ def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
 
 
 def read_curves(log: Path) -> tuple[Curve, ...]:
-    """One curve a source, in the order they appear; BadInput names the first line that is not one of a log.
+    """One curve a source, in the order they appear. Raises BadInput, which names the first bad line.
 
-    A log is JSON lines of `step`, `source` and `loss`, or what `surgeon train --json` prints. Lines without a loss (a
-    trainer's other news) are passed over; so are losses that are no numbers.
+    A log is JSON lines of `step`, `source` and `loss`, or the output of `surgeon train --json`. It skips lines
+    without a loss, and losses that are not finite.
     """
     shown = printable(str(log))
     try:
@@ -102,12 +102,12 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
 
 
 def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The log's entries and the lines they stand on (of a trainer's whole record: their numbers)."""
+    """The log's entries with their line numbers (for the output of `surgeon train --json`: their order)."""
     if content.startswith(b"{\n"):
-        told = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES)
-        held, logged = told.get("losses"), told.get("log")
+        record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES)
+        held, logged = record.get("losses"), record.get("log")
         if not isinstance(held, dict) or not isinstance(logged, list):
-            raise BadInput(f"{printable(str(log))}: neither JSON lines nor what `surgeon train --json` prints")
+            raise BadInput(f"{printable(str(log))}: neither JSON lines nor the output of `surgeon train --json`")
         before = {name: both["before"] for name, both in held.items() if isinstance(both, dict) and "before" in both}
         entries = [{"step": 0} | {f"{_BEFORE}{name}{_AFTER}": loss for name, loss in before.items()}]
         entries += [entry for entry in logged if isinstance(entry, dict) and entry.get("step") != 0]

@@ -1,4 +1,4 @@
-"""Everything a report tells of an output, gathered in one place. Runs a model only where that is asked for."""
+"""Everything that a report shows of an output, gathered in one place. Runs a model only on request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest
 from surgeon.report.alignment import Probing
-from surgeon.report.budget import Budget, tell_budget
-from surgeon.report.curves import Curve, TrainingRun, tell_runs
-from surgeon.report.history import History, tell_history
-from surgeon.report.maps import MapFact, tell_maps
+from surgeon.report.budget import Budget, parameter_budget
+from surgeon.report.curves import Curve, TrainingRun, training_runs
+from surgeon.report.history import History, layer_history
+from surgeon.report.maps import MapFact, map_facts
 from surgeon.report.routing_record import RoutingReport
-from surgeon.report.spectra import Spectrum, tell_spectra
+from surgeon.report.spectra import Spectrum, gate_spectra
 from surgeon.verify.verify import Verification
 
 
@@ -32,9 +32,9 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report shows; empty or None is what was not asked for, or is not there to tell.
+    """The contents of a report; a field is empty or None where it was not requested or does not apply.
 
-    `name` is the output folder's, without the way to it. `verification` is None where no base was given.
+    `name` is the output folder's name, without its path. `verification` is None where no base was given.
     """
 
     name: str
@@ -66,22 +66,22 @@ def gather(
     curves: tuple[Curve, ...] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Findings:
-    """Join what headers, manifest and gating matrices tell with what was found by running. Raises BadInput."""
-    history = tell_history(folder, manifest)
+    """Combine facts from headers, manifest and gating matrices with results of running. Raises BadInput as `find`."""
+    history = layer_history(folder, manifest)
     return Findings(
         name=Path(folder.path).resolve().name,
         model_type=anatomy.family.model_type,
         dtypes=tuple(sorted({info.dtype for info in folder.tensors.values()})),
         manifest=manifest,
         history=history,
-        budget=tell_budget(folder, manifest, history),
-        maps=tell_maps(history),
-        spectra=tell_spectra(folder, anatomy, progress=progress),
+        budget=parameter_budget(folder, manifest, history),
+        maps=map_facts(history),
+        spectra=gate_spectra(folder, anatomy, progress=progress),
         verification=verification,
         heat_maps=heat_maps,
         routing=routing,
         probing=probing,
-        runs=tell_runs(history),
+        runs=training_runs(history),
         curves=curves,
         notes=tuple(folder.notes),
     )

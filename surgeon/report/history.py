@@ -1,4 +1,4 @@
-"""The layer stack of an output through all its surgeries: where each layer comes from, and what it carries."""
+"""The layer stack of an output through all its surgeries: the origin of each layer, and its grafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Origin = Literal["base", "changed"] | Made
 
 @dataclass(frozen=True)
 class Mark:
-    """One graft of a layer: `text` in words, `sign` as the picture letters it; `surgery` brought it (1: the first)."""
+    """One graft of a layer: `text` in words, `sign` as its letter in the picture, `surgery` that added it (from 1)."""
 
     kind: str
     sign: str
@@ -35,9 +35,9 @@ class Mark:
 class StackLayer:
     """One layer of the output.
 
-    `base` is its number in the first base, None for one that surgery number `surgery` made, by its operation number
+    `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    what stands beside them. A layer of the base to which a surgery gave other weights is `changed`, as `init` says.
+    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says.
     """
 
     index: int
@@ -78,7 +78,7 @@ class History:
         return self.lineage.layers(self.first + nth)
 
 
-def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
+def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
     """Follow every layer back through the lineage, as far as manifests were kept. Raises BadInput for a broken one."""
     lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
     _check(lineage, folder)
@@ -93,12 +93,12 @@ def tell_history(folder: CheckpointFolder, manifest: Manifest) -> History:
 
 
 def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
-    """BadInput where manifests contradict themselves, or the weights beside the last."""
+    """Raise BadInput where a manifest contradicts itself, or the last one the weights beside it."""
     file = lineage.file
     held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
     if len(lineage.last.layers) != max(held, default=-1) + 1:
         raise BadInput(
-            f"{printable(file)}: `layers` tells of {len(lineage.last.layers)} layers, where there are"
+            f"{printable(file)}: `layers` lists {len(lineage.last.layers)} layers, where there are"
             f" {max(held, default=-1) + 1} layers; was it edited by hand?"
         )
     for manifest in lineage.surgeries:
@@ -106,12 +106,12 @@ def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
         numbers = {layer.operation for layer in manifest.layers if layer.operation is not None}
         if any(not 0 <= number < len(manifest.operations) for number in numbers):
             raise BadInput(
-                f"{printable(file)}: `layers` tells of operations {sorted(numbers)}, where there are"
+                f"{printable(file)}: `layers` names operations {sorted(numbers)}, where there are"
                 f" {len(manifest.operations)} operations; was it edited by hand?"
             )
         sources = [source for layer in manifest.layers for source in layer.sources]
         if any(not 0 <= source < len(manifest.layers) for source in sources):
-            raise BadInput(f"{printable(file)}: `layers` names a source that is no layer; was it edited by hand?")
+            raise BadInput(f"{printable(file)}: `layers` names a source that is not a layer; was it edited by hand?")
 
 
 def _layers_with_new_weights(manifest: Manifest) -> set[int]:

@@ -19,7 +19,7 @@ from surgeon.operations.selectors import show
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint folder is: its base facts and, if it is an output of surgeon, its manifest."""
+    """A checkpoint's sizes and family and, if it is an output of surgeon, its manifest."""
 
     path: Path
     folder: CheckpointFolder
@@ -46,7 +46,7 @@ class Inspection:
 
 
 def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:
-    """What a checkpoint is, what was done to it, which of its tensors are new. Raises BadInput."""
+    """Show a checkpoint's family and sizes, its surgeries and its new tensors. Raises BadInput for a broken one."""
     opened = CheckpointFolder.open(Path(folder), trust_remote_code=trust_remote_code)
     manifest = manifest_of(opened) if opened.manifest is not None else None
     return Inspection(
@@ -59,7 +59,7 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
 
 
 def inspection_view(inspection: Inspection) -> RenderableType:
-    """What a checkpoint is and what was done to it."""
+    """Family and sizes, then base, operations, grafts and training."""
     anatomy, folder = inspection.anatomy, inspection.folder
     sizes = anatomy.sizes
     facts = Table(box=None, show_header=False, pad_edge=False)
@@ -92,11 +92,11 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     for text, layers in grafts.items():
         facts.add_row("grafts", f"{printable(text)}: {'layer' if len(layers) == 1 else 'layers'} {show(layers)}")
     for run in manifest.training:
-        told = ", ".join(
+        losses = ", ".join(
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
         )
-        told = f"; held-out loss {told}" if told else ""
-        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{told}")
+        losses = f"; held-out loss {losses}" if losses else ""
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{losses}")
     facts.add_row(
         "new tensors",
         f"{len(manifest.new_tensors)}, in {listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",

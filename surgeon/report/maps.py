@@ -1,4 +1,4 @@
-"""Transport maps as manifests tell of them: entropies and marginal errors, of every surgery of the lineage."""
+"""Transport maps from manifests: entropies and marginal errors, for every surgery of the lineage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LABEL = re.compile(
 
 @dataclass(frozen=True)
 class MapFact:
-    """One map that was solved to make a layer: between the two layers it was fused from.
+    """One map that was solved to make a layer, between the two layers it was fused from.
 
-    `layer` is the made layer's number in this output, as text (its label where that cannot be told). `entropy` is in
+    `layer` is the made layer's number in this output, as text (its label where that is not known). `entropy` is in
     nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
     """
 
@@ -34,12 +34,12 @@ class MapFact:
     converged: bool
 
 
-def tell_maps(history: History) -> tuple[MapFact, ...]:
-    """Every map of every known surgery, oldest first. What a manifest tells incompletely is left out."""
+def map_facts(history: History) -> tuple[MapFact, ...]:
+    """Every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
     found: list[MapFact] = []
     for nth, manifest in enumerate(history.surgeries):
         numbers, places = _numbers(manifest), history.places(nth)
-        for name, told in manifest.transport_maps.items():
+        for name, recorded in manifest.transport_maps.items():
             label = _LABEL.fullmatch(name)
             if label is None:
                 layer, module = printable(name), ""
@@ -47,7 +47,7 @@ def tell_maps(history: History) -> tuple[MapFact, ...]:
                 index = numbers.get((int(label["operation"]), label["place"]))
                 layer = label["place"] if index not in places else str(places[index])
                 module = label["module"]
-            if (fact := _fact(layer, module, told)) is not None:
+            if (fact := _fact(layer, module, recorded)) is not None:
                 found.append(fact)
     return tuple(found)
 
@@ -67,8 +67,10 @@ def _numbers(manifest: Manifest) -> dict[tuple[int, str], int]:
     return numbers
 
 
-def _fact(layer: str, module: str, told: dict[str, Any]) -> MapFact | None:
-    values = {key: told.get(key) for key in ("entropy", "row_error", "column_error", "rows", "columns", "iterations")}
+def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
+    values = {
+        key: recorded.get(key) for key in ("entropy", "row_error", "column_error", "rows", "columns", "iterations")
+    }
     numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
     if len(numbers) < len(values) or not all(map(math.isfinite, numbers.values())):
         return None
@@ -82,5 +84,5 @@ def _fact(layer: str, module: str, told: dict[str, Any]) -> MapFact | None:
         row_error=numbers["row_error"],
         column_error=numbers["column_error"],
         iterations=int(numbers["iterations"]),
-        converged=bool(told.get("converged")),
+        converged=bool(recorded.get("converged")),
     )

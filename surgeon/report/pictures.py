@@ -15,11 +15,14 @@ _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": 
 
 
 def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
-    """Draw the stack, and routing and gates where they were recorded; returns the files. Raises BadInput."""
+    """Draw the stack, and routing and gates where they were recorded; returns the files.
+
+    Raises BadInput without matplotlib, or where the folder cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+        raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
     drawn: dict[str, Any] = {}
     drawn["stack"] = _stack(Figure, findings.history)
     routing = findings.routing
@@ -44,7 +47,7 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
 
 
 def _plain(words: str, limit: int = 40) -> str:
-    """Data as a label: dollar signs would begin mathematics."""
+    """Text of the data as a label: matplotlib would read dollar signs as mathematics."""
     return printable(words, limit).replace("$", r"\$")
 
 
@@ -69,9 +72,9 @@ def _stack(figure_class: Any, history: History) -> Any:
 
 
 def _router(figure_class: Any, routing: RoutingReport) -> Any:
-    told = {name: text.router.mean for name, text in routing.texts.items() if text.router is not None}
+    means = {name: text.router.mean for name, text in routing.texts.items() if text.router is not None}
     title = f"PMoE's router above {routing.router_layer} layers: mean weight"
-    return _matrix(figure_class, title, list(told), [f"slot {s}" for s in range(routing.slots)], list(told.values()))
+    return _matrix(figure_class, title, list(means), [f"slot {s}" for s in range(routing.slots)], list(means.values()))
 
 
 def _states(figure_class: Any, routing: RoutingReport, name: str) -> Any:

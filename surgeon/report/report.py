@@ -1,4 +1,4 @@
-"""`surgeon report`: one self-contained page of an output, and its figures as pictures."""
+"""`surgeon report`: one self-contained page about an output, and its figures as pictures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import Manifest, manifest_of
-from surgeon.report.alignment import Probing, tell_alignment
+from surgeon.report.alignment import Probing, branch_alignment
 from surgeon.report.curves import read_curves
 from surgeon.report.findings import Findings, HeatMap, gather
 from surgeon.report.routing_record import RoutingReport, read_routing
@@ -25,7 +25,7 @@ from surgeon.verify.verify import Verification, verify
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of a report's findings, what is plain data as it stands.
+# The findings that are plain data already.
 _TOLD = (
     "name",
     "model_type",
@@ -43,7 +43,7 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class Reported:
-    """What a report wrote, and what it tells."""
+    """The files that a report wrote, and its findings."""
 
     html: Path | None
     pictures: tuple[Path, ...]
@@ -89,18 +89,19 @@ def report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Tell all that can be told of `out`: as one self-contained page `html`, as pictures in the folder `png`.
+    """Report on `out`: as one self-contained page `html`, and as pictures in the folder `png`.
 
-    With `base`, the static proof is run (`logits`: and logits are compared). `texts`, by their domains' names, record
-    what routers and gates choose, `routing` is such a record. `log` holds losses, JSON lines of step, source and loss;
-    `maps` are names of transport maps to show. Where there are control blocks, the probe sentences of Control LLM are
-    run. Raises BadInput; a broken promise is told in the page and the result.
+    With `base` it runs the static proof (with `logits`, it compares logits too). On `texts`, by their domains' names,
+    it records what routers and gates choose; `routing` is such a record. `log` holds losses, JSON lines of step,
+    source and loss; `maps` are names of transport maps to show. Where there are control blocks, it runs the probe
+    sentences of Control LLM. Raises BadInput where an option or file is wrong, PromiseBroken where `verify` cannot run
+    `out`; a check that fails is shown in the page and the result.
     """
     from surgeon.report.page.document import render
 
     listener = listener or Quiet()
     if logits and base is None:
-        raise BadInput("--verify compares logits with the base's: give --base DIR")
+        raise BadInput("--verify compares logits with the base's; give --base DIR")
     if html is not None:
         check_place(Path(html))
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
@@ -160,10 +161,10 @@ def find(
     trust_remote_code: bool,
     progress: Callable[[str], None],
 ) -> Findings:
-    """Everything the page tells; models are run for `texts`, and where there are control blocks. Raises BadInput."""
+    """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
     if texts and routing is not None:
-        raise BadInput("--text and --routing exclude each other: record anew, or show what was recorded")
-    # Files are read first, so that a wrong path is told before any work.
+        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
+    # Files are read first, so that a wrong path is reported before any work.
     recorded = read_routing(routing) if routing is not None else None
     curves = read_curves(log) if log is not None else ()
     anatomy = dissect(folder.config, folder.tensors)
@@ -188,7 +189,7 @@ def find(
 
 
 def check_place(html: Path) -> None:
-    """BadInput where the page cannot be written there, told before any work."""
+    """Raise BadInput, before any work, where the page cannot be written there."""
     shown = printable(str(html))
     if html.is_dir():
         raise BadInput(f"--html {shown}: a folder; give the page's file name")
@@ -197,7 +198,7 @@ def check_place(html: Path) -> None:
 
 
 def write_page(page: str, to: Path) -> None:
-    """Write the page beside its place and move it there: `to` is the old file or the whole new one."""
+    """Write the page beside `to`, then rename it: `to` is the old file or the new one. Raises BadInput on an error."""
     try:
         handle, staged = tempfile.mkstemp(prefix=f".{to.name}.", dir=to.parent)
         try:
@@ -242,7 +243,7 @@ def _probe(
     surgery = folder.config.get("surgery")
     if not isinstance(surgery, dict) or not surgery.get("control"):
         return None
-    return tell_alignment(folder, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    return branch_alignment(folder, device=device, trust_remote_code=trust_remote_code, progress=progress)
 
 
 def _heat_map(name: str, matrix: Tensor) -> HeatMap:

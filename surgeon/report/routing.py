@@ -42,10 +42,10 @@ def routing_report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> RoutingReport:
-    """Run `out` over texts, by their domains' names (None: the built-in probe), and tell what routers and gates chose.
+    """Run `out` over texts, by their domains' names (None: the built-in probe); record what routers and gates choose.
 
     `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
-    for a checkpoint without grafts that choose, and for texts that cannot be read.
+    for a checkpoint without routers and gates, and for texts that cannot be read.
     """
 
     report = record_choices(
@@ -65,7 +65,7 @@ def routing_report(
     return report
 
 
-# Tokens of each text that are kept one by one, to be coloured by their slot (PMoE, Figure 5).
+# How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
 _EXAMPLES = 256
 
 
@@ -82,7 +82,7 @@ def record_choices(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RoutingReport:
-    """Run the checkpoint `out` over each text (by its domain's name; None: the built-in probe) and tell what it chose.
+    """Run the checkpoint `out` over each text, by its domain's name (None: the built-in probe), and record the choices.
 
     `windows` of `window` tokens are taken of each text, 0 for all of it. Raises BadInput for a checkpoint without
     grafts that choose, and for texts that cannot be read.
@@ -91,7 +91,7 @@ def record_choices(
     shown = printable(str(out))
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
-        raise BadInput(f"{shown}: no grafts here, so nothing routes or gates; give an output that has some")
+        raise BadInput(f"{shown}: no grafts here, so no routers or gates; give an output that has some")
     anatomy = dissect(folder.config, folder.tensors)
     vocabulary = anatomy.sizes.vocabulary
     trusted = trust_remote_code or folder.code == "shipped"
@@ -103,8 +103,10 @@ def record_choices(
         model = load_model(Path(out), device=device, trust_remote_code=trusted)
     observer = _Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
-        raise BadInput(f"{shown}: its grafts have neither router nor gate, so there is nothing to record")
-    # None: there is no tokenizer, and tokens are told by number.
+        raise BadInput(
+            f"{shown}: its grafts have neither router nor gate, so there is nothing to record; give another output"
+        )
+    # None: there is no tokenizer, and tokens are shown by number.
     tokenizer, _ = find_tokenizer(Path(out)) if observer.slots else (None, "")
     report = RoutingReport(
         model=Path(out).resolve().name,
@@ -120,15 +122,15 @@ def record_choices(
 
 
 class _Observer:
-    """A loaded model with ears at everything that chooses."""
+    """A loaded model that records the choices of its routers and gates."""
 
     def __init__(self, model: Any, *, encoder: bool) -> None:
         self.model = model
-        # Of the code that was loaded with the checkpoint, which need not be the installed one.
+        # From the code that was loaded with the checkpoint, which need not be the installed one.
         self._flow = sys.modules[type(model).__module__].Flow
         trunk = model.base_model
         surgery = trunk.surgery
-        # An encoder has no cache and no logits to leave out, and its layers carry nothing to listen to.
+        # An encoder has no cache and no logits to leave out, and its layers have no gates.
         self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
         router = surgery.of["experts"].router if "experts" in surgery.of else None
         self.slots = 0 if router is None else len(router.slots)
@@ -139,17 +141,17 @@ class _Observer:
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
         for layer, module in enumerate(() if encoder else trunk.layers):
-            self._listen(str(layer), module)
+            self._observe(str(layer), module)
             if layer in surgery.homes.values():
-                self._listen(f"{layer}.branch", module.expanded)
+                self._observe(f"{layer}.branch", module.expanded)
 
     @property
     def chooses(self) -> bool:
-        """Whether there is anything to hear."""
+        """Whether the model has routers or gates."""
         return bool(self.slots or self.sites or self._gates)
 
     def run(self, ids: Tensor, tokenizer: Any) -> TextChoices:
-        """One text's windows (windows, window)."""
+        """Run one text's windows (windows, window) and return the choices."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
                 parts.clear()
@@ -176,32 +178,32 @@ class _Observer:
             numbers = torch.tensor(self.bank.choice_of(site))[chosen.flatten().cpu()]
             states[site] += row.index_add(0, numbers, weights.flatten().double().cpu())
 
-    def _listen(self, place: str, layer: nn.Module) -> None:
+    def _observe(self, place: str, layer: nn.Module) -> None:
         adapter = getattr(getattr(layer, "mlp", None), "adapter", None)
         if adapter is not None and adapter.gate is not None:
-            adapter.register_forward_hook(self._hear_adapter(f"{place}.adapter"))
+            adapter.register_forward_hook(self._record_adapter(f"{place}.adapter"))
         interpolator = getattr(layer, "interpolator", None)
         if interpolator is not None:
-            interpolator.register_forward_hook(self._hear_share(f"{place}.interpolator"))
+            interpolator.register_forward_hook(self._record_share(f"{place}.interpolator"))
 
-    def _hear_adapter(self, name: str) -> Callable[..., None]:
+    def _record_adapter(self, name: str) -> Callable[..., None]:
         gates, loudness = self._gates.setdefault(name, []), self._loudness.setdefault(name, [])
 
-        def hear(module: Any, _inputs: Any, result: tuple[Tensor, Tensor]) -> None:
+        def record(module: Any, _inputs: Any, result: tuple[Tensor, Tensor]) -> None:
             output, score = result
             gates.append(module.opening(score).flatten().cpu())
             loudness.append(output.abs().float().mean(dim=-1).flatten().cpu())
 
-        return hear
+        return record
 
-    def _hear_share(self, name: str) -> Callable[..., None]:
+    def _record_share(self, name: str) -> Callable[..., None]:
         gates = self._gates.setdefault(name, [])
 
-        def hear(_module: Any, inputs: tuple[Tensor, ...], result: tuple[Tensor, float | Tensor]) -> None:
+        def record(_module: Any, inputs: tuple[Tensor, ...], result: tuple[Tensor, float | Tensor]) -> None:
             share = torch.as_tensor(result[1], dtype=torch.float32).cpu()
             gates.append(share.expand(*inputs[0].shape[:2], 1).flatten() if share.dim() < 2 else share.flatten())
 
-        return hear
+        return record
 
     def _gate(self, name: str) -> GateChoices:
         values = torch.cat(self._gates[name]).double()
@@ -263,8 +265,8 @@ def _state_rows(report: RoutingReport) -> Table:
         sums = [sum(row[state] for row in text.states) for state in range(len(report.sites))]
         total = sum(sums) or 1.0
         order = sorted(range(len(sums)), key=lambda state: -sums[state])[:_SHOWN]
-        told = [f"{report.sites[s][0]}.{report.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s]]
-        table.add_row(printable(name), ", ".join(told))
+        used = [f"{report.sites[s][0]}.{report.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s]]
+        table.add_row(printable(name), ", ".join(used))
     return table
 
 
@@ -276,7 +278,7 @@ def _gate_rows(report: RoutingReport, gates: dict[str, None]) -> Table:
     for gate in gates:
         cells = []
         for text in report.texts.values():
-            told = text.gates[gate]
-            cells.append(f"{told.mean:.4f}" + (f" ({told.closed:.0%})" if told.loudness is not None else ""))
+            chosen = text.gates[gate]
+            cells.append(f"{chosen.mean:.4f}" + (f" ({chosen.closed:.0%})" if chosen.loudness is not None else ""))
         table.add_row(gate, *cells)
     return table

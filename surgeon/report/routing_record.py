@@ -1,4 +1,4 @@
-"""The record of a routing report: what it holds, and how its file is read."""
+"""The record of a routing report: its fields, and how its file is read."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class GateChoices:
 
 @dataclass(frozen=True)
 class TextChoices:
-    """Everything chosen on one text of `tokens` tokens.
+    """The choices on one text of `tokens` tokens.
 
     `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
-    `RoutingReport.sites`. `gates` are by the layer's number and what stands there (`3.adapter`, `3.interpolator`).
+    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`).
     """
 
     tokens: int
@@ -52,9 +52,9 @@ class TextChoices:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """What was chosen, text by text.
+    """The choices of routers and gates, text by text.
 
-    `sites` are (layer, block) of the control states, `router_layer` is how many layers lie below PMoE's router.
+    `sites` are (layer, block) of the control states, `router_layer` is the number of layers below PMoE's router.
     """
 
     model: str
@@ -85,8 +85,8 @@ class RoutingReport:
                     },
                     "states": [list(row) for row in text.states],
                     "gates": {
-                        gate: {"mean": told.mean, "closed": told.closed, "loudness": told.loudness}
-                        for gate, told in text.gates.items()
+                        gate: {"mean": choices.mean, "closed": choices.closed, "loudness": choices.loudness}
+                        for gate, choices in text.gates.items()
                     },
                 }
                 for name, text in self.texts.items()
@@ -143,14 +143,14 @@ class _Routing(_Entry):
 
 
 def read_routing(file: Path) -> RoutingReport:
-    """The report in `file`; BadInput names the first thing that is not as it must be."""
+    """The report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
     shown = printable(str(file))
     try:
         content = file.read_bytes()
     except OSError as error:
         raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
     try:
-        told = _Routing.model_validate(parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES))
+        read = _Routing.model_validate(parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
@@ -158,21 +158,21 @@ def read_routing(file: Path) -> RoutingReport:
             f"{shown}: not a routing report ({where}: {printable(problem['msg'])}); `surgeon routing-report --to FILE`"
             " writes one"
         ) from None
-    slots = told.router.slots if told.router else 0
-    for name, text in told.texts.items():
-        if text.states and {len(text.states), *map(len, text.states)} != {len(told.sites)}:
-            raise BadInput(f"{shown}: states of {printable(name)} are not {len(told.sites)} × {len(told.sites)}")
+    slots = read.router.slots if read.router else 0
+    for name, text in read.texts.items():
+        if text.states and {len(text.states), *map(len, text.states)} != {len(read.sites)}:
+            raise BadInput(f"{shown}: states of {printable(name)} are not {len(read.sites)} × {len(read.sites)}")
         router = text.router
         if router and (
             {len(router.mean), len(router.largest)} != {slots} or any(s >= slots for _, s in router.examples)
         ):
-            raise BadInput(f"{shown}: the router of {printable(name)} speaks of other slots than the {slots} named")
+            raise BadInput(f"{shown}: the router of {printable(name)} has other slots than the {slots} named")
     return RoutingReport(
-        model=told.model,
+        model=read.model,
         slots=slots,
-        router_layer=told.router.layer if told.router else None,
-        sites=tuple(told.sites),
-        texts={name: _text(text) for name, text in told.texts.items()},
+        router_layer=read.router.layer if read.router else None,
+        sites=tuple(read.sites),
+        texts={name: _text(text) for name, text in read.texts.items()},
     )
 
 

@@ -14,7 +14,7 @@ from surgeon.models.load import stored_dtype
 from surgeon.runtime.adapters_rules import ADAPTER
 from surgeon.runtime.rules import BRANCH
 
-# A spectrum takes time cubic in the width: of deep models, layers are chosen evenly.
+# A spectrum takes time cubic in the width: in deep models, layers are chosen evenly.
 _LAYERS = 8
 
 
@@ -23,7 +23,7 @@ _GATE = f"{ADAPTER}gate_proj.weight"
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values over the largest, falling: of the adapter's W_g and of its layer's own gating matrix."""
+    """Singular values over the largest, in falling order: of the adapter's W_g and its layer's own gating matrix."""
 
     layer: int
     in_branch: bool
@@ -31,7 +31,7 @@ class Spectrum:
     backbone: tuple[float, ...]
 
 
-def tell_spectra(
+def gate_spectra(
     folder: CheckpointFolder, anatomy: Anatomy, *, progress: Callable[[str], None] = lambda line: None
 ) -> tuple[Spectrum, ...]:
     """Spectra of at most eight adapters, spread evenly over the layers; none where there are no adapters."""
@@ -71,7 +71,7 @@ def _read(folder: CheckpointFolder, name: str) -> Tensor:
 
 
 def _spectrum(matrix: Tensor) -> tuple[float, ...]:
-    """By the Gram matrix of the shorter side, in float64, where squares lose nothing that a picture shows."""
+    """From the Gram matrix of the shorter side, in float64, where squaring loses nothing visible in a picture."""
     wide = matrix.double()
     gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
     values = torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(0)

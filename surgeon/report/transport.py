@@ -1,8 +1,8 @@
-"""How widely neurons of inserted layers correspond to those of their neighbours (OpT-DeUS, section 7.3, Table 8).
+"""How widely neurons of inserted layers correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
 
 For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
-and the new layer, and between the new layer and the base layer above, and the entropy of T is told: in nats, at most
-log(n·m), where every neuron corresponds to every other alike. Whatever initialised the layers can be compared so.
+and the new layer, and between the new layer and the base layer above. It reports the entropy of T: in nats, at most
+log(n·m), where every neuron corresponds to every other equally. This compares layers of any initialisation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.loading import parse_plan
-from surgeon.report.history import History, tell_history
+from surgeon.report.history import History, layer_history
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
 
 
-# The longer side of a heat map, in cells; larger maps are shown by the largest value of each block.
+# The longer side of a heat map, in cells; of a larger map it shows the largest value of each block.
 _CELLS = 1024
 
 
@@ -44,8 +44,8 @@ _CELLS = 1024
 class MapReport:
     """One transport map: between inserted layer `layer` and its neighbour, a base layer `below` or `above` it.
 
-    `entropy` is in nats, before training or as the checkpoint stands; `trained` the same in the trained checkpoint;
-    `uniform` what it is at most. Marginal errors are L1 distances from uniform.
+    `entropy` is in nats, in the checkpoint itself; `trained` the same in the trained checkpoint;
+    `uniform` the largest possible. Marginal errors are L1 distances from uniform.
     """
 
     layer: int
@@ -61,13 +61,13 @@ class MapReport:
 
     @property
     def name(self) -> str:
-        """How the map is called: `12.below.query`."""
+        """The map's name: `12.below.query`."""
         return f"{self.layer}.{self.neighbour}.{self.module}"
 
 
 @dataclass(frozen=True)
 class TransportReport:
-    """Every map of a checkpoint, and the pictures that were drawn."""
+    """Every map of a checkpoint, and the files of pictures."""
 
     maps: tuple[MapReport, ...]
     pictures: tuple[Path, ...] = ()
@@ -105,20 +105,21 @@ def transport_report(
     """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
 
     Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
-    draw as PNG into the folder `pictures` (matplotlib, the extra `report`), or to hand to
-    `keep` with their names. Raises BadInput.
+    draw as PNG into the folder `pictures` (matplotlib, the extra `report`), or to pass to
+    `keep` with their names. Raises BadInput where nothing was inserted, and for checkpoints and maps that do not fit.
     """
     folder = CheckpointFolder.open(Path(out))
     manifest = _manifest(folder)
-    pairs = _pairs(tell_history(folder, manifest))
+    pairs = _pairs(layer_history(folder, manifest))
     if not pairs:
         raise BadInput(
-            f"{printable(str(out))}: no operation inserted a layer between two of the base, so no map to tell of"
+            f"{printable(str(out))}: no operation inserted a layer between two of the base, so it has no maps;"
+            " give another output"
         )
     names = [f"{layer}.{neighbour}.{module}" for layer, neighbour, *_ in pairs for module in MODULES]
     _check_names(maps, names)
     if bool(maps) != (pictures is not None or keep is not None):
-        raise BadInput("--maps and --png go together: which maps, and the folder for their pictures")
+        raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
     drawer = _Drawer(Path(pictures)) if pictures is not None else None
     see = keep if drawer is None else drawer.draw
     device = devices.resolve(device)
@@ -127,7 +128,10 @@ def transport_report(
     if trained is not None:
         other = CheckpointFolder.open(Path(trained))
         if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
-            raise BadInput(f"{printable(str(trained))}: not this model trained: its tensors have other names or shapes")
+            raise BadInput(
+                f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
+                " give RUN of `train`"
+            )
         after = _solve(other, pairs, device, progress, frozenset(), None)
     return TransportReport(
         tuple(
@@ -158,7 +162,7 @@ def _manifest(folder: CheckpointFolder) -> Manifest:
 def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
     """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
 
-    Of a chain of surgeries these are the layers that any of them inserted, where they stand now.
+    In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
     plans = [parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan for manifest in history.surgeries]
     kept = [layer.index for layer in history.layers if layer.base is not None]
@@ -217,15 +221,15 @@ def _check_names(wanted: Sequence[str], names: list[str]) -> None:
 
 
 class _Drawer:
-    """Heat maps as PNG files, one a map."""
+    """Draws heat maps as PNG files, one a map."""
 
     def __init__(self, folder: Path) -> None:
         try:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
-            raise BadInput("--png needs matplotlib: pip install 'surgeon[report]'") from None
+            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
         if folder.exists() and not folder.is_dir():
-            raise BadInput(f"--png {printable(str(folder))}: not a folder")
+            raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")
         self.folder = folder
         self.drawn: list[Path] = []
 
@@ -261,7 +265,7 @@ def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
 
 
 def transport_view(report: TransportReport) -> RenderableType:
-    """A row a module: entropies, what they are at most, and how well the worst of its maps was solved."""
+    """A row for each module: entropies, the largest possible, and the worst marginal error of its maps."""
     table = Table(box=None, pad_edge=False)
     after = any(found.trained is not None for found in report.maps)
     columns = ["module", "entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"]

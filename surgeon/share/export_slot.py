@@ -1,7 +1,7 @@
 """`surgeon export-slot`: a slot of an output as a PEFT adapter for the base that the slots were attached to.
 
 Shallow layers' shared LoRA and the slot in deep layers together compute, on that base, what the output computes with
-all of the router's mass on the slot. Matrices pass as bytes.
+all of the router's mass on the slot. Matrices are copied as bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from surgeon.operations.selectors import show
 class Exported:
     """A slot that was written as a PEFT adapter for `base` (at `revision`).
 
-    `layers` are the base's that it adapts, in `modules` modules; `config` is its adapter_config.json, `notes` tell what
-    of the output's function it does not hold.
+    `layers` are the adapted layers of the base, `modules` the number of modules; `config` is its adapter_config.json,
+    `notes` say what of the output's function it lacks.
     """
 
     path: Path
@@ -82,11 +82,11 @@ def export_slot(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Exported:
-    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the base the slots stand on.
+    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the slots' base.
 
     `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
-    slot: shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
-    absent, for a slot that is not there or that stands in layers the base lacks.
+    slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
+    absent, for a slot that does not exist or that is in layers the base lacks.
     """
     listener = listener or Quiet()
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
@@ -102,9 +102,9 @@ def export_slot(
 
 @dataclass(frozen=True)
 class Origin:
-    """The base that the slots were attached to: its name, commit, and which of its layers each layer of the output is.
+    """The base that the slots were attached to: its name, its commit, and the layer of it that each output layer is.
 
-    `added` are the output's layers that it has not; `grafts` are the kinds of grafts that it has (None: not known).
+    `added` are the output's layers that it lacks; `grafts` are the kinds of grafts that it has (None: not known).
     """
 
     id: str
@@ -127,11 +127,13 @@ class Piece:
 
 
 def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
-    """The base of the surgery that first attached slots. Raises BadInput where the lineage tells of none."""
+    """The base of the surgery that first attached slots. Raises BadInput where no surgery of the lineage did."""
     operations = [ancestor.operations for ancestor in last.lineage] + [[entry.op for entry in last.operations]]
     first = next((number for number, named in enumerate(operations, 1) if _attach_slots(named)), None)
     if first is None:
-        raise BadInput(f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited?")
+        raise BadInput(
+            f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited by hand?"
+        )
     lineage = Lineage.of(last, file=str(out.path / MANIFEST_FILE))
     base = lineage.since(first - 1)[0].base
     layers = {place: layer for layer, place in lineage.layers(first - 1).items()}
@@ -144,29 +146,33 @@ def _attach_slots(operations: Iterable[str]) -> bool:
 
 
 def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
-    """What of the output's function is neither the base's nor the slot's, in words for the user."""
+    """Parts of the output's function that come neither from the base nor from the slot, in words for the user."""
     notes = []
     if origin.added:
         notes.append(
-            f"layers {show(list(origin.added))} of the output are none of {printable(origin.id)}; the adapter has"
+            f"layers {show(list(origin.added))} of the output are not in {printable(origin.id)}; the adapter has"
             " nothing of what they compute"
         )
     if more := sorted(_kinds(out.config) - {"experts", "expert_router"} - (origin.grafts or frozenset())):
         notes.append(
-            f"the output has grafts that {printable(origin.id)} has not ({', '.join(more)}); the adapter has nothing of"
+            f"the output has grafts that {printable(origin.id)} lacks ({', '.join(more)}); the adapter has nothing of"
             " what they compute"
         )
     return notes
 
 
 def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int) -> list[Piece]:
-    """The slot's LoRAs in deep layers and the shared ones below. Raises BadInput for a slot that is not there."""
+    """The slot's LoRAs in deep layers and the shared ones below. Raises BadInput for a slot that does not exist."""
     shown = printable(str(out.path))
     grafts = grafts_of(out.config)
     slots = [c["slot"] for here in grafts.values() for g in here if g.kind == "expert_router" for c in g.entry["slots"]]
     if slot not in slots:
         has = f"slots {min(slots)}-{max(slots)}" if len(slots) > 1 else f"slot {slots[0]}"
-        raise BadInput(f"{shown}: no slot {slot}; there is {has}" if slots else f"{shown}: has no slots")
+        raise BadInput(
+            f"{shown}: no slot {slot}; there is {has}"
+            if slots
+            else f"{shown}: has no slots; give an output of pmoe_experts"
+        )
     pieces: list[Piece] = []
     for index, here in sorted(grafts.items()):
         for graft in here:
@@ -177,23 +183,23 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
                     continue
                 if graft.in_branch:
                     raise BadInput(
-                        f"{shown}: slot {slot} also stands in the side branch of layer {index}, which the base"
+                        f"{shown}: slot {slot} is also in the side branch of layer {index}, which the base"
                         f" {printable(origin.id)} lacks; export it from the model as it was before that surgery"
                         " (`surgeon revert`)"
                     )
                 if index not in origin.layers:
                     raise BadInput(
-                        f"{shown}: slot {slot} stands in layer {index}, which the base {printable(origin.id)} lacks:"
+                        f"{shown}: slot {slot} is in layer {index}, which the base {printable(origin.id)} lacks:"
                         " a surgery inserted it; an adapter of that base cannot hold it"
                     )
                 pieces += [_piece(anatomy, index, origin.layers[index], entry, target) for target in entry["targets"]]
     if not pieces:
-        raise BadInput(f"{shown}: slot {slot} has no LoRA in any layer")
+        raise BadInput(f"{shown}: slot {slot} has no LoRA in any layer; choose another slot")
     return sorted(pieces, key=lambda piece: (piece.layer, piece.target))
 
 
 def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dropout: float) -> dict[str, Any]:
-    """What adapter_config.json says, so that PEFT makes these ranks and scales at these modules and at no other."""
+    """The adapter_config.json by which PEFT makes these ranks and scales at exactly these modules."""
     kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
     (rank, alpha), _ = Counter(kinds.values()).most_common(1)[0]
     paths = {piece: anatomy.layer_name(piece.layer, piece.target) for piece in pieces}
@@ -223,9 +229,9 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
 
 
 def export(out: CheckpointFolder, manifest: Manifest, slot: int, dest: Path, *, say: Callable[[str], None]) -> Exported:
-    """Write the adapter's folder; it is absent or complete. Raises BadInput where a LoRA for the base is not all."""
+    """Write the adapter's folder; it is absent or complete. Raises BadInput where the slot does not fit the base."""
     if not is_grafted(out.config):
-        raise BadInput(f"{printable(str(out.path))}: has no slots")
+        raise BadInput(f"{printable(str(out.path))}: has no slots; give an output of pmoe_experts")
     anatomy = dissect(out.config, out.tensors)
     origin = origin_of(out, manifest)
     pieces = pieces_of(out, anatomy, origin, slot)
@@ -277,15 +283,15 @@ def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], t
         info = anatomy.grafted[index].get(suffix)
         name = printable(anatomy.layer_name(index, suffix))
         if info is None:
-            raise BadInput(f"{name}: config.json's `surgery` calls for this tensor, no shard has it")
+            raise BadInput(f"{name}: config.json's `surgery` requires this tensor, no shard has it; download it again")
         if info.shape != shape:
-            raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` calls for {list(shape)}")
+            raise BadInput(f"{name}: shape {list(info.shape)}, config.json's `surgery` requires {list(shape)}")
         found.append(info)
     return Piece(layer, target, rank, scale, *found)
 
 
 def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, str]) -> dict[str, float]:
-    """Where a value is not the usual one: by the module's last name where it is so in all layers, else by path."""
+    """Values that differ from the usual one: by the module's last name where all layers agree, else by path."""
     by_target: dict[str, set[float]] = {}
     for piece, value in values.items():
         by_target.setdefault(piece.target, set()).add(value)
@@ -297,7 +303,7 @@ def _pattern(values: Mapping[Piece, float], usual: float, paths: Mapping[Piece, 
 
 
 def _dropout(out: CheckpointFolder, slot: int) -> float:
-    """The slot's; PEFT has one for all modules."""
+    """The slot's dropout; PEFT has one for all modules."""
     entries = [
         entry
         for here in grafts_of(out.config).values()
@@ -309,7 +315,7 @@ def _dropout(out: CheckpointFolder, slot: int) -> float:
 
 
 def _alpha(scale: float, rank: int) -> float:
-    """α with α / rank the scale to the bit, where there is one; a whole number as such."""
+    """An α for which α / rank is exactly the scale, where there is one; an int where it is whole."""
     product = scale * rank
     candidates = (float(round(product)), product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
     alpha = next((candidate for candidate in candidates if candidate / rank == scale), product)

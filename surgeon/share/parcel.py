@@ -1,4 +1,4 @@
-"""Giving an output away: which of its files go up, what is new of them, and the card they go up with."""
+"""The upload of an output: which of its files, which of them are new to the repository, and the card."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from surgeon.runtime.bundle import CODE_FILE
 
 @dataclass(frozen=True)
 class Parcel:
-    """What is to lie in the repository: contents (paths, or bytes of what is made here) by name, and their sizes.
+    """The files that the repository will hold: contents (paths, or bytes made here) by name, and their sizes.
 
-    `left_behind` are files of the folder that are not among them.
+    `left_behind` are files of the folder that are not uploaded.
     """
 
     files: Mapping[str, Path | bytes]
@@ -29,11 +29,11 @@ class Parcel:
     left_behind: tuple[str, ...]
 
     def missing_in(self, there: Repository) -> tuple[str, ...]:
-        """The names that the repository has not, or has with another content."""
+        """The names that the repository lacks, or holds with other content."""
         return tuple(name for name, content in self.files.items() if not there.holds(name, content))
 
     def stale_in(self, there: Repository) -> tuple[str, ...]:
-        """Files of the repository that would be loaded in place of these, or beside them."""
+        """Files of the repository that transformers would load instead of these, or beside them."""
         loaded = (name for name in there.files if name not in self.files and "/" not in name and _is_loaded(name))
         return tuple(sorted(loaded))
 
@@ -41,7 +41,7 @@ class Parcel:
 def pack(folder: CheckpointFolder, manifest: Manifest, text: bytes) -> Parcel:
     """An output's files by the allow-list: weights, config, manifest, side files, its code, and the card `text`."""
     listing = folder.source.listing()
-    # The names of code come from the manifest, which anybody can write.
+    # The manifest names the code files, and anybody can write a manifest.
     code = [name for name in manifest.code if name in listing and "/" not in name and name.endswith(".py")]
     names = [CONFIG_FILE, *folder.shards, *folder.side_files, *code, MANIFEST_FILE]
     if SINGLE_FILE not in folder.shards:
@@ -56,7 +56,7 @@ def pack(folder: CheckpointFolder, manifest: Manifest, text: bytes) -> Parcel:
 
 
 def pack_delta(folder: Path) -> Parcel:
-    """A delta's files, all of which surgeon has just written."""
+    """A delta's files; surgeon has just written all of them."""
     files: dict[str, Path | bytes] = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -65,14 +65,14 @@ def pack_delta(folder: Path) -> Parcel:
 
 @dataclass(frozen=True)
 class Given:
-    """What a push puts into the card: licence and base model where they were given, and lines on what was checked."""
+    """What a push writes into the card: licence and base model where they were given, and lines about the checks."""
 
     license: str | None
     base_model: str | None
     verified: tuple[str, ...]
 
     def over(self, metadata: Metadata) -> Metadata:
-        """What is known of the base's card, with what was given for it."""
+        """The metadata of the base's card, with the given values in place."""
         if self.license is not None:
             metadata = dataclasses.replace(metadata, license=self.license, license_name=None, license_link=None)
         if self.base_model is not None:
@@ -81,9 +81,9 @@ class Given:
 
 
 def card_for(folder: CheckpointFolder, manifest: Manifest, repo_id: str, given: Given) -> bytes:
-    """The folder's card as it goes up: with the repository's name and what was checked, where nobody wrote into it.
+    """The card to upload: with the repository's name and the checks, unless somebody edited the folder's card.
 
-    A card that was edited goes up as it is; a licence or base model given for it is then refused. Raises BadInput.
+    An edited card is uploaded unchanged. Raises BadInput where a licence or base model is given for an edited card.
     """
     sizes = {name: info.numel for name, info in folder.tensors.items()}
     found: bytes | None = None
@@ -94,7 +94,7 @@ def card_for(folder: CheckpointFolder, manifest: Manifest, repo_id: str, given: 
         if given.license is not None or given.base_model is not None:
             option = "--license" if given.license is not None else "--base-model"
             raise BadInput(
-                f"{printable(str(folder.path / CARD_FILE))}: was edited, so {option} belongs into it by hand"
+                f"{printable(str(folder.path / CARD_FILE))}: edited by hand, so {option} has no effect; edit it too"
             )
         return found
     return card(manifest, folder.config, sizes, given.over(metadata), repo_id=repo_id, verified=given.verified)
@@ -109,22 +109,24 @@ def check_names(license: str | None, base_model: str | None) -> None:
 
 
 def check_way(to: Destination, there: Repository, *, force: bool) -> None:
-    """Raise BadInput where a push would publish what is meant to be private, or bury somebody's model."""
+    """Raise BadInput where a push would publish what should be private, or overwrite a model of another tool."""
     if to.private and there.exists and there.private is False:
         raise BadInput(
-            f"{to.repo_id} is there and public; --private only makes new ones private: change it in its settings first"
+            f"{to.repo_id} exists and is public; --private is for new ones: make it private in its settings first"
         )
     if to.pull_request and not there.exists:
-        raise BadInput(f"{to.repo_id}: no such repository (or the token may not see it) to open a pull request in")
+        raise BadInput(
+            f"{to.repo_id}: no such repository (or the token may not see it) to open a pull request in; check the name"
+        )
     weights = [name for name in there.files if name.endswith((".safetensors", ".bin", ".gguf"))]
     if weights and MANIFEST_FILE not in there.files and not to.pull_request and not force:
         raise BadInput(
-            f"{to.shown} holds a model that is no output of surgeon ({printable(weights[0])}); take another name, or"
+            f"{to.shown} holds a model that is not an output of surgeon ({printable(weights[0])}); use another name, or"
             " --pr, or --force to commit over it"
         )
 
 
 def _is_loaded(name: str) -> bool:
-    """Whether transformers may load a file of this name at the top of a repository as weights or code of a model."""
-    # Nor would a delta's mark let surgeon take what lies beside it for a checkpoint.
+    """Whether transformers may load a file of this name, at the top of a repository, as weights or code."""
+    # With a delta's mark beside it, surgeon would not open the checkpoint.
     return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

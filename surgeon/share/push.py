@@ -23,8 +23,7 @@ from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.share.parcel import Given, Parcel, card_for, check_names, check_way, pack, pack_delta
-from surgeon.verify.own_manifest import check_own_manifest
-from surgeon.verify.static import Check
+from surgeon.verify.static import Check, check_own_manifest
 from surgeon.verify.verify import Verification, verdict, verify
 
 

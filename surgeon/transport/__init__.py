@@ -1,6 +1,6 @@
 """Optimal transport between the rows of two weight matrices: cost, solvers, maps that are applied without copies.
 
-Pure functions on tensors; nothing here knows of files, layers or plans.
+Pure functions on tensors: no files, layers or plans here.
 """
 
 from __future__ import annotations

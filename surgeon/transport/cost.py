@@ -58,12 +58,12 @@ def _one_dnn() -> Callable[..., Tensor] | None:
     return None
 
 
-# ‖x‖² + ‖y‖² − 2⟨x, y⟩ loses what the three terms share; below this share of them the entry is made anew from
+# ‖x‖² + ‖y‖² − 2⟨x, y⟩ loses what the three terms share; below this share of them the entry is recomputed from
 # the difference itself.
 _CANCELLED = 1e-2
 
 
-# Where more pairs of a block than this are to be made anew, and this share of it, its product in float64 is cheaper.
+# Where more pairs of a block than this, and this share of it, must be recomputed, its product in float64 is cheaper.
 _MANY, _MANY_SHARE = 1000, 1 / 64
 
 
@@ -79,8 +79,8 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) 
     """‖x_i − y_j‖₂ as an (n, m) tensor in the dtype of both (float32 or float64).
 
     In float32 every entry agrees with a float64 computation to about 1e-5 relative, near-equal rows included
-    (those whose distance float32 can tell from zero), for rows of any size. Memory beyond the inputs: the
-    result, a centred copy of the inputs, and a few blocks of `block_elements` numbers. ValueError where a
+    (those whose distance float32 can distinguish from zero), for rows of any size. Memory beyond the inputs: the
+    result, a centred copy of the inputs, and a few blocks of `block_elements` numbers. Raises ValueError where a
     distance is beyond the dtype's range.
     """
     if block_elements is None:
@@ -103,14 +103,14 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) 
         _repair(block, x_norm_N[rows], y_norm_M, x_ND[rows], y_MD, centre_D, block_elements)
         block.clamp_(min=0).sqrt_()
         if unit != 1.0 and not math.isfinite(float(block.mul_(unit).amax())):
-            raise ValueError(f"rows are farther apart than {str(block.dtype).removeprefix('torch.')} can tell")
+            raise ValueError(f"rows are farther apart than {str(block.dtype).removeprefix('torch.')} can hold")
     return squared_NM
 
 
 def _repair(
     squared: Tensor, x_norm: Tensor, y_norm: Tensor, x: Tensor, y: Tensor, centre: Tensor, block_elements: int
 ) -> None:
-    """Make anew what has cancelled. One reduction finds the rows where that may be; mostly there are none."""
+    """Recompute entries that cancelled. One reduction finds the rows where that is possible; mostly there are none."""
     suspects = (squared.amin(1) < _CANCELLED * (x_norm + y_norm.amax())).nonzero()[:, 0]
     if len(suspects) == 0:
         return

@@ -108,7 +108,7 @@ def _finish_kernel(
 
 
 class _Launch:
-    """How an (n, m) matrix is dealt out: `programs` of `tiles` tiles of `rows` whole rows."""
+    """How the kernels split an (n, m) matrix: `programs` of `tiles` tiles of `rows` whole rows."""
 
     def __init__(self, matrix_NM: Tensor) -> None:
         n, m = matrix_NM.shape
@@ -122,68 +122,70 @@ class _Launch:
         self.programs = -(-self.all_tiles // self.tiles)
         warps = 4 if self.block <= 1 << 10 else 8 if self.block <= 1 << 12 else 16
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
-        # Tiles under way at a time, in shared memory: neither changes what is added to what.
+        # Tiles in flight at a time, in shared memory; like the options, this does not change the order of additions.
         self.stages = 3 if self.block < WIDEST else 2
         self.partial_PM = matrix_NM.new_empty(self.programs, m)
 
 
 def _on(matrix: Tensor) -> torch.cuda.device_of:
-    """The matrix's device is the one that kernels are launched on."""
+    """Launch kernels on the matrix's device."""
     return torch.cuda.device_of(matrix)  # type: ignore[no-untyped-call]
 
 
 def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     n, m = cost_NM.shape
-    way = _Launch(cost_NM)
+    launch = _Launch(cost_NM)
     f_N = cost_NM.new_empty(n)
-    shape = {"ROWS": way.rows, "BLOCK": way.block, **way.options}
+    shape = {"ROWS": launch.rows, "BLOCK": launch.block, **launch.options}
     with _on(cost_NM):
-        _minima_kernel[(way.programs,)](cost_NM, g_M, f_N, way.partial_PM, n, m, way.tiles, STAGES=way.stages, **shape)
-        shift_M = way.partial_PM.amin(0)
-        _exp_kernel[(way.all_tiles,)](cost_NM, g_M, f_N, shift_M, -1 / epsilon, n, m, **shape)
+        _minima_kernel[(launch.programs,)](
+            cost_NM, g_M, f_N, launch.partial_PM, n, m, launch.tiles, STAGES=launch.stages, **shape
+        )
+        shift_M = launch.partial_PM.amin(0)
+        _exp_kernel[(launch.all_tiles,)](cost_NM, g_M, f_N, shift_M, -1 / epsilon, n, m, **shape)
     return f_N, shift_M
 
 
 def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     n, m = kernel_NM.shape
-    way = _Launch(kernel_NM)
+    launch = _Launch(kernel_NM)
     with _on(kernel_NM):
-        _sweep_kernel[(way.programs,)](
+        _sweep_kernel[(launch.programs,)](
             kernel_NM,
             v_M,
-            way.partial_PM,
+            launch.partial_PM,
             n,
             m,
-            way.tiles,
-            ROWS=way.rows,
-            BLOCK=way.block,
-            STAGES=way.stages,
-            **way.options,
+            launch.tiles,
+            ROWS=launch.rows,
+            BLOCK=launch.block,
+            STAGES=launch.stages,
+            **launch.options,
         )
-    return way.partial_PM.sum(0, dtype=torch.float64)
+    return launch.partial_PM.sum(0, dtype=torch.float64)
 
 
 def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     n, m = kernel_NM.shape
-    way = _Launch(kernel_NM)
+    launch = _Launch(kernel_NM)
     u_N, row_mass_N, row_logs_N = kernel_NM.new_empty(3, n).unbind()
     with _on(kernel_NM):
-        _finish_kernel[(way.programs,)](
+        _finish_kernel[(launch.programs,)](
             kernel_NM,
             v_M,
             u_N,
             row_mass_N,
             row_logs_N,
-            way.partial_PM,
+            launch.partial_PM,
             factor,
             n,
             m,
-            way.tiles,
-            ROWS=way.rows,
-            BLOCK=way.block,
-            **way.options,
+            launch.tiles,
+            ROWS=launch.rows,
+            BLOCK=launch.block,
+            **launch.options,
         )
-    column_mass_M = way.partial_PM.sum(0, dtype=torch.float64)
+    column_mass_M = launch.partial_PM.sum(0, dtype=torch.float64)
     return Sums(u_N.double(), row_mass_N.double(), column_mass_M, row_logs_N.sum(dtype=torch.float64))
 
 

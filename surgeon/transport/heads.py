@@ -1,10 +1,10 @@
-"""Aligning whole attention heads: no row leaves its head, no rotary pair is torn apart, groups stay groups.
+"""Aligning whole attention heads: rows stay in their head, rotary pairs stay pairs, groups stay groups.
 
 Rows of Q and K matched one by one land in other heads and at other rotary frequencies; the scores of such a layer
 are no longer those of attention heads. Here T = H ⊗ I/head_dim for a map H between heads. Grouped-query attention
 makes H two-staged: H[(g, a), (g', b)] = P[g, g'] · R_{g g'}[a, b], where P maps groups of heads that share a key
 and value head, and R maps the query heads within a pair of groups. Keys and values take P, queries H: one choice
-for all of Q, K, V, and for the columns of O.
+for all of Q, K, V and the columns of O.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def head_maps(
 ) -> HeadMaps:
     """Maps that send whole heads of `source` onto those of `target`.
 
-    The cost of two heads is the root mean square of the distances between their rows, so that `reg` means what it
-    means row by row. With `solver="emd"` each group, and each head in it, goes whole to one other. ValueError in
-    one line for shapes that do not fit the numbers of heads.
+    The cost of two heads is the root mean square of the distances between their rows, so `reg` has the same scale as
+    for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other. Raises ValueError
+    for shapes that do not fit the numbers of heads.
     """
     _check_layout(n_heads, n_kv_heads, head_dim)
     for weights in (source, target):

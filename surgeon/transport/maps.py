@@ -12,7 +12,7 @@ from surgeon.transport.problem import Solution, TransportMap
 
 
 class DenseMap(TransportMap):
-    """s · T in one buffer, which it takes over."""
+    """s · T in one buffer, which this map owns from then on."""
 
     def __init__(self, scaled_NM: Tensor, *, factor: float, solution: Solution) -> None:
         self.solution = solution
@@ -59,7 +59,7 @@ class AssignmentMap(TransportMap):
 
 
 class IdentityMap(TransportMap):
-    """Leaves what it is applied to as it is: T = I/n with s = n."""
+    """Changes nothing: T = I/n with s = n."""
 
     def __init__(self, n: int) -> None:
         if n < 1:
@@ -107,10 +107,10 @@ class HalfIdentity(TransportMap):
 
 
 def identity(n: int) -> IdentityMap:
-    """The map that leaves n rows, or columns, as they are."""
+    """The identity map of n rows or columns. Raises ValueError for n below 1."""
     return IdentityMap(n)
 
 
 def half_identity(inner: TransportMap) -> HalfIdentity:
-    """½ (T + I) of a square map; ValueError for any other."""
+    """½ (T + I) of a square map. Raises ValueError for any other."""
     return HalfIdentity(inner)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Elements of K taken at a time: by a sweep, which uses a block twice while it is in cache; by what makes K and T,
-# whose many small steps should each be long. Large matrices are cut into no more pieces than so many.
+# Elements of K processed at a time: by a sweep, which uses a block twice while it is in cache; by the steps that make
+# K and T, whose blocks should be larger. A large matrix is cut into at most about so many pieces.
 _SWEEP_BLOCK, _SWEEP_PIECES = 1 << 20, 64
 _BLOCK, _PIECES = 1 << 22, 16
 
@@ -27,7 +27,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Passes:
-    """One way to pass over an (n, m) matrix.
+    """One implementation of the passes over an (n, m) matrix.
 
     `make_kernel(cost, g, ε)`: exp(−(C − f − g − shift)/ε) in place of the cost, its rows and columns reaching one;
     returns f (n) and shift (m). `sweep(K, v)`: Kᵀu for u = (1/n) / (K v), (m) in float64. `finish(K, v, factor)`:
@@ -87,7 +87,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
 
 
 def _blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
-    """Row blocks of at least so many elements, and no more than about so many blocks."""
+    """Row blocks of at least `elements` elements, and at most about `pieces` blocks."""
     n, m = matrix.shape
     step = max(1, elements // m, -(-n // pieces))
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

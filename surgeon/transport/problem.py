@@ -1,4 +1,4 @@
-"""What is asked of a transport problem, and what comes back."""
+"""Settings of a transport problem, and its solution."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TransportSettings:
     """How transport maps are solved and applied.
 
     `reg`: entropic regularisation in the unit of the (scaled) cost; OpT-DeUS §5.5 takes 0.06. `cost_scale`:
-    divide the cost by nothing, its maximum or its mean. `rescale`: apply T as it is, whose entries sum to 1
+    divide the cost by nothing, its maximum or its mean. `rescale`: apply T unscaled, with entries that sum to 1
     (`paper`, as the public code does), or times the number of its columns, so that each aligned row is a
     convex combination of rows (`marginal`). `tolerance`: L1 distance of T's row sums from 1/n (column sums from
-    1/m) at which Sinkhorn stops; 0 means as near as rounding allows. ValueError for settings that make no sense.
+    1/m) at which Sinkhorn stops; 0 means as near as rounding allows. Raises ValueError for a setting out of range.
     """
 
     reg: float = 0.06
@@ -43,7 +43,7 @@ class TransportSettings:
             raise ValueError(f"tolerance must be at least 0 and below 1, not {self.tolerance}")
 
     def factor(self, columns: int) -> float:
-        """What T is multiplied with when it is applied: 1, or the number of its columns."""
+        """The factor by which T is scaled when it is applied: 1, or the number of its columns."""
         return float(columns) if self.rescale == "marginal" else 1.0
 
 
@@ -97,7 +97,7 @@ class TransportMap(ABC):
 
     @abstractmethod
     def matrix(self) -> Tensor:
-        """T itself, (n, m), its entries summing to 1; a buffer of its own."""
+        """T itself, (n, m), its entries summing to 1, in a new buffer."""
 
     @property
     def n(self) -> int:

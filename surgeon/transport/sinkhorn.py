@@ -19,7 +19,7 @@ from surgeon.transport.problem import Solution
 _MEMORY = 8
 
 
-# Keeps the little system solvable when past residuals are multiples of each other.
+# Keeps the small linear system solvable when past residuals are multiples of each other.
 _RIDGE = 1e-10
 
 
@@ -32,11 +32,11 @@ class Anderson:
         self._count = 0
 
     def forget(self) -> None:
-        """Start anew: the next step is a plain one."""
+        """Drop the history: the next step is a plain one."""
         self._count = 0
 
     def step(self, x_M: Tensor, residual_M: Tensor) -> Tensor:
-        """The next iterate, from x, F(x) − x and what is remembered of the steps before."""
+        """The next iterate, from x, F(x) − x and the last few steps."""
         known = min(self._count, _MEMORY)
         if known:
             residual_change = self._residuals[:known] - residual_M
@@ -45,7 +45,7 @@ class Anderson:
             basis = residual_change / scale
             gram = basis @ basis.T
             gram.diagonal().add_(_RIDGE)
-            # The variant that does not check its result does not wait for the device; a caller sees what came of it.
+            # `solve_ex` without checks does not wait for the device; the caller checks the error of its result.
             weights, _ = torch.linalg.solve_ex(gram, -(basis @ residual_M))
             following: Tensor = x_M + residual_M + (weights / scale[:, 0]) @ (change + residual_change)
         else:
@@ -66,7 +66,7 @@ _CUT_AT = 40.0
 
 
 # The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
-# saves fewer passes over K than making the cost anew takes.
+# saves fewer passes over K than recomputing the cost takes.
 _FIRST_EPSILON = 0.01
 
 
@@ -79,18 +79,18 @@ _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
 
 
-# An accelerated step that makes the error this much worse than the best is taken back.
+# An accelerated step that makes the error this much worse than the best is undone.
 _WORSE = 2.0
 
 
-# This near to what rounding leaves, passes without a smaller error after which more would not help.
+# Near the rounding error: after this many passes without a smaller error, more would not help.
 _NEAR_ROUNDING = 3e-6
 
 
 _STAGNANT = 100
 
 
-# On a device a number is read back once in so many passes: reading waits for everything before it.
+# On a GPU the error is read back once in this many passes: reading waits for all earlier work.
 _CHECK_EVERY_ON_DEVICE = 10
 
 
@@ -117,10 +117,10 @@ def sinkhorn(
     max_iterations: int,
     tolerance: float,
 ) -> DenseMap:
-    """Solve for the cost that `make_cost` makes (anew at each call: its buffer is overwritten).
+    """Solve for the cost that `make_cost` returns (each call must compute it again: its buffer is overwritten).
 
     `make_cost` gives C / unit, (n, m); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
-    applied times `factor`. Not reaching `tolerance` within `max_iterations` is told by the solution, no error.
+    applied times `factor`. Where `tolerance` is not reached within `max_iterations`, the solution says so; no error.
     """
     cost_NM = make_cost()
     n, m = cost_NM.shape
@@ -171,7 +171,7 @@ def schedule(spread: float, reg: float) -> list[float]:
 
 
 def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
-    """The cost anew; the old kernel is let go first, so that there is one buffer of this size at a time."""
+    """The cost, computed again; the old kernel is freed first, so that there is one buffer of this size at a time."""
     state.kernel_NM = state.kernel_NM.new_empty(0)
     return make_cost()
 
@@ -179,7 +179,7 @@ def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
 def _make_kernel(state: _State, cost_NM: Tensor, epsilon: float) -> None:
     """K = exp(−(C − f − g)/ε) in place of the cost, f and g moved until each row and column reaches one.
 
-    What g moves by, x takes back, so that the scaling of the columns stays what it was.
+    x is shifted by the opposite of g's shift, so that the scaling of the columns does not change.
     """
     state.f_N, shift_M = state.passes.make_kernel(cost_NM, state.g_M, epsilon)
     state.kernel_NM = cost_NM
@@ -199,7 +199,7 @@ def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, 
         if iteration % every and iteration < most:
             state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
             continue
-        # |1/m − v_j (Kᵀu)_j|, summed: what the plain update changes the mass by.
+        # |1/m − v_j (Kᵀu)_j|, summed: the mass that the plain update changes.
         error = float(torch.expm1(state.x_M - plain_M).abs_().mean())
         if error <= target:
             state.x_M = plain_M
@@ -252,7 +252,7 @@ def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float,
 
 
 def passes_for(matrix_NM: Tensor) -> Passes:
-    """The fused passes where the matrix lies on a GPU that they work on, torch's for any other."""
+    """The fused passes where the matrix lies on a GPU that can run them, else torch's."""
     fits = matrix_NM.is_cuda and matrix_NM.dtype == torch.float32 and matrix_NM.is_contiguous()
     if not fits or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -264,21 +264,21 @@ def passes_for(matrix_NM: Tensor) -> Passes:
 
 @functools.cache
 def _works(device: torch.device, block: int) -> bool:
-    """Whether the fused passes, compiled for this width, do on three rows what torch's do.
+    """Whether the fused passes, compiled for this width, compute on three rows what torch's compute.
 
-    Compilers and cards differ (a C compiler is needed, and shared memory): a fusion is not to fail for that.
+    They need a C compiler and enough shared memory; where one is missing, solving must go on without them.
     """
     from surgeon.transport.fused import PASSES
 
     try:
         agree = _agree(PASSES, TORCH, device, block - block // 4)
-        told = "their sums are not torch's"
+        reason = "their sums are not torch's"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or driver raises
-        agree, told = False, f"{type(error).__name__}: {error}"
+        agree, reason = False, f"{type(error).__name__}: {error}"
     if not agree:
-        warnings.warn(f"fused kernels are not used on {device}: {told.splitlines()[0]}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"fused kernels are not used on {device}: {reason.splitlines()[0]}", RuntimeWarning, stacklevel=2)
     return agree
 
 

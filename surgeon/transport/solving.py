@@ -1,4 +1,4 @@
-"""From rows to a transport map: the cost, and the solver that was asked for (entropic or exact)."""
+"""From rows to a transport map: the cost, then the chosen solver (entropic or exact)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_PIVOTS = 10_000_000
 def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> AssignmentMap | DenseMap:
     """The cheapest map for the cost C / unit; solved on the CPU in float64.
 
-    With as many rows as columns some optimum is a permutation (Birkhoff), and that is what is found.
+    With as many rows as columns some optimum is a permutation (Birkhoff); the solver finds one.
     """
     n, m = cost_NM.shape
     host = cost_NM.detach().to("cpu", torch.float64).numpy()
@@ -35,7 +35,7 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
     import ot
 
     with warnings.catch_warnings():
-        # What POT warns of (too few pivots) is told by `converged`.
+        # POT warns of too few pivots; `converged` reports that.
         warnings.simplefilter("ignore")
         plan, log = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), host, numItermax=_MOST_PIVOTS, log=True)
     mass = plan[plan > 0]
@@ -55,7 +55,7 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
     return DenseMap(scaled, factor=factor, solution=solution)
 
 
-# Numbers that the cost's temporaries hold at a time after memory ran out once.
+# Size of the cost's temporaries, in elements, after memory ran out once.
 _SMALL_BLOCK = 1 << 18
 
 
@@ -65,8 +65,8 @@ def solve(
     """The transport map from the rows of `source_ND` onto those of `target_MD`, uniform marginals, Euclidean cost.
 
     Works in float32 (float64 where either is) on `device`, by default the source's; the largest thing held is one
-    (n, m) buffer, which ends as the map. Where memory runs out it is tried once more in small row blocks.
-    ValueError in one line for inputs that are empty, not finite, or do not match, and for too little memory.
+    (n, m) buffer, which becomes the map. Where memory runs out, it tries once more in small row blocks.
+    Raises ValueError in one line for inputs that are empty, not finite, or do not match, and for too little memory.
     """
     check_rows(source_ND, target_MD)
     source_ND, target_MD = source_ND.detach(), target_MD.detach()
@@ -95,9 +95,9 @@ def solve(
 
 
 def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> TransportMap:
-    """The map for a finite cost (n, m) that `make_cost` makes; called again, it must make it anew.
+    """The map for a finite cost (n, m) that `make_cost` returns; each call must compute it again.
 
-    For costs that are not plain distances between rows; `solve` is this with Euclidean distances.
+    For costs other than Euclidean distances between rows, for which there is `solve`.
     """
     cost = make_cost()
     match settings.cost_scale:
@@ -107,7 +107,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
             unit = float(cost.max())
         case "mean":
             unit = float(cost.mean())
-    # All rows equal: nothing to scale by, and any map is as cheap.
+    # All rows are equal: the scale would be 0, and every map costs the same.
     unit = unit or 1.0
     factor = settings.factor(cost.shape[1])
     if settings.solver == "emd":
@@ -116,7 +116,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
     del cost
 
     def make_scaled_cost() -> Tensor:
-        # The first is at hand; later ones are made anew, so that one buffer of this size is held at a time.
+        # The first is there already; later ones are computed again, so that one buffer of this size is held at a time.
         made = first.pop() if first else make_cost()
         return made.div_(unit) if unit != 1.0 else made
 
@@ -135,7 +135,7 @@ def _solve(source: Tensor, target: Tensor, settings: TransportSettings, blocks: 
 
 
 def check_rows(source: Tensor, target: Tensor) -> None:
-    """ValueError in one line unless both are finite floating-point matrices with rows of one length."""
+    """Raise ValueError in one line unless both are finite floating-point matrices with rows of one length."""
     for name, rows in (("source", source), ("target", target)):
         if rows.ndim != 2 or 0 in rows.shape:
             raise ValueError(f"the {name} must be a matrix with rows and columns, not of shape {tuple(rows.shape)}")

@@ -1,7 +1,7 @@
-"""The static proof: an output against its base and its plan, by bytes and without running a model.
+"""The static proof, by bytes and without running a model: an output against its base, an earlier state, its manifest.
 
-The blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is what
-the plan means, not what the output says about itself.
+Against its base the blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is
+what the plan means, not what the output says about itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.checkpoint.digest import zeros_sha256
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.errors import printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.manifest.manifest import Manifest
+from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.manifest import Manifest, digest_of, held_by, places_of
 from surgeon.manifest.trainable import trainable_set
 
 
@@ -193,6 +194,138 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
     told = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
     steps = sum(run.steps for run in manifest.training)
     return [Check("trained tensors", True, f"{len(trained)} as {steps:,} steps of training left them{told}")]
+
+
+def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
+    """The state of `out`, whose manifest is `manifest`, that `base` is; None unless that is before the last base.
+
+    Raises BadInput where what stood in that state is lost, or an ancestor's manifest was edited or not kept.
+    """
+    if not manifest.lineage or base.tensors.keys() == manifest.base.tensors.keys():
+        return None
+    known = [ancestor.sha256 for ancestor in manifest.lineage]
+    number = len(known)
+    if base.manifest is None:
+        number = 0
+    elif (digest := digest_of(base.manifest)) in known:
+        number = known.index(digest) + 1
+    if number == len(known):
+        return None
+    return Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)).state(number, out)
+
+
+def check_earlier(
+    state: State,
+    manifest: Manifest,
+    base: CheckpointFolder,
+    out: CheckpointFolder,
+    *,
+    advance: Callable[[int], None],
+) -> list[Check]:
+    """An output of several surgeries against an earlier state: the first base, say, of a model that learnt many tasks.
+
+    Every surgery in between is known by its manifest, so what must hold is told by digests; blueprints are not drawn
+    again. `advance` hears of bytes read (of base and output together)."""
+    found = digests_of(base, base.tensors, advance)
+    differing = [name for name, digest in state.digests.items() if found.get(name) != digest]
+    extra = [name for name in found if name not in state.digests]
+    checks = [
+        Check("base", False, f"not the base this was made from; differing: {some([*differing, *extra])}")
+        if differing or extra
+        else Check("base", True, f"the one operated on {len(state.undone)} surgeries ago, by {len(found)} digests"),
+        Check(
+            "base's config",
+            base.config == state.config,
+            "the one operated on" if base.config == state.config else "config.json is not the one operated on",
+        ),
+        *check_own_manifest(manifest, out, dissect(out.config, out.tensors), advance=lambda _count: None),
+    ]
+    if not all(check.holds for check in checks):
+        return checks
+    now = digests_of(out, out.tensors, advance)
+    moved = [place for name, place in state.places.items() if now.get(place) != found[name]]
+    trains_all = any(entry.trains == "all" for each in state.undone for entry in each.operations)
+    lost = [] if trains_all else moved
+    held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
+    edited = [name for name, digest in now.items() if held.get(name) != digest]
+    return [
+        *checks,
+        Check("tensors since then", False, f"not byte-identical to the base's: {some(lost)}")
+        if lost
+        else Check("tensors since then", True, f"{len(state.places) - len(moved)} of the base's are byte-identical"),
+        Check("as left", False, f"not as surgery or training left them: {some(edited)}")
+        if edited
+        else Check("as left", True, f"all {len(now)} tensors are as the last surgery or training left them"),
+    ]
+
+
+def check_own_manifest(
+    manifest: Manifest, out: CheckpointFolder, anatomy: Anatomy, *, advance: Callable[[int], None]
+) -> list[Check]:
+    """An output against its own manifest, without its base: what can be told of a folder that is to be given away.
+
+    Unlike `check_static` this lets what a surgery made have been trained since, and believes the manifest's digests.
+    `advance` hears of bytes read; all are read once.
+
+    Raises BadInput where the manifest contradicts itself.
+    """
+    # But for those to which the surgery gave another value.
+    places = {name: place for name, place in places_of(manifest).items() if place not in manifest.new_tensors}
+    described = [_own_layers(manifest, anatomy), _own_tensors(manifest, places, out), *_own_code(manifest, out)]
+    if not all(check.holds for check in described):
+        return described
+    digests = digests_of(out, out.tensors, advance)
+    return [*described, _own_base_tensors(manifest, places, digests), _own_new_tensors(manifest, digests)]
+
+
+def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
+    found, told = anatomy.sizes.layers, len(manifest.layers)
+    if found != told:
+        return Check("layers", False, f"{found} of them, {MANIFEST_FILE} tells of {told}")
+    return Check("layers", True, f"all {told}, every tensor of the shape that config.json asks for")
+
+
+def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFolder) -> Check:
+    expected = {*manifest.new_tensors, *places.values()}
+    missing = expected - out.tensors.keys()
+    # What a merge folded away is told by the promise: nothing else takes a base's tensor out.
+    if manifest.promise == "none":
+        missing &= manifest.new_tensors.keys()
+    if missing:
+        return Check("tensors", False, f"missing: {some(sorted(missing))}")
+    if extra := out.tensors.keys() - expected:
+        return Check("tensors", False, f"not in {MANIFEST_FILE}: {some(sorted(extra))}")
+    return Check("tensors", True, f"{len(out.tensors)}, each in {MANIFEST_FILE}")
+
+
+def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """Nothing for a native output."""
+    if manifest.native and not manifest.code:
+        return []
+    wrong = [
+        name
+        for name, digest in manifest.code.items()
+        if (content := out.read_code(name)) is None or hashlib.sha256(content).hexdigest() != digest
+    ]
+    if wrong or not manifest.code:
+        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
+    whose = "as this version ships them" if out.code == "shipped" else f"of surgeon {printable(manifest.tool.version)}"
+    return [Check("code", True, f"{len(manifest.code)} files, {whose}")]
+
+
+def _own_base_tensors(manifest: Manifest, places: dict[str, str], digests: dict[str, str]) -> Check:
+    there = {name: place for name, place in places.items() if place in digests}
+    changed = [place for name, place in there.items() if digests[place] != manifest.base.tensors[name]]
+    if changed and not any(entry.trains == "all" for entry in manifest.operations):
+        return Check("base tensors", False, f"not what the base held: {some(changed)}")
+    trained = f", {len(changed)} trained since, as the surgery means them to be" if changed else ""
+    return Check("base tensors", True, f"{len(there) - len(changed)} byte-identical in their places{trained}")
+
+
+def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
+    trained = sum(digests[name] != tensor.sha256 for name, tensor in manifest.new_tensors.items())
+    rest = f"{len(manifest.new_tensors) - trained} as they were born"
+    return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)
 
 
 def some(names: Iterable[str]) -> str:

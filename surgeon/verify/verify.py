@@ -20,13 +20,13 @@ from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
 from surgeon.plan.drafting import draw
 from surgeon.plan.loading import parse_plan
+from surgeon.verify.static import Check, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
-    from surgeon.verify.static import Check
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,11 @@ class _Static(NamedTuple):
 
 def _static(base: CheckpointFolder, out: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> _Static:
     """The checks that need bytes only, against the base of the last surgery or an earlier state."""
-    from surgeon.verify.ancestors import check_ancestry, earlier_state
-    from surgeon.verify.static import bytes_to_read, check_static
-
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
     loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
-        checks = check_ancestry(state, manifest, base, out, advance=listener.advance)
+        checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         return _Static(state.promise, state.trained, state.layers, checks)
     blueprint = draw(loaded, anatomy, base.config, adapters_of(manifest, file=str(file)))
     checks = check_static(blueprint, manifest, base, out, anatomy, advance=listener.advance)

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "config with a key twice": (
         lambda f: (f / "config.json").write_text('{"hidden_size": 1, "hidden_size": 2}'),
-        ["config.json", "'hidden_size' stands twice"],
+        ["config.json", "'hidden_size' occurs twice"],
     ),
     "config with a long number": (
         lambda f: (f / "config.json").write_text('{"a": ' + "1" * 5000 + "}"),
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "index with an empty map": (lambda f: write_index(f, {}), [INDEX, "weight_map"]),
     "index with a tensor twice": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "x", "a": "x"}}'),
-        [INDEX, "'a' stands twice"],
+        [INDEX, "'a' occurs twice"],
     ),
     "index a FIFO": (lambda f: replaced(f / INDEX, os.mkfifo), [INDEX, "a FIFO"]),
     "index a directory": (lambda f: replaced(f / INDEX, Path.mkdir), [INDEX, "a directory"]),

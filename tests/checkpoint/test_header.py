@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
     "deeper than a header is": (raw_file({"a": entry("F32", [[1]], 0, 4)}, b"1234"), ["nested more than 3"]),
     "name twice": (
         raw_file('{"a":%s,"a":%s}' % ((json.dumps(entry("F32", [1], 0, 4)),) * 2), b"1234"),
-        ["'a' stands twice"],
+        ["'a' occurs twice"],
     ),
     "unknown dtype": (raw_file({"a": entry("BF17", [1], 0, 2)}, b"12"), ["tensor a", "BF17", "BF16"]),
     "dtype no string": (raw_file({"a": entry(7, [1], 0, 2)}, b"12"), ["tensor a", "'7'"]),

@@ -379,7 +379,7 @@ def test_the_working_folder_must_be_ours(tmp_path: Path) -> None:
         pass
     working.unlink()
     working.touch()
-    with pytest.raises(BadInput, match="in the way"), staging(tmp_path / "out"):
+    with pytest.raises(BadInput, match="not a folder, but surgeon needs this name"), staging(tmp_path / "out"):
         pass
     assert names(tmp_path / "theirs") == []
 
@@ -406,21 +406,21 @@ def test_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for taken in ("file", "dangling"):
         assert "exists" in refused(tmp_path / taken, base)
     assert "is the base itself" in refused(base, base)
-    assert "lies in the base" in refused(base / "out", base)
-    assert "lies in the base" in refused(base / "sub" / "out", base)
+    assert "is inside the base" in refused(base / "out", base)
+    assert "is inside the base" in refused(base / "sub" / "out", base)
     assert "holds the base" in refused(tmp_path / "models", base)
     assert "holds the base" in refused(tmp_path, base)
     (tmp_path / "link").symlink_to(base)
     assert "is the base itself" in refused(tmp_path / "link", base)
-    assert "lies in the base" in refused(tmp_path / "link" / "out", base)
-    assert "lies in the base" in refused(base / "sub" / ".." / "out", base)
+    assert "is inside the base" in refused(tmp_path / "link" / "out", base)
+    assert "is inside the base" in refused(base / "sub" / ".." / "out", base)
     assert "is the base itself" in refused(base, tmp_path / "link")
     assert "holds the base" in refused(base / "..", base)
     monkeypatch.chdir(base)
     assert "is the base itself" in refused(Path(), base)
-    assert "lies in the base" in refused(Path("out"), base)
-    assert "is no folder" in refused(tmp_path / "no" / "out", base)
-    assert "is no folder" in refused(tmp_path / "file" / "out", base)
+    assert "is inside the base" in refused(Path("out"), base)
+    assert "is not a folder" in refused(tmp_path / "no" / "out", base)
+    assert "is not a folder" in refused(tmp_path / "file" / "out", base)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "not writable" in refused(tmp_path / "out", base)
 

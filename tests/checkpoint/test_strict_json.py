@@ -81,7 +81,7 @@ def test_counts_of_values_are_capped() -> None:
 
 
 def test_keys_stand_once() -> None:
-    assert "'lr' stands twice" in refused(b'{"a": [{"lr": 1, "b": 2, "lr": 1}]}')
+    assert "'lr' occurs twice" in refused(b'{"a": [{"lr": 1, "b": 2, "lr": 1}]}')
     assert "twice" in refused(b'{"ab": 1, "\\u0061b": 2}')
 
 

@@ -47,7 +47,7 @@ def stream(documents: Documents, encoder: Encoder, **options: Any) -> SourceStre
         (b'{"text": "a"', ":2: not JSON (Expecting ',' delimiter"),
         (b'{"txt": "a"}', ":2: no key `text`; `field:` of the source names another one"),
         (b'["a"]', ":2: no key `text`"),
-        (b'{"text": 5}', ":2: `text` is no text but 5"),
+        (b'{"text": 5}', ":2: `text` is 5, not a text"),
         (b'{"text": "\xff"}', ":2: not UTF-8 text (byte 10 of the line)"),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_bad_line_is_named_before_anything_is_trained(tmp_path: Path, line: by
 @pytest.mark.parametrize(
     "messages, told",
     [
-        ([], "no list of messages"),
+        ([], "not a list of messages"),
         ([{"role": "user"}], "message 1 has no `role` and `content`"),
         ([{"role": "user", "content": "w1"}], "no message of the role `assistant`"),
     ],
@@ -81,8 +81,8 @@ def test_sources_that_are_no_sources(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"ok\n\xe9\n")
     (tmp_path / "folder").mkdir()
     for name, told in (
-        ("empty.jsonl", "no document in it"),
-        ("blank.txt", "no document in it"),
+        ("empty.jsonl", "no document with text"),
+        ("blank.txt", "no document with text"),
         ("a.csv", "ends in none of .jsonl, .txt, .parquet"),
         ("latin.txt", "latin.txt:2: not UTF-8 text"),
         ("folder", "no .jsonl, .txt, .parquet in this folder"),
@@ -220,7 +220,7 @@ def test_templates_and_tokenizers_that_cannot_serve(tmp_path: Path) -> None:
     forgetful = "{% for m in messages %}{% if loop.last %}{{ m.content }} {% else %}w0 {% endif %}{% endfor %}"
     folder = add_tokenizer(tmp_path, template=forgetful)
     chat = tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3")))
-    with pytest.raises(BadInput, match="writes earlier turns another way"):
+    with pytest.raises(BadInput, match="changes earlier turns once later"):
         Encoder(folder, vocabulary=128).encode(chat)
     with pytest.raises(BadInput, match="gives token 109, but the model has only 100 tokens"):
         Encoder(folder, vocabulary=100).encode("w99")
@@ -238,7 +238,7 @@ def test_a_source_without_anything_to_learn_ends(tmp_path: Path, encoder: Encode
             return [5, 6], [False, False]
 
     documents = Documents(json_lines(tmp_path / "a.jsonl", ["w1", "w2"]), key="text", chat=False)
-    with pytest.raises(BadInput, match="the loss counts no token of it"):
+    with pytest.raises(BadInput, match="the loss counts none of its tokens"):
         stream(documents, Silent()).next()  # type: ignore[arg-type]
     assert len(stream(documents, encoder, length=64).next().ids) == 64
 

@@ -92,12 +92,12 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "a.txt").write_text("w1\n")
     for source, told in (
         ({"path": "one", "field": "body"}, "no column `body`; it has text, numbers; `field:` of the source"),
-        ({"path": "one", "field": "numbers"}, "one, row 0: `numbers` is no text but 0"),
-        ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is no list of messages"),
+        ({"path": "one", "field": "numbers"}, "one, row 0: `numbers` is 0, not a text"),
+        ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is not a list of messages"),
         ({"path": "one", "split": "test"}, "one: holds one table without splits; leave `split` out"),
         ({"path": "several"}, "several: no split 'train'; it has dev; `split:` of the source"),
         ({"path": "several", "split": "dev", "validation": "split:x"}, "no split 'x'; it has dev"),
-        ({"path": "empty"}, "no document in it"),
+        ({"path": "empty"}, "no document with text"),
         ({"path": "broken"}, r"broken: looks like a folder saved by `datasets`, and cannot be read \(ArrowInvalid"),
         ({"path": "a.txt", "split": "x"}, "source a: `split` is for datasets of the Hub and folders"),
         ({"path": "a.txt", "validation": "split:x"}, "source a: `validation: split:…` is for datasets"),
@@ -222,7 +222,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
         HF_HUB_OFFLINE="1",
     )
     assert cached == commit == whole
-    assert "so what revision 'main' is cannot be known" in branch
+    assert "so the commit of revision 'main' is not known" in branch
     assert f"the cache has {COMMIT}" in other
     assert "Couldn't reach 'user/another'" in absent
     assert all("\n" not in said for said in (unnamed, unknown, revision, gated, another, closed, other, absent))

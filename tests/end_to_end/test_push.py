@@ -341,7 +341,7 @@ def test_tokens(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     from huggingface_hub import constants
 
     hub.role = "read"
-    assert "only reads" in refused(out)
+    assert "can only read" in refused(out)
     hub.refuse["/api/whoami-v2"] = (401, "")
     assert "(401)" in refused(out)
     monkeypatch.delenv("HF_TOKEN")
@@ -373,19 +373,19 @@ PLACES = {
             r"may not create the repository \(403\) \(You don't have the rights\)",
         ),
         ("create", 429, "", "too many requests"),
-        ("create", 500, "", "trouble of its own"),
-        ("look", 500, "", "trouble of its own"),
+        ("create", 500, "", "an error of its own"),
+        ("look", 500, "", "an error of its own"),
         ("preupload", 403, "", "may not write to the repository"),
         ("preupload", 404, "RepoNotFound", "no such repository"),
         ("preupload", 429, "", "too many requests"),
-        ("batch", 500, "", "trouble of its own"),
+        ("batch", 500, "", "an error of its own"),
         ("upload", 403, "", r"\(403\)"),
-        ("upload", 500, "", "trouble of its own"),
+        ("upload", 500, "", "an error of its own"),
         ("commit", 401, "", r"\(401\)"),
         ("commit", 404, "RevisionNotFound", "no such revision"),
-        ("commit", 409, "", r"changed while this was pushed \(409\)"),
+        ("commit", 409, "", r"the repository changed during the push \(409\)"),
         ("commit", 429, "", "too many requests"),
-        ("commit", 500, "", "trouble of its own"),
+        ("commit", 500, "", "an error of its own"),
     ],
 )
 def test_a_refusal_is_one_line_and_a_rerun_completes(
@@ -482,7 +482,7 @@ def test_the_terminal_shows_it(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["push", str(out), "user/model"])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("surgeon: user/model: the token only reads; ")
+    assert result.stderr.startswith("surgeon: user/model: the token can only read; ")
 
 
 def run(*arguments: str) -> str:

@@ -226,7 +226,7 @@ def test_a_bug_is_one_line_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr("surgeon.inspect", boom, raising=False)
-    assert "a bug of surgeon's: RuntimeError: first line (" in refused("inspect", base, code=1)
+    assert "a bug in surgeon: RuntimeError: first line (" in refused("inspect", base, code=1)
 
 
 def test_the_version_needs_no_command() -> None:

@@ -179,7 +179,7 @@ def test_a_training_config_gives_what_training_held_out(folder: Path, tmp_path: 
     said: list[str] = []
     held = {each.name: each for each in open_sources(config(tmp_path, sources=sources), say=said.append)}
     assert {name: len(each.numbers) for name, each in held.items()} == {"fr": 6, "en": 60}
-    assert said == ["source rest: the training config holds nothing of it out, so it is left out"]
+    assert said == ["source rest: skipped, because the training config holds none of it out"]
     (only,) = open_sources(config(tmp_path, sources=sources), only=["fr"], most=4, say=said.append)
     assert set(only.numbers) < set(held["fr"].numbers) and len(only.numbers) == 4
     assert said[-1] == "source fr: 4 of its 6 documents (--most)"
@@ -251,12 +251,12 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
         ("torn", [fine], {}, r"model\.layers\.4\."),
         ("encoder", [fine], {}, "an encoder"),
         ("base", ["FOLDER/none.jsonl"], {}, r"none\.jsonl: no such file"),
-        ("base", ["FOLDER/blank.jsonl"], {}, r"blank\.jsonl: no document in it"),
+        ("base", ["FOLDER/blank.jsonl"], {}, r"blank\.jsonl: no document with text"),
         ("base", ["FOLDER/bad.jsonl"], {}, r"bad\.jsonl:2: not JSON"),
         ("base", ["FOLDER/data.yaml"], {}, r"data\.yaml:3: unknown key `shar`"),
         ("base", ["a=FOLDER/data.yaml"], {}, "names its sources itself"),
-        ("base", [fine, fine], {}, "a second source called fr"),
-        ("base", [fine], {"sources": ["de"]}, "--source de: no such source; there are fr"),
+        ("base", [fine, fine], {}, "the name fr is used twice"),
+        ("base", [fine], {"sources": ["de"]}, "--source de: no such source; the data has fr"),
         ("base", [fine], {"length": 1}, "length is 1"),
         ("base", [fine], {"dtype": "int8"}, "dtype 'int8' is not known"),
         ("base", [], {}, "no data"),
@@ -275,7 +275,7 @@ def test_a_source_of_one_token_documents_is_refused(folder: Path, tmp_path: Path
         if (path := tmp_path / "endless" / name).exists():
             path.write_text(path.read_text().replace('"eos_token"', '"an_end"'))
     path = json_lines(tmp_path / "one.jsonl", [WORDS[3], WORDS[4]])
-    with pytest.raises(BadInput, match="source one: no token of it counts"):
+    with pytest.raises(BadInput, match="source one: none of its tokens counts"):
         surgeon.evaluate(tmp_path / "endless", path, device="cpu")
     (ends,) = surgeon.evaluate(folder / "base", path, device="cpu").models[0].sources
     # What is foretold is the two ends, which stand for no byte.

@@ -17,7 +17,7 @@ from surgeon.manifest.card import card
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest, digest_of, manifest_of, parse
 from surgeon.manifest.trainable import trainable_set
-from surgeon.report.history import tell_history
+from surgeon.report.history import layer_history
 from tests import tiny
 from tests.end_to_end.test_refusals import refused
 
@@ -148,7 +148,7 @@ def test_an_edited_ancestor_is_refused_wherever_the_lineage_is_read(edited: Path
         trainable_set(folder, manifest, "all")
     assert trainable_set(folder, manifest, "last").names
     with pytest.raises(BadInput, match=told):
-        tell_history(folder, manifest)
+        layer_history(folder, manifest)
     with pytest.raises(BadInput, match=told):
         card(manifest, folder.config, {}, NOTHING_KNOWN)
     for arguments in (

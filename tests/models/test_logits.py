@@ -189,9 +189,9 @@ def test_code_in_a_checkpoint_is_not_run_unless_asked(llama: Path, tmp_path: Pat
         '"model_type": "strange", "auto_map": {"AutoConfig": "strange.C", "AutoModelForCausalLM": "strange.M"}',
     )
     (foreign / "strange.py").write_text("raise SystemExit('the code of the checkpoint has run')\n")
-    with pytest.raises(PromiseBroken, match="own code, which is run only with --trust-remote-code"):
+    with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
         compare_logits(llama, foreign, IDS)
-    with pytest.raises(PromiseBroken, match="own code, which is run only with --trust-remote-code"):
+    with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
         compare_streamed(llama, foreign, IDS, layer_of_base=range(6))
 
 

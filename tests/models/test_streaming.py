@@ -176,7 +176,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(llama: Path, tmp_path: Pa
         compare_streamed(llama, extra, IDS, layer_of_base=SAME)
     shape = tiny.checkpoint(tmp_path / "shape", "llama")
     edit(shape, name, lambda value: value[:-1])
-    with pytest.raises(PromiseBroken, match=r"shape \(47, 32\); the config asks for \(48, 32\)"):
+    with pytest.raises(PromiseBroken, match=r"shape \(47, 32\); the config requires \(48, 32\)"):
         compare_streamed(llama, shape, IDS, layer_of_base=SAME)
 
 

@@ -79,7 +79,7 @@ def test_refusals_name_line_and_remedy(change: tuple[str, str], expected: list[s
         ("surgeon: !mine 1\n", "plan.yaml:1: tag"),
         ("surgeon: 1\n  bad: [\n", "not valid YAML"),
         ("surgeon: [" * 500, "nested more than"),
-        ("? [a, b]\n: 1\n", "keys are plain words"),
+        ("? [a, b]\n: 1\n", "a key must be a plain word, not a list or a mapping"),
         ("&a [*a]\n", "contains itself"),
     ],
 )

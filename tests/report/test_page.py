@@ -341,7 +341,8 @@ def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
             "converged": False,
         }
     }
-    manifest["lineage"][0]["operations"] = [HOSTILE]
+    # No digest is over the last entry; those over the ones before it would tell.
+    manifest["lineage"][-1]["operations"] = [HOSTILE]
     (out / "surgery.json").write_text(json.dumps(manifest))
     routing = {
         "surgeon_routing": 1,
@@ -377,11 +378,11 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
     "logits without a base": (lambda out, tmp: [out, "--verify"], "--base"),
     "a manifest without a layer": (
         lambda out, tmp: [edited(out, tmp, lambda m: (m["layers"].pop(), m["base"].update(layers=7)))],
-        "where there are 7 layers",
+        "surgery 2 made 8 layers, surgery 3 found 7; was it edited by hand?",
     ),
     "an earlier manifest of another model": (
         lambda out, tmp: [edited(out, tmp, lambda m: m["lineage"][0]["manifest"]["layers"].pop(3))],
-        "was it edited by hand",
+        "not what its sha256 says, so it was edited",
     ),
     "a folder as page": (lambda out, tmp: [out, "--html", tmp], "a folder"),
     "no such folder": (lambda out, tmp: [out, "--html", tmp / "nowhere" / "page.html"], "cannot be written"),
@@ -471,5 +472,5 @@ def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Pat
     told, _, _ = reported(grown[-1], tmp_path / "page.html")
     findings = dataclasses.replace(told.findings, runs=(run,))
     page = render(findings)
-    assert "Run 1 trained, and did not change: a.weight." in page
+    assert "Run 1 trained these tensors without changing them: a.weight." in page
     assert "was zero" in page

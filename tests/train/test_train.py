@@ -219,7 +219,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     path = config(tmp_path, steps=2)
     with pytest.raises(BadInput, match=r"no surgery\.json"):
         surgeon.train(tmp_path / "base", path, tmp_path / "run", device="cpu")
-    with pytest.raises(BadInput, match="lies in the base"):
+    with pytest.raises(BadInput, match="is inside the base"):
         surgeon.train(out, path, out / "run", device="cpu")
     surgeon.train(out, path, tmp_path / "run", device="cpu")
     with pytest.raises(BadInput, match="exists; choose another folder"):

@@ -60,7 +60,7 @@ def test_rows_whose_squares_leave_the_floats(norm: float) -> None:
 
 
 def test_distances_beyond_the_floats_are_refused() -> None:
-    with pytest.raises(ValueError, match="farther apart than float32 can tell"):
+    with pytest.raises(ValueError, match="farther apart than float32 can hold"):
         distances(torch.full((2, 64), 3e38), torch.full((2, 64), -3e38))
 
 

@@ -1,6 +1,6 @@
 """Small charts as inline SVG: bars, lines, points, grids. Drawn 360 units wide, so that a phone shows them whole.
 
-Colours are the style sheet's; series differ by dash and mark too. Every chart has words for those who do not see it.
+The style sheet sets the colours; series differ by dash and mark too. Every chart has a description for screen readers.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Bar:
     style: int = 0
 
 
-def drawing(title: str, told: str, height: float, *parts: Markup, key: str, class_: str = "chart") -> Markup:
+def drawing(title: str, summary: str, height: float, *parts: Markup, key: str, class_: str = "chart") -> Markup:
     """An SVG with a name and a description; `key` is unique on the page."""
     return el(
         "svg",
         el("title", title, id=f"{key}-title"),
-        el("desc", told, id=f"{key}-told"),
+        el("desc", summary, id=f"{key}-summary"),
         *parts,
         viewBox=f"0 0 {WIDTH} {height:g}",
         class_=class_,
         role="img",
-        aria_labelledby=f"{key}-title {key}-told",
+        aria_labelledby=f"{key}-title {key}-summary",
     )
 
 
 def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str = "") -> Markup:
-    """Horizontal bars against `full`, the right end of the frame, which `cap` names."""
+    """Horizontal bars on a scale to `full`, the right end of the frame; `cap` is its label."""
     row, left, right = 22, 64, 92
     span = WIDTH - left - right
     parts = []
@@ -71,8 +71,8 @@ def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str 
     height = len(entries) * row + (18 if cap else 4)
     if cap:
         parts.append(el("text", cap, x=left + span, y=height - 3, class_="tick", text_anchor="end"))
-    told = "; ".join(f"{entry.name}: {entry.words}" for entry in entries)
-    return drawing(title, told, height, *parts, key=key)
+    summary = "; ".join(f"{entry.name}: {entry.words}" for entry in entries)
+    return drawing(title, summary, height, *parts, key=key)
 
 
 def lines(
@@ -82,7 +82,7 @@ def lines(
     key: str,
     across: str,
     up: str,
-    told: str = "",
+    summary: str = "",
     low: float | None = None,
     high: float | None = None,
 ) -> Markup:
@@ -95,16 +95,16 @@ def lines(
     frame = _Frame(x_range, y_range, height - bottom)
     drawn = [_axes(frame, across, up)]
     for one in series:
-        # A mark on each point while they can be told apart.
+        # A mark on each point as long as marks do not touch.
         path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in one.points)
         drawn.append(el("polyline", points=path, class_=f"line s{one.style}"))
         if len(one.points) <= 24:
             drawn += [_mark(frame.x(x), frame.y(y), one.style) for x, y in one.points]
     legend, legend_height = _legend([(one.name, one.style) for one in series], height)
-    summary = told or "; ".join(
+    described = summary or "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
-    return drawing(title, summary, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, described, height + legend_height, *drawn, legend, key=key)
 
 
 def points(
@@ -114,10 +114,10 @@ def points(
     key: str,
     across: str,
     up: str,
-    told: str,
+    summary: str,
     links: Sequence[tuple[float, float, float, float]] = (),
 ) -> Markup:
-    """Marks in a plane, a group a style; `links` are thin lines between pairs."""
+    """Points in a plane, one style a group; `links` are thin lines between pairs."""
     every = [point for _, group, _ in groups for point in group]
     xs, ys = [x for x, _ in every], [y for _, y in every]
     height, bottom = 240.0, 34.0
@@ -128,7 +128,7 @@ def points(
     ]
     drawn += [_mark(frame.x(x), frame.y(y), style) for _, group, style in groups for x, y in group]
     legend, legend_height = _legend([(name, style) for name, _, style in groups], height, line=False)
-    return drawing(title, told, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, summary, height + legend_height, *drawn, legend, key=key)
 
 
 def grid(
@@ -140,10 +140,10 @@ def grid(
     across: str,
     rows: Sequence[str],
     columns: Sequence[str],
-    told: str,
+    summary: str,
     full: float = 1.0,
 ) -> Markup:
-    """A matrix of shares from 0 to `full` as shaded cells; axes are named at every few rows and columns."""
+    """A matrix of shares from 0 to `full` as shaded cells; every few rows and columns have a label."""
     left, top = 64.0, 58.0
     side = (WIDTH - left - _RIGHT) / max(1, len(columns))
     tall = min(side, 24.0)
@@ -170,7 +170,7 @@ def grid(
                 )
     height = top + len(cells) * tall
     parts.append(el("rect", x=left, y=top, width=WIDTH - left - _RIGHT, height=height - top, class_="frame"))
-    return drawing(title, told, height + 4, *parts, key=key)
+    return drawing(title, summary, height + 4, *parts, key=key)
 
 
 @dataclass(frozen=True)

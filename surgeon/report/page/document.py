@@ -87,7 +87,7 @@ svg text.sign { font-size: 9.5px; font-weight: 700; }
 .layer { stroke: var(--line); stroke-width: 1; }
 .layer.base { fill: var(--base); } .layer.fused { fill: var(--fused); } .layer.copied { fill: var(--copied); }
 .layer.made { fill: var(--made); } .layer.changed { fill: var(--changed); }
-.way { fill: none; stroke: var(--soft); stroke-width: 1; opacity: .6; }
+.path { fill: none; stroke: var(--soft); stroke-width: 1; opacity: .6; }
 .pill { fill: var(--paper); stroke: var(--soft); stroke-width: 1; }
 .pill.trains { stroke: var(--ink); stroke-width: 2.2; }
 .pill.control { fill: color-mix(in srgb, var(--c3) 35%, var(--paper)); }
@@ -131,7 +131,7 @@ footer { border-top: 1px solid var(--line); padding: 1rem; font-size: .875rem; c
 """
 
 
-# Nothing is fetched and nothing runs, whatever a name in the page says.
+# The page loads nothing and runs nothing, even where a name in it is hostile.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 

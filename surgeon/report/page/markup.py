@@ -14,12 +14,12 @@ from surgeon.report.findings import HeatMap
 _VOID = frozenset({"br", "col", "hr", "img", "link", "meta"})
 
 
-# Longer than any name has reason to be; texts of several lines go through `lines`.
+# Longer than any sensible name; `lines` is for texts of several lines.
 _LIMIT = 2_000
 
 
 class Markup(str):
-    """Text that is markup already; only this module makes it."""
+    """Text that is HTML already; only this module makes it."""
 
     __slots__ = ()
 
@@ -31,27 +31,27 @@ Value = Markup | str | int | float | bool | None
 
 
 def text(words: str) -> Markup:
-    """Plain words: invisible and control characters made visible, the rest escaped."""
+    """Escaped plain text, with invisible and control characters made visible."""
     return Markup(html.escape(printable(words, limit=_LIMIT)))
 
 
 def lines(words: str) -> Markup:
-    """The same for a text whose line ends count."""
+    """The same for a text of several lines, whose line ends are kept."""
     return Markup("\n".join(text(line) for line in words.splitlines()))
 
 
 def el(name: str, /, *children: Child, **attributes: Value) -> Markup:
-    """An element. Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True stands bare.
+    """An element. Attributes: `class_` is class, `_` becomes `-`, None and False are left out, True has no value.
 
-    Names of elements and attributes are this package's own words, never data.
+    Names of elements and attributes come from this package, never from data.
     """
-    told = []
+    written = []
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         word = key.rstrip("_").replace("_", "-")
-        told.append(f' {word}=""' if value is True else f' {word}="{_value(value)}"')
-    head = f"<{name}{''.join(told)}>"
+        written.append(f' {word}=""' if value is True else f' {word}="{_value(value)}"')
+    head = f"<{name}{''.join(written)}>"
     return Markup(head if name in _VOID else f"{head}{join(*children)}</{name}>")
 
 
@@ -61,7 +61,7 @@ def join(*children: Child) -> Markup:
 
 
 def raw(ours: str) -> Markup:
-    """A style sheet or an encoded picture of ours, as it is."""
+    """A style sheet or an encoded picture of this package, unescaped."""
     assert "<" not in ours and '"' not in ours
     return Markup(ours)
 
@@ -78,7 +78,7 @@ def _value(value: Markup | str | int | float) -> str:
     return text(str(value))
 
 
-# From no mass to most, dark to light: legible on either background, and in grey.
+# From no mass to most, dark to light: readable on either background, and in grey.
 _STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
 
 
@@ -88,14 +88,14 @@ def heat_image(heat: HeatMap) -> Markup:
     pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
     width = len(heat.cells[0]) if heat.cells else 1
     encoded = base64.b64encode(_png(pixels, width, max(1, len(heat.cells)))).decode("ascii")
-    told = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
+    words = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
     return el(
-        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=told, class_="map", width=width, height=len(heat.cells)
+        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=words, class_="map", width=width, height=len(heat.cells)
     )
 
 
 def heat_range(heat: HeatMap) -> tuple[float, float]:
-    """The shares that the darkest and the lightest colour stand for."""
+    """The shares of the darkest and the lightest colour."""
     values = [value for row in heat.cells for value in row if value > 0]
     high = max(values, default=1.0)
     return max(min(values, default=high), high * 1e-6), high

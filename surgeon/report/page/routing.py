@@ -1,4 +1,4 @@
-"""What routers and gates chose, text by text: matrices, and tokens coloured by their slot."""
+"""The choices of routers and gates, text by text: matrices, and tokens coloured by their slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHORT = {"attention": "attn"}
 
 
 def routing_section(report: RoutingReport | None) -> Markup | None:
-    """PMoE's router, Mixture-of-Control's sites and the gates, as recorded; None where nothing was."""
+    """PMoE's router, Mixture-of-Control's sites and the gates, from the record; None without one."""
     if report is None or not report.texts:
         return None
     parts: list[Child] = [
@@ -33,22 +33,27 @@ def routing_section(report: RoutingReport | None) -> Markup | None:
 
 
 def _router(report: RoutingReport) -> list[Markup]:
-    told = [(name, text.router) for name, text in report.texts.items() if text.router is not None]
+    routers = [(name, text.router) for name, text in report.texts.items() if text.router is not None]
     slots = [f"slot {slot}" for slot in range(report.slots)]
     parts = [
         el("h3", f"PMoE's router, above {report.router_layer} layers"),
         el(
             "div",
-            heated("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in told]),
-            heated("Share of tokens it weighs most for", "text", slots, [(name, list(r.largest)) for name, r in told]),
+            shaded_table("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in routers]),
+            shaded_table(
+                "Share of tokens by slot of most weight",
+                "text",
+                slots,
+                [(name, list(r.largest)) for name, r in routers],
+            ),
             class_="pair",
         ),
     ]
-    for name, router in told:
+    for name, router in routers:
         spans = [
             el("span", _token(token), el("sub", slot), class_=f"t{slot % _COLOURS}") for token, slot in router.examples
         ]
-        parts.append(folded(f"Tokens of {name} by the slot they weigh most", el("p", *spans, class_="tokens")))
+        parts.append(folded(f"Tokens of {name} by their slot of most weight", el("p", *spans, class_="tokens")))
     return parts
 
 
@@ -74,14 +79,14 @@ def _mixture(report: RoutingReport) -> list[Markup]:
                         rows=names,
                         columns=names,
                         full=largest,
-                        told=_most_used(report, text),
+                        summary=_most_used(report, text),
                     ),
                     f"{name}: {_most_used(report, text)}.",
                 )
             )
     words = (
-        "Rows: the site that chooses; columns: whose control state. The fuller a cell, the more of the site's"
-        f" weight, up to {largest:.0%}, the largest here."
+        "Rows: the site that chooses; columns: the control state. A fuller cell is more of the site's"
+        f" weight; a full cell is {largest:.0%}, the largest here."
     )
     return [el("h3", "Control states (Mixture-of-Control)"), el("p", words), el("div", *figures, class_="pair")]
 
@@ -104,13 +109,13 @@ def _gates(report: RoutingReport, gates: Sequence[str]) -> list[Markup]:
     def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
         rows = [(gate, [_of(gates_of.get(gate), field) for gates_of in held]) for gate in chosen]
         largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
-        return heated(caption, "gate", names, rows, full=full or largest)
+        return shaded_table(caption, "gate", names, rows, full=full or largest)
 
     parts = []
     if adapters:
         parts += [
             matrix("Adapters: mean of the gate", adapters, "mean", None),
-            matrix("Adapters: share of tokens shut out", adapters, "closed", 1.0),
+            matrix("Adapters: share of tokens with a closed gate", adapters, "closed", 1.0),
             matrix("Adapters: mean ‖output‖₁ over the width", adapters, "loudness", None),
         ]
     if shares:
@@ -118,12 +123,12 @@ def _gates(report: RoutingReport, gates: Sequence[str]) -> list[Markup]:
     return [el("h3", "Gates by layer and text"), el("div", *parts, class_="pair")]
 
 
-def _of(told: object, field: str) -> float | None:
-    value = None if told is None else getattr(told, field)
+def _of(record: object, field: str) -> float | None:
+    value = None if record is None else getattr(record, field)
     return None if value is None else float(value)
 
 
-def heated(
+def shaded_table(
     caption: str,
     corner: str,
     columns: Sequence[str],
@@ -131,7 +136,7 @@ def heated(
     *,
     full: float = 1.0,
 ) -> Markup:
-    """A matrix as a table: every number stands there, shaded by its share of `full`."""
+    """A matrix as a table of numbers, each shaded by its share of `full`."""
     body = []
     for name, values in rows:
         cells = [

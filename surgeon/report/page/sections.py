@@ -1,4 +1,4 @@
-"""The page's sections, one a question a reader asks. A section with nothing to tell is left out."""
+"""The page's sections, one for each question of a reader. Empty sections are left out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _PROMISES = {"exact": "exact", "none": "not preserving"}
 _SERIES_STYLES = 6
 
 
-# Names in one line; the table below it has them all.
+# How many names one line shows; the table below it has them all.
 _MOST_NAMED = 5
 
 
 def section(key: str, title: str, *children: Child) -> Markup:
-    """One section with its heading, which the contents link to."""
+    """One section with its heading; the table of contents links to it."""
     return el("section", el("h2", title, id=f"{key}-head"), *children, id=key, aria_labelledby=f"{key}-head")
 
 
 def figure(drawn: Markup, caption: str) -> Markup:
-    """A picture and what it shows."""
+    """A picture with its caption."""
     return el("figure", drawn, el("figcaption", caption))
 
 
@@ -47,7 +47,7 @@ def table(
     numbers: Sequence[int] = (),
     words: Sequence[int] = (),
 ) -> Markup:
-    """A table in a box of its own that scrolls, by keyboard too; columns in `numbers` are set to the right."""
+    """A table in a box that scrolls, by keyboard too; columns in `numbers` are right-aligned."""
 
     def kind(column: int) -> str | None:
         return "number" if column in numbers else "words" if column in words else None
@@ -59,12 +59,12 @@ def table(
 
 
 def folded(summary: str, *children: Child) -> Markup:
-    """What is shown when asked for."""
+    """Content that opens on a click."""
     return el("details", el("summary", summary), *children)
 
 
 def headline(findings: Findings) -> Markup:
-    """The facts a reader takes away when nothing else is read."""
+    """The most important facts, at the top."""
     manifest, history, budget = findings.manifest, findings.history, findings.budget
     state, tone = _state(findings)
     facts: list[tuple[str, Child, str | None]] = [
@@ -79,10 +79,10 @@ def headline(findings: Findings) -> Markup:
             "good" if manifest.promise == "exact" else "warn",
         ),
         ("proof", state, tone),
-        ("loads", "without custom code" if manifest.native else "with code of its own", None),
+        ("loads", "without custom code" if manifest.native else "with its own code", None),
     ]
     return el(
-        "dl", *(el("div", el("dt", name), el("dd", told, class_=tone)) for name, told, tone in facts), class_="facts"
+        "dl", *(el("div", el("dt", name), el("dd", value, class_=tone)) for name, value, tone in facts), class_="facts"
     )
 
 
@@ -107,7 +107,7 @@ def _state(findings: Findings) -> tuple[str, str]:
     return "logits differ, as training made them" if verification.trained else "logits differ, as promised", "warn"
 
 
-# What training or an edit of new tensors breaks, and nothing else does.
+# Checks that only training, or an edit of new tensors, makes fail.
 _AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
 
 
@@ -157,7 +157,7 @@ def stack_section(findings: Findings) -> Markup:
 
 
 def budget_section(findings: Findings) -> Markup:
-    """Parameters by who brought them, and what training takes."""
+    """Parameters by their origin, and the memory that training takes."""
     budget = findings.budget
     parts = [
         Bar("base", budget.base, _share(budget.base, budget), 5),
@@ -179,7 +179,7 @@ def budget_section(findings: Findings) -> Markup:
         el(
             "div",
             figure(
-                bars("Parameters by who brought them", parts, full=budget.total, key="budget-bars"),
+                bars("Parameters by origin", parts, full=budget.total, key="budget-bars"),
                 "Shares of all parameters; trainable ones are counted again.",
             ),
             el(
@@ -206,7 +206,7 @@ def _share(number: int, budget: Budget) -> str:
 
 
 def operations_section(findings: Findings) -> Markup:
-    """What was done, surgery by surgery, where it comes from, and the plans themselves."""
+    """The operations of each surgery, their papers, and the plans."""
     history = findings.history
     rows: list[tuple[Child, ...]] = [
         (number, entry.op, entry.matched, _PROMISES[entry.promise], entry.reason, entry.trains)
@@ -248,7 +248,7 @@ def _cited(paper: Paper) -> Markup:
 
 
 def proof_section(findings: Findings) -> Markup:
-    """Checks that were run for this page, or what the manifest says, said as such."""
+    """Checks that were run for this page; without a base, the manifest's promise, marked as unchecked."""
     verification, manifest = findings.verification, findings.manifest
     if verification is None:
         promised = {
@@ -279,12 +279,12 @@ def _verified(verification: Verification) -> list[Markup]:
     parts = [table("Checks of bytes, run for this page", ("", "check", "found"), rows, words=(2,))]
     if _changed_since_birth(verification):
         words = (
-            "Every tensor of the base is in its place, byte for byte. New ones are no longer as they were born:"
-            " trained, or edited by hand; what was promised at birth was not compared again."
+            "Every tensor of the base is in its place, byte for byte. New tensors changed since birth: they were"
+            " trained or edited by hand, so the promises about birth were not checked again."
         )
         return [*parts, el("p", words)]
     if verification.comparisons:
-        told = [
+        compared = [
             (
                 c.mode,
                 c.dtype,
@@ -300,22 +300,22 @@ def _verified(verification: Verification) -> list[Markup]:
             for c in verification.comparisons
         ]
         head = ("mode", "dtype", "tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
-        parts.append(table(f"Logits on {verification.tokens}", head, told, numbers=range(2, 9)))
+        parts.append(table(f"Logits on {verification.tokens}", head, compared, numbers=range(2, 9)))
     else:
         parts.append(el("p", "Logits were not compared (--verify does)."))
     return parts
 
 
 def transport_section(findings: Findings) -> Markup | None:
-    """Entropies and marginal errors of transport maps, and heat maps of those that were asked for."""
+    """Entropies and marginal errors of transport maps, and the requested heat maps."""
     maps = findings.maps
     if not maps and not findings.heat_maps:
         return None
     parts: list[Child] = [
         el(
             "p",
-            "New layers were fused from their neighbours along transport maps T. The entropy of T, in nats, tells how"
-            " widely neurons correspond: at most log(n·m), where every neuron corresponds to every other alike.",
+            "New layers were fused from their neighbours along transport maps T. The entropy of T, in nats, shows how"
+            " widely neurons correspond: at most log(n·m), where every neuron corresponds to every other equally.",
         )
     ]
     if maps:
@@ -368,7 +368,7 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
     return [
         figure(
             bars("Mean entropy by module", entropy, full=1.0, key="entropies", cap="log(n·m)"),
-            f"Mean over {len(maps) // max(1, len(by_module))} maps a module: nats, and the share of the most possible.",
+            f"Mean over {len(maps) // max(1, len(by_module))} maps a module: nats, and share of the largest possible.",
         ),
         figure(
             bars("Largest marginal error by module", error, full=12.0, key="errors", cap="1"),
@@ -434,7 +434,7 @@ def _effective(values: tuple[float, ...]) -> float:
 
 
 def alignment_section(findings: Findings) -> Markup | None:
-    """How far control blocks' branches stand apart (Control LLM, Figures 3 and 8)."""
+    """How far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
     probing = findings.probing
     if probing is None:
         return None
@@ -456,7 +456,7 @@ def alignment_section(findings: Findings) -> Markup | None:
         key="alignment-points",
         across="first principal component",
         up="second",
-        told=f"{len(last.points)} sentences; a line joins a sentence's two states; mean distance {last.distance:.3g}",
+        summary=f"{len(last.points)} sentences; a line joins the two states of one; mean distance {last.distance:.3g}",
         links=last.points,
     )
     rows = [(a.layer, f"{a.cosine:.6f}", f"{a.distance:.4g}", f"{a.norm:.4g}") for a in layers]
@@ -495,7 +495,7 @@ def alignment_section(findings: Findings) -> Markup | None:
 
 
 def curves_section(findings: Findings) -> Markup | None:
-    """Losses by source over training, from the log that was given, else from the manifests: learned and forgotten."""
+    """Losses by source over training, from the given log, else from the manifests: learning and forgetting."""
     curves = findings.curves or curves_of(findings.runs)
     if not curves and not findings.runs:
         return None
@@ -505,12 +505,12 @@ def curves_section(findings: Findings) -> Markup | None:
         rows = [
             (run.surgery, f"{run.steps:,}", f"{run.tokens:,}", len(run.changes), _losses(run)) for run in findings.runs
         ]
-        parts.append(table("Training, as the manifests tell", head, rows, numbers=range(4), words=(4,)))
+        parts.append(table("Training, from the manifests", head, rows, numbers=range(4), words=(4,)))
         parts += _changes(findings.runs)
     if curves:
         series = [Series(c.source, c.points, nth % _SERIES_STYLES) for nth, c in enumerate(curves)]
         source = (
-            "As recorded in the log that was given."
+            "From the given log."
             if findings.curves
             else "Held-out losses where each training run began and ended, one run after the other."
         )
@@ -535,20 +535,22 @@ def curves_section(findings: Findings) -> Markup | None:
 
 
 def _changes(runs: Sequence[TrainingRun]) -> list[Child]:
-    """What each run made of each tensor, and a line for tensors that it left as they were."""
+    """How much each run changed each tensor, and a line for trained tensors that did not change."""
     parts: list[Child] = []
     for nth, run in enumerate(runs, 1):
         if run.unchanged:
-            told = ", ".join(run.unchanged[:_MOST_NAMED])
+            names = ", ".join(run.unchanged[:_MOST_NAMED])
             more = f" and {len(run.unchanged) - _MOST_NAMED} more" if len(run.unchanged) > _MOST_NAMED else ""
-            parts.append(el("p", f"Run {nth} trained, and did not change: {told}{more}.", class_="warn"))
+            parts.append(
+                el("p", f"Run {nth} trained these tensors without changing them: {names}{more}.", class_="warn")
+            )
         rows = [
             (name, f"{largest:.3g}", "was zero" if relative is None else f"{relative:.3g}")
             for name, (largest, relative) in run.changes.items()
         ]
         parts.append(
             folded(
-                f"What run {nth} changed, tensor by tensor",
+                f"Changes by run {nth}, tensor by tensor",
                 table(
                     f"Tensors that trained in run {nth}",
                     ("tensor", "max |Δ|", "‖Δ‖ ÷ ‖before‖"),
@@ -566,7 +568,7 @@ def _losses(run: TrainingRun) -> str:
 
 
 def lineage_section(findings: Findings) -> Markup:
-    """Which surgeries came before, and who wrote what."""
+    """All surgeries so far, and the version of surgeon that carried out each."""
     manifest = findings.manifest
     rows: list[tuple[Child, ...]] = [
         (nth, ", ".join(a.operations), a.base + (f"@{a.revision}" if a.revision else ""), a.tool, a.sha256[:16])

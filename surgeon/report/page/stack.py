@@ -23,12 +23,12 @@ _MARKS_RIGHT = 336.0
 _PILL, _LETTER = 28.0, 6.0
 
 
-# Order and colour of marks in a row; letters tell them apart where colours do not.
+# Order and colour of marks in a row; letters distinguish them where colours do not.
 _KINDS = ("control", "adapters", "experts", "expert_router", "control_states", "other")
 
 
 def stack_figure(history: History) -> Markup:
-    """The picture. Every layer is a box; lines lead from a base layer to where it stands now."""
+    """The picture. Every layer is a box; lines lead from a base layer to its present place."""
     layers = history.layers
     height = _HEAD + _ROW * len(layers) + 4
     old_top = _HEAD + (_ROW * (len(layers) - history.base_layers)) / 2
@@ -43,20 +43,20 @@ def stack_figure(history: History) -> Markup:
             there = _top(now_at[base], len(layers)) + _TALL / 2
             here, right = y + _TALL / 2, _NEW_LEFT
             bend = f"M{_OLD_WIDTH} {here:g}C{_OLD_WIDTH + 22} {here:g} {right - 22} {there:g} {right} {there:g}"
-            parts.append(el("path", d=bend, class_="way"))
+            parts.append(el("path", d=bend, class_="path"))
         parts += [
             el("rect", x=1, y=y, width=_OLD_WIDTH - 1, height=_TALL, rx=3, class_="layer base"),
             el("text", base, x=_OLD_WIDTH / 2, y=y + 14, class_="label", text_anchor="middle"),
         ]
     parts += [_layer(layer, _top(layer, len(layers))) for layer in layers]
     made = [layer.index for layer in layers if layer.base is None]
-    told = f"{history.base_layers} layers became {len(layers)}"
-    told += f"; new: layers {show(made)}" if made else "; none is new"
-    return drawing("The layer stack, old and new", told, height, *parts, key="stack", class_="chart stack")
+    summary = f"{history.base_layers} layers became {len(layers)}"
+    summary += f"; new: layers {show(made)}" if made else "; none is new"
+    return drawing("The layer stack, old and new", summary, height, *parts, key="stack", class_="chart stack")
 
 
 def origin_words(layer: StackLayer) -> str:
-    """Where a layer comes from, in a few words."""
+    """A layer's origin in a few words."""
     if layer.base is not None:
         return layer.init.partition(",")[0] if layer.origin == "changed" else "kept"
     of = f" {'+'.join(map(str, layer.sources))}" if layer.sources else ""
@@ -70,14 +70,14 @@ def origin_words(layer: StackLayer) -> str:
 
 
 def legend(history: History) -> Markup:
-    """What boxes, letters and triangles mean; only of those that occur."""
+    """The meaning of the boxes, letters and triangles that occur."""
     origins = {layer.origin for layer in history.layers}
     words = {
-        "base": "kept: a layer of the base, as surgery found it",
+        "base": "kept: a layer of the base, unchanged by surgery",
         "changed": "changed: a layer of the base with other weights",
         "fused": "fused: made from the two layers named",
         "copied": "copied: began as a copy of the layer named",
-        "made": "new: initialised another way",
+        "made": "new: with another initialisation",
     }
     rows = [
         _legend_row(el("rect", x=1, y=3, width=26, height=14, rx=3, class_=f"layer {origin}"), words[origin])
@@ -147,7 +147,7 @@ def _layer(layer: StackLayer, y: float) -> Markup:
 
 
 def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, Mark, bool]]:
-    """One sign a kind, slots by their span; heavy where one of them trains."""
+    """One sign for each kind, slots as a range; heavy where one of them trains."""
     groups: dict[str, list[Mark]] = {}
     for mark in sorted(marks, key=lambda mark: _KINDS.index(mark.kind) if mark.kind in _KINDS else len(_KINDS)):
         groups.setdefault(_group(mark), []).append(mark)
