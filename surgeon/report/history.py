@@ -152,7 +152,7 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
         base=None,
         origin=origin_of(by, entry.init),
         init=entry.init,
-        sources=tuple(sorted({places[source] for source in entry.sources})),
+        sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
         surgery=made_by + first,
         operation=entry.operation,
         trains=trains,
