@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .known import grafts, natives
+from .known import GRAFTS, NATIVES
 from .natives import PREFIX, Native
 from .template import Use, classes_of
 
@@ -53,14 +53,14 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
-    native = natives()[str(config["model_type"]).removeprefix(PREFIX)]
+    native = NATIVES[str(config["model_type"]).removeprefix(PREFIX)]
     raw = config.get("surgery")
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
 def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
-    rules = [rules for rules in grafts().values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
+    rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
     return tuple(Use(each, each.uses(raw)) for each in rules)
 
 

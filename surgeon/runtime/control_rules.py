@@ -200,8 +200,8 @@ class ControlRules(GraftRules):
     part = "surgeon.runtime.control"
     module = "ControlGraft"
 
-    def __init__(self, interpolators: Iterable[InterpolatorRule] = INTERPOLATORS) -> None:
-        self.interpolators = {rule.key: rule for rule in interpolators}
+    def __init__(self, interpolators: Mapping[str, InterpolatorRule]) -> None:
+        self.interpolators = interpolators
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
         """The interpolators that its entries name."""

@@ -14,7 +14,7 @@ import pytest
 import surgeon.runtime
 from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of, uses_of
 from surgeon.runtime.graft import Graft
-from surgeon.runtime.known import grafts
+from surgeon.runtime.known import GRAFTS
 from surgeon.runtime.natives import NATIVES, PREFIX
 from surgeon.runtime.template import classes_of
 from tests import tiny
@@ -69,16 +69,16 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
     """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
     own = {"control": "ControlGraft", "adapters": "GatedAdapter", "experts": "ExpertRouter", "states": "ControlBank"}
     surgeries = {"control": control(), "adapters": adapters(), "experts": experts(), "states": states()}
-    assert set(own) == set(grafts())
+    assert set(own) == set(GRAFTS)
     for name, surgery in surgeries.items():
         text = bundle({"model_type": "llama", "surgery": surgery | {"new_layers": []}}).decode()
         assert [graft for graft, mark in own.items() if f"class {mark}" in text] == [name]
-        empty = {key: [] for other in grafts().values() for key in other.keys if key not in surgery}
+        empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
         assert bundle({"model_type": "llama", "surgery": surgery | empty}).decode() == text
 
 
 def test_rules_name_the_modules_that_build_on_them() -> None:
-    for rules in grafts().values():
+    for rules in GRAFTS.values():
         module = getattr(importlib.import_module(rules.part), rules.module)
         assert issubclass(module, Graft) and issubclass(module, type(rules))
 

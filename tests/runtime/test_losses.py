@@ -45,7 +45,7 @@ def branches(model: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Will hold, after a forward, what each interpolator was given: input, pre-trained and expanded states."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in model.model.layers:
-        if layer.control is not None:
+        if hasattr(layer, "control"):
             layer.interpolator.register_forward_hook(lambda module, args, out: seen.append(args))
     return seen
 
