@@ -212,7 +212,7 @@ class _Repository:
             try:
                 return self._request(file, count)
             except Exception as error:
-                if not _may_pass(error):
+                if not _is_transient(error):
                     _refuse(error, self.repo_id, self.commit)
             time.sleep(0.5 * 2**attempt)
         return _call(lambda: self._request(file, count), self.repo_id, self.commit)
@@ -358,7 +358,7 @@ def _call(ask: Callable[[], _T], repo_id: str, revision: str | None) -> _T:
         _refuse(error, repo_id, revision)
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Whether a retry may help: a broken connection or an error inside the server."""
     from huggingface_hub import errors
 

@@ -112,12 +112,12 @@ class Staging:
 
     def is_done(self, file: str) -> dict[str, Any] | None:
         """The journal's record of a file whose size and mtime have not changed since, else None."""
-        record = self._as_left(file)
+        record = self._unchanged(file)
         if record is not None:
             self._wanted.add(file)
         return record
 
-    def _as_left(self, file: str) -> dict[str, Any] | None:
+    def _unchanged(self, file: str) -> dict[str, Any] | None:
         entry = self._done.get(file)
         if entry is None:
             return None
@@ -243,9 +243,9 @@ class Staging:
             sync(self.working)
         self.folder.mkdir(exist_ok=True)
         for name in self._staged():
-            if self._as_left(name) is None:
+            if self._unchanged(name) is None:
                 (self.folder / name).unlink()
-        kept = sum(self._as_left(file) is not None for file in self._done)
+        kept = sum(self._unchanged(file) is not None for file in self._done)
         if kept:
             self._say(f"continuing an earlier run: {kept} files are done already")
 

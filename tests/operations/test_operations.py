@@ -118,4 +118,4 @@ def test_an_operation_that_is_unknown_here_is_met_with_neutral_words(tmp_path: P
     assert "of_a_plugin" in text and "## Papers" not in text
     surgeon.report(tmp_path / "out", html=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "of_a_plugin" in page and "new: initialised another way" in page and "<h3>Papers</h3>" not in page
+    assert "of_a_plugin" in page and "new: with another initialisation" in page and "<h3>Papers</h3>" not in page

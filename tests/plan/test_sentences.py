@@ -189,6 +189,12 @@ def test_a_sentence_about_an_operation_is_printed_as_it_is(operation: str, sente
     assert of_operation(operation, tmp_path).startswith(start)
 
 
+def test_the_line_is_that_of_the_part_that_the_sentence_is_about(tmp_path: Path) -> None:
+    plan = "surgeon: 1\noperations:\n  - op: control_llm\n    layers: all\n    interpolator:\n      alpha: 0\n"
+    told = said(load_plan, tmp_path / "plan.yaml", plan)
+    assert told.startswith(f"{tmp_path}/plan.yaml:5: operations[0] (control_llm): `alpha` 0 leaves the expanded")
+
+
 @pytest.mark.parametrize(("load", "text", "line", "entry", "sentence"), CONFIGS)
 def test_a_sentence_of_a_config_is_printed_as_it_is(
     load: Load, text: str, line: int, entry: str, sentence: str, tmp_path: Path

@@ -39,8 +39,8 @@ def _router(report: RoutingReport) -> list[Markup]:
         el("h3", f"PMoE's router, above {report.router_layer} layers"),
         el(
             "div",
-            heated("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in routers]),
-            heated(
+            shaded_table("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in routers]),
+            shaded_table(
                 "Share of tokens by slot of most weight",
                 "text",
                 slots,
@@ -109,7 +109,7 @@ def _gates(report: RoutingReport, gates: Sequence[str]) -> list[Markup]:
     def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
         rows = [(gate, [_of(gates_of.get(gate), field) for gates_of in held]) for gate in chosen]
         largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
-        return heated(caption, "gate", names, rows, full=full or largest)
+        return shaded_table(caption, "gate", names, rows, full=full or largest)
 
     parts = []
     if adapters:
@@ -128,7 +128,7 @@ def _of(record: object, field: str) -> float | None:
     return None if value is None else float(value)
 
 
-def heated(
+def shaded_table(
     caption: str,
     corner: str,
     columns: Sequence[str],
