@@ -20,7 +20,7 @@ from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
-from surgeon.operations.operation import Operation, Origin, Paper
+from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 
@@ -72,3 +72,8 @@ def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
 def origin_of(op: str, init: str) -> Origin:
     """What a layer that operation `op` made is to who looks at it; of one that is unknown here, `made`."""
     return OPERATIONS[op].origin_of(init) if op in OPERATIONS else "made"
+
+
+def legends() -> dict[str, Legend]:
+    """How grafts are explained, by the letter that their signs begin with, in the order of the operations."""
+    return {letter: legend for operation in OPERATIONS.values() for letter, legend in operation.legend.items()}

@@ -7,6 +7,7 @@ above the layer that adds nothing at birth. Hybrid: the two by turns, stack firs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,7 +17,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
 from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
 from surgeon.runtime.known import INTERPOLATORS
@@ -99,6 +100,7 @@ class ControlLLM(Operation):
         batch=512,
     )
     grafts: ClassVar[tuple[str, ...]] = ("control",)
+    legend: ClassVar[Mapping[str, Legend]] = {"C": Legend("control block: a trainable twin (Control LLM)", 3)}
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]

@@ -69,6 +69,14 @@ class TrainingDefaults:
     original_share: float = 0.0
 
 
+@dataclass(frozen=True)
+class Legend:
+    """How the report's picture of the stack explains a graft's letter; `colour` is one of the page's six, 0 to 5."""
+
+    words: str
+    colour: int
+
+
 class Spec(BaseModel):
     """A part of a plan as written: types are strict, an unknown key is refused, nothing changes once it is read."""
 
@@ -92,6 +100,8 @@ class Operation(Spec):
     on_encoders: ClassVar[bool] = False
     # Kinds of the grafts that it attaches to a model which has none.
     grafts: ClassVar[tuple[str, ...]] = ()
+    # How the report explains those grafts, by the letter that each one's sign begins with.
+    legend: ClassVar[Mapping[str, Legend]] = {}
     # What its new layers are, by the word that their `init` begins with; by another word they are `made`.
     origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
 

@@ -274,7 +274,7 @@ def test_a_base_it_was_not_made_from_is_told(hub: Hub, out: Path, grown: Path, t
 
 def test_foreign_code_and_hostile_names_stay_here(hub: Hub, out: Path, grown: Path, tmp_path: Path) -> None:
     (out / "modeling_evil.py").write_text("raise SystemExit")
-    assert "own code" in refused(out)
+    assert "code of its own" in refused(out)
     grafted = Path(shutil.copytree(grown / "grafted", tmp_path / "grafted"))
     (tmp_path / "secret.py").write_text("secret")
     manifest = json.loads((grafted / "surgery.json").read_text())
@@ -433,20 +433,19 @@ def test_one_blob_lacks(hub: Hub, out: Path) -> None:
 
 
 def test_somebody_else_commits_meanwhile(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.checkpoint import uploading
+    from surgeon.checkpoint.uploading import send
 
     surgeon.push(out, "user/model")
     (out / "generation_config.json").write_text("{}")
-    send = uploading.send
 
     def late(*arguments: Any, **options: Any) -> Any:
         hub.history[hub.commit] = hub.files
         hub.commit = "f" * 40
         return send(*arguments, **options)
 
-    monkeypatch.setattr(uploading, "send", late)
+    monkeypatch.setattr("surgeon.share.push.send", late)
     assert "A commit has happened since" in refused(out)
-    monkeypatch.setattr(uploading, "send", send)
+    monkeypatch.setattr("surgeon.share.push.send", send)
     assert surgeon.push(out, "user/model").sent
 
 
