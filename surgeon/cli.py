@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 import surgeon
 from surgeon._version import __version__
 from surgeon.common.distributed import Ranks, joined
+from surgeon.common.plain import Result
 from surgeon.errors import BadInput, SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -29,13 +30,7 @@ if TYPE_CHECKING:
     from surgeon.common.progress import ProgressListener
 
 
-class _Result(Protocol):
-    """The result of a public function."""
-
-    def to_json(self) -> Any: ...
-
-
-_ResultT = TypeVar("_ResultT", bound=_Result)
+_ResultT = TypeVar("_ResultT", bound=Result)
 
 
 class _Group(TyperGroup):

@@ -25,6 +25,7 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import PROMISE_STYLES, listed
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import printable
 from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
@@ -53,12 +54,7 @@ class Applied:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "left_behind": list(self.left_behind),
-            "seconds": self.seconds,
-            **self.preview.to_json(),
-        }
+        return plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
 
 
 def apply(

@@ -17,6 +17,7 @@ from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain
 from surgeon.continual.config import load_tasks
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.continual.surgeries import at_line, check_tasks, plans_of
@@ -84,10 +85,7 @@ class Continued:
             "backward_transfer": self.backward,
             "general_ability_delta": self.delta,
             "measured": [
-                {
-                    name: found.to_json() | {"accuracy": found.accuracy, "loss": found.loss}
-                    for name, found in row.items()
-                }
+                {name: plain(found) | {"accuracy": found.accuracy, "loss": found.loss} for name, found in row.items()}
                 for row in self.rows
             ],
             "trainings": list(self.trainings),
@@ -99,7 +97,7 @@ class Continued:
         """As plain data for `--json`."""
         return {
             "path": str(self.path),
-            "kept": None if self.kept is None else str(self.kept),
+            "kept": plain(self.kept),
             "resumed_after": self.resumed_after,
             **self.record(),
         }

@@ -22,6 +22,7 @@ from surgeon.checkpoint.durable import sync, working_in, write_durably
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common.listener import Listener
+from surgeon.common.plain import plain
 from surgeon.continual.config import LoadedTasks
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
@@ -91,7 +92,7 @@ class _State:
     def write(self, path: Path) -> None:
         data = {
             "fingerprint": self.fingerprint,
-            "rows": [{name: measured.to_json() for name, measured in row.items()} for row in self.rows],
+            "rows": plain(self.rows),
             "trainings": self.trainings,
             "published": self.published,
         }

@@ -23,6 +23,7 @@ from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
@@ -44,14 +45,7 @@ class AppliedDelta:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "base": self.base,
-            "tensors": self.tensors,
-            "whole": self.whole,
-            "bytes": self.nbytes,
-            "seconds": self.seconds,
-        }
+        return plain_fields(self, without=("manifest",))
 
 
 def apply_delta(

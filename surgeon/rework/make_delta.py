@@ -34,6 +34,7 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
@@ -59,18 +60,7 @@ class MadeDelta:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "out": str(self.out),
-            "path": str(self.path),
-            "base": self.base,
-            "revision": self.revision,
-            "tensors": self.tensors,
-            "whole": self.whole,
-            "bytes": self.nbytes,
-            "whole_bytes": self.whole_nbytes,
-            "from_base": list(self.from_base),
-            "seconds": self.seconds,
-        }
+        return plain_fields(self)
 
 
 def make_delta(

@@ -29,6 +29,7 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.families.grafted import is_grafted
@@ -61,17 +62,7 @@ class Exported:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "slot": self.slot,
-            "base": self.base,
-            "revision": self.revision,
-            "layers": list(self.layers),
-            "modules": self.modules,
-            "bytes": self.nbytes,
-            "config": self.config,
-            "notes": list(self.notes),
-        }
+        return plain_fields(self)
 
 
 def export_slot(

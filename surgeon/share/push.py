@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.uploading import Destination, check_token, look, send
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
@@ -73,22 +74,7 @@ class Pushed:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "repo_id": self.repo_id,
-            "revision": self.revision,
-            "dry_run": self.dry_run,
-            "files": [{"name": file.name, "bytes": file.nbytes, "state": file.state} for file in self.files],
-            "stale": list(self.stale),
-            "left_behind": list(self.left_behind),
-            "checks": [asdict(check) for check in self.checks],
-            "verification": self.verification.to_json() if self.verification else None,
-            "license": self.license,
-            "commit": self.commit,
-            "url": self.url,
-            "pull_request": self.pull_request,
-            "delta": self.delta,
-        }
+        return plain_fields(self)
 
 
 def push(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from surgeon.common.plain import plain_fields
 from surgeon.data.specs import NEW, ORIGINAL
 from surgeon.errors import BadInput, printable
 from surgeon.operations import OPERATIONS
@@ -36,7 +37,7 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self) | {"betas": list(self.betas)}
+        return plain_fields(self)
 
 
 def settle(

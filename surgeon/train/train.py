@@ -14,6 +14,7 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import count, listed, size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.manifest import Manifest, manifest_of
@@ -57,24 +58,13 @@ class Trained:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "out": str(self.out),
-            "path": str(self.path),
-            "operations": list(self.operations),
-            "settings": self.settings,
-            "parameters": self.parameters,
+        return plain_fields(self, without=("manifest", "changes")) | {
             "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
             "tensors": {
                 name: {"max_change": largest, "relative_change": relative}
                 for name, (largest, relative) in self.changes.items()
             },
             "unchanged": list(self.unchanged),
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds,
-            "resumed_at": self.resumed_at,
-            "peak_memory": self.peak_memory,
-            "log": self.log,
         }
 
 

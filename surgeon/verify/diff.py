@@ -20,6 +20,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import listed, size, span
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of, renumbered
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
@@ -58,16 +59,11 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "a": str(self.a),
-            "b": str(self.b),
+        return plain_fields(self, without=("changed", "moved", "config", "sizes", "told")) | {
             "identical": self.identical,
-            "not_read": str(self.told) if self.told is not None else None,
-            "added": list(self.added),
-            "removed": list(self.removed),
+            "not_read": plain(self.told),
             "changed": [{"a": a, "b": b} for a, b in self.changed.items()],
             "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
-            "same": list(self.same),
             "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
         }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ from rich.text import Text
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
@@ -69,19 +69,10 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "promise": self.promise,
-            "trained": self.trained,
+        return plain_fields(self, without=("streamed",)) | {
             "holds": self.holds,
             "identical": self.identical,
-            "checks": [asdict(check) for check in self.checks],
-            "tokens": self.tokens,
-            # JSON knows no infinity, which is what logits that are not numbers count as.
-            "comparisons": [
-                {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
-                for c in self.comparisons
-            ],
-            "first_difference": asdict(self.first_difference) if self.first_difference else None,
+            "first_difference": plain(self.first_difference),
         }
 
 
