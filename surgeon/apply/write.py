@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _ALONE = Ranks()
 
-
 # The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
 _WRITERS = 2
 

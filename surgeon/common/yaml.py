@@ -23,26 +23,12 @@ from pydantic_core import ErrorDetails
 from surgeon.errors import BadInput, printable
 
 LARGEST_FILE = 1_000_000  # bytes
-
-
 MOST_NODES = 20_000
-
-
 DEEPEST = 40
-
-
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
-
-
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
-
-
 _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
-
-
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
-
-
 Place = tuple[str | int, ...]
 
 

@@ -19,24 +19,15 @@ from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.train.config import OptimizerSpec, TrainConfig
 
 _WHAT = "tasks file"
-
-
 _NEEDS = "`surgeon_continual: 1` and `tasks:`"
-
-
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
-
 
 # Shares are written with a few decimals: 0.333 three times is meant to be 1.
 _SHARE_TOLERANCE = 0.005
-
-
 NOTHING = "none"
-
 
 # The operation whose settings a tasks file may give in a plan's place.
 SLOTS = PMoEExperts.key("op")
-
 
 # As many as a training config takes: the last task may replay all of them.
 _MOST_SOURCES = 100

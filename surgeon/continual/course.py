@@ -35,7 +35,6 @@ from surgeon.train.session import run_training
 
 STATE_FILE = "course.json"
 
-
 # What has no part in any number.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
 

@@ -17,10 +17,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.operations import papers_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
-
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 # Auto class → what the Hub calls its task.
 _TASKS = {
@@ -29,13 +26,8 @@ _TASKS = {
     "AutoModelForSequenceClassification": "text-classification",
 }
 
-
 _LONGEST_PLAN = 20_000  # characters
-
-
 _MOST_ROWS = 200
-
-
 _MOST_NAMED = 12
 
 

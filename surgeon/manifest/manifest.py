@@ -32,8 +32,6 @@ from surgeon.runtime.bundle import bundle
 from surgeon.runtime.known import plugins_in
 
 FORMAT = 1
-
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -35,17 +35,10 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, Sha256, parse
 
 FORMAT = 1
 
-
 # The output's own card, as README.md of a delta is the delta's.
 KEPT_CARD = "README.output.md"
-
-
 MAX_DELTA_BYTES = 64_000_000
-
-
 CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
-
-
 _Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
 
 

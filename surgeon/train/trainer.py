@@ -36,11 +36,7 @@ from surgeon.train.settings import Settings
 from surgeon.train.sharding import dealt_out, gathered, let_go
 
 TRAINED_FILE = "trained.safetensors"
-
-
 DATA_FILE = "data.json"
-
-
 COMPLETE_FILE = "complete.json"
 
 

@@ -81,8 +81,6 @@ def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listene
 
 
 Begin = Callable[[str, int], None]
-
-
 Advance = Callable[[int], None]
 
 
