@@ -99,6 +99,7 @@ class Preview:
 
 # What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
 _STREAMING_MEMORY = 90_000_000
+
 _TORCH_MEMORY = 450_000_000
 _NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"
 

@@ -18,9 +18,8 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain
-from surgeon.continual.config import load_tasks
+from surgeon.continual.config import at_line, check_tasks, load_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
-from surgeon.continual.surgeries import at_line, check_tasks, plans_of
 from surgeon.errors import BadInput, printable
 
 

@@ -23,10 +23,9 @@ from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common.listener import Listener
 from surgeon.common.plain import plain
-from surgeon.continual.config import LoadedTasks
+from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
-from surgeon.continual.surgeries import at_line
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import manifest_of
 from surgeon.plan.loading import LoadedPlan

@@ -16,9 +16,8 @@ from surgeon.data.packing import Batches, Mixture, Packer, SourceStream, held_ou
 from surgeon.data.sources import open_source
 from surgeon.demo.base import one_thread, split
 from surgeon.models.load import load_model
-from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.config import LoadedConfig, Settings, load_config, settle
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.settings import Settings, settle
 from surgeon.train.train import Trained, train
 from surgeon.train.trainer import losses_by_source
 from surgeon.verify.verify import Verification, verify

@@ -35,18 +35,20 @@ FORMAT = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
+    """A part of a file that surgeon writes; unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Tool(_Entry):
+class Tool(Entry):
     """What wrote the checkpoint."""
 
     name: Literal["surgeon"]
     version: str
 
 
-class Base(_Entry):
+class Base(Entry):
     """The checkpoint that was operated on: where it came from and what it held.
 
     `config` is its config.json as data; older versions of surgeon did not keep it.
@@ -65,7 +67,7 @@ class Base(_Entry):
         return hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
 
 
-class OperationEntry(_Entry):
+class OperationEntry(Entry):
     """One operation as it was carried out."""
 
     op: str
@@ -75,14 +77,14 @@ class OperationEntry(_Entry):
     trains: Literal["new", "all"]
 
 
-class GraftEntry(_Entry):
+class GraftEntry(Entry):
     """One graft of a layer; `operation` is None where the base brought it."""
 
     text: str
     operation: int | None
 
 
-class LayerEntry(_Entry):
+class LayerEntry(Entry):
     """One layer of the output: which base layer it is, or what made it from what, and the grafts it carries."""
 
     base: int | None
@@ -92,7 +94,7 @@ class LayerEntry(_Entry):
     grafts: list[GraftEntry] = []
 
 
-class NewTensor(_Entry):
+class NewTensor(Entry):
     """A tensor the base does not have: how it came to be and its digest at birth."""
 
     shard: str
@@ -101,7 +103,7 @@ class NewTensor(_Entry):
     sha256: Sha256
 
 
-class TrainedTensor(_Entry):
+class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
 
     sha256: Sha256
@@ -109,7 +111,7 @@ class TrainedTensor(_Entry):
     relative_change: float | None
 
 
-class TrainingEntry(_Entry):
+class TrainingEntry(Entry):
     """One training run of this surgery's output: by which config and settings, for how long, what it changed."""
 
     tool: Tool
@@ -121,7 +123,7 @@ class TrainingEntry(_Entry):
     tensors: dict[str, TrainedTensor]
 
 
-class Ancestor(_Entry):
+class Ancestor(Entry):
     """An earlier surgery that the base itself came from.
 
     `sha256` is of that surgery's complete manifest, `manifest` that manifest as data without its `lineage` (which are
@@ -136,7 +138,7 @@ class Ancestor(_Entry):
     manifest: dict[str, Any] | None = None
 
 
-class ImportedTensor(_Entry):
+class ImportedTensor(Entry):
     """A tensor of an imported adapter, as the adapter's file had it."""
 
     dtype: str
@@ -144,7 +146,7 @@ class ImportedTensor(_Entry):
     sha256: Sha256
 
 
-class ImportedAdapter(_Entry):
+class ImportedAdapter(Entry):
     """A PEFT adapter that the plan imported: everything that drawing the plan again needs."""
 
     id: str
@@ -156,7 +158,7 @@ class ImportedAdapter(_Entry):
     tensors: dict[str, ImportedTensor]
 
 
-class Manifest(_Entry):
+class Manifest(Entry):
     """Everything `surgery.json` says."""
 
     surgeon_manifest: Literal[1]

@@ -1,17 +1,14 @@
-"""Reading plan files: what a plan may say is in schema.py, how YAML is read in strict_yaml.py."""
+"""Reading plan files: what a plan may say is in schema.py, how YAML is read in common/yaml.py."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
-from surgeon.errors import BadInput, printable
+from surgeon.common.yaml import Place, check_yaml, parse_yaml, read_text
 from surgeon.operations import OPERATIONS
 from surgeon.plan.schema import Plan
 
@@ -41,29 +38,16 @@ def load_plan(path: Path) -> LoadedPlan:
 def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
     """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start."""
     data, lines = _parse(text, source)
-    if not isinstance(data, dict):
-        raise BadInput(
-            f"{printable(source)}: a plan is a mapping with `surgeon: 1` and `operations:`, not {kind_of(data)}"
-        )
-    try:
-        # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
-        plan = Plan.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise BadInput(
-            explain(
-                error,
-                data,
-                lines,
-                source,
-                what="plan",
-                known_keys=lambda problem, place: _known_keys(problem, data, place),
-                tags=_tags,
-            )
-        ) from None
-    return LoadedPlan(plan, text, source)
+
+    def known_keys(problem: ErrorDetails, place: Place) -> list[str]:
+        return _known_keys(problem, data, place)
+
+    return LoadedPlan(
+        check_yaml(Plan, data, lines, source, what="plan", known_keys=known_keys, tags=_tags), text, source
+    )
 
 
-def _parse(text: str, source: str) -> tuple[Any, dict[Place, int]]:
+def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:
     return parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
 
 

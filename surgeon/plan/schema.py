@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from surgeon.common.yaml import editor_schema
 from surgeon.operations import AnyOperation
 from surgeon.operations.operation import Operation
 
@@ -23,7 +24,4 @@ class Plan(BaseModel):
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of plans, for editors that complete YAML by it."""
-    schema = Plan.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "surgeon plan"
-    return schema
+    return editor_schema(Plan, "surgeon plan")

@@ -24,21 +24,18 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
-from surgeon.common.listener import Listener
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by, written_manifest
-from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.publishing import Change, publishing_job, write_final
-from surgeon.train.settings import Settings, settle
 from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
-from surgeon.train.trackers import open_trackers
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -47,6 +44,7 @@ from surgeon.train.trainer import (
     drop_torn_checkpoints,
     losses_by_source,
     newest_checkpoint,
+    open_trackers,
     step_of,
     training_arguments,
     unfreeze,

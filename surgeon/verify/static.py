@@ -19,9 +19,8 @@ from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_o
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.lineage import Lineage, State, trainable_set
 from surgeon.manifest.manifest import Manifest, digest_of, held_by, places_of
-from surgeon.manifest.trainable import trainable_set
 
 
 @dataclass(frozen=True)

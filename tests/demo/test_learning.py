@@ -13,8 +13,7 @@ from surgeon.demo import demo
 from surgeon.demo.corpus import code
 from surgeon.demo.demo import demo_view, run_demo
 from surgeon.demo.learning import KNOWN, NEW, _batches, _write_config
-from surgeon.train.config import load_config
-from surgeon.train.settings import settle
+from surgeon.train.config import load_config, settle
 from surgeon.train.training_data import TrainingData
 from tests import tiny
 from tests.demo.test_base import FEW_STEPS, WHOLE
