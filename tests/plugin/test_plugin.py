@@ -177,6 +177,26 @@ def test_what_a_plugin_took_no_part_in_names_none(tmp_path: Path, grown: Path) -
     )
 
 
+def test_a_family_of_the_package_carries_grafts(grown: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 128}
+    config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.5)
+    GraniteForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [SCALE, CONTROL]}))
+    out = tmp_path / "out"
+    run(GROW, plan, tmp_path / "base", out, site=grown / "site")
+    (found,) = load_elsewhere(out, cache=tmp_path, trust=True)
+    (native,) = load_elsewhere(tmp_path / "base", cache=tmp_path)
+    assert found["class"] == "UpcycledGraniteForCausalLM"
+    assert found["logits"] == native["logits"] and found["told"] == native["told"]
+    told = run(COMMAND, "preview", plan, tmp_path / "base", site=None, expect=2)
+    assert "unknown op" in told
+
+
 BROKEN = {
     "it cannot be imported": (
         "[surgeon.operations]\nspoilt = surgeon_spoilt:nothing\n",
