@@ -48,8 +48,8 @@ class Applied:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        told = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
-        return f"Applied({str(self.path)!r}, {told})"
+        shown = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
+        return f"Applied({str(self.path)!r}, {shown})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -189,10 +189,7 @@ def applied_view(applied: Applied) -> RenderableType:
             f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
             PROMISE_STYLES[manifest.promise],
         ),
-        Text(
-            f"{kept} base tensors in their places, {proof}",
-            style="dim",
-        ),
+        Text(f"{kept} base tensors in their places, {proof}", style="dim"),
     ]
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))

@@ -135,7 +135,7 @@ def preview_of(
 ) -> Preview:
     """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput."""
     if folder.manifest is not None:
-        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
     anatomy = dissect(folder.config, folder.tensors)
     known = {name: adapter.facts for name, adapter in adapters.items()}
@@ -274,8 +274,8 @@ def _kept(layer: Layer) -> Text:
 def _with_grafts(text: Text, layer: Layer) -> Text:
     for graft in layer.grafts:
         text.append(f" + {graft.text}", style="green")
-        told = "the base's" if graft.operation is None else f"operation {graft.operation}"
-        text.append(f" ({told})", style="dim")
+        origin = "the base's" if graft.operation is None else f"operation {graft.operation}"
+        text.append(f" ({origin})", style="dim")
     return text
 
 

@@ -72,7 +72,7 @@ class LayerDraft:
 
 @dataclass(frozen=True, slots=True)
 class GraftNote:
-    """One graft of a layer, as preview and manifest tell of it; `operation` None: the base brought it."""
+    """One graft of a layer, as preview and manifest show it; `operation` None: the base brought it."""
 
     text: str
     operation: int | None

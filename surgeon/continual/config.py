@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +181,7 @@ class TasksConfig(Entry):
     ] = 0.01
     general: Annotated[
         list[GeneralSource], Field(max_length=100, description="text that no task trains on, for ΔR")
-    ] = []
+    ] = []  # noqa: RUF012  # pydantic copies it
     evaluation_sequences: Annotated[
         int, Field(ge=1, description="of each source performance is measured on so many sequences at most")
     ] = 64
@@ -246,7 +245,7 @@ class TasksConfig(Entry):
 
 
 def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float]]:
-    """Sources that stand in a training config: of an earlier task those of its own role alone, shares anew to 1."""
+    """Sources of a training config, shares renormalised to 1: of an earlier task those of its own role alone."""
     named = [entry for entry in task.named_sources() if whole or entry[1].role == "task"]
     total = math.fsum(share for _, _, share in named)
     return [(name, source, share / total) for name, source, share in named]
@@ -346,11 +345,11 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
         yield
     except BadInput as error:
         made = re.escape(printable(_name(loaded, number)))
-        told = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
-        if told == str(error) and isinstance(loaded.config.surgery(number), dict):
+        message = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
+        if message == str(error) and isinstance(loaded.config.surgery(number), dict):
             # Of the base or the disk, not of what was asked.
             raise
-        raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {told}") from None
+        raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {message}") from None
 
 
 def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: CheckpointFolder) -> None:
@@ -360,12 +359,7 @@ def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: C
     for number, plan in enumerate(plans):
         if plan is not None:
             operations = [operation.op for operation in plan.plan.operations]
-        settle(
-            LoadedConfig(loaded.config.training(number), loaded.source),
-            operations,
-            context=context if isinstance(context, int) else sys.maxsize,
-            processes=1,
-        )
+        settle(LoadedConfig(loaded.config.training(number), loaded.source), operations, context=context, processes=1)
     surgery = base.config.get("surgery")
     held = surgery if isinstance(surgery, dict) else {}
     asks = any(operation.needs_task_ids for plan in plans if plan is not None for operation in plan.plan.operations)

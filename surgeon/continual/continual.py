@@ -46,8 +46,8 @@ class Continued:
 
     def __repr__(self) -> str:
         delta = "" if self.delta[-1] is None else f", ΔR {self.delta[-1]:+.4f}"
-        told = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
-        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {told})"
+        shown = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
+        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {shown})"
 
     @property
     def matrix(self) -> list[list[float]]:
@@ -158,8 +158,8 @@ def continual(
     except BrokenPipeError:
         raise
     except OSError as error:
-        told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
-        raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
+        message = f"{printable(str(error.filename or run))}: {error.strerror or error}"
+        raise BadInput(f"{message}; what is complete is kept: the same command continues") from error
     return result(course)
 
 

@@ -43,7 +43,7 @@ class Asked:
     """What a course is asked to do, with everything checked that can be checked before.
 
     `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
-    was called, which its manifest tells; `target` is RUN. With `keep` the runs of earlier tasks are kept.
+    was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept.
     """
 
     loaded: LoadedTasks

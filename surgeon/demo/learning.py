@@ -18,7 +18,8 @@ from surgeon.demo.base import one_thread, split
 from surgeon.models.load import load_model
 from surgeon.train.config import LoadedConfig, Settings, load_config, settle
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.train import Trained, train
+from surgeon.train.publishing import Trained
+from surgeon.train.train import train
 from surgeon.train.trainer import losses_by_source
 from surgeon.verify.verify import Verification, verify
 

@@ -98,7 +98,7 @@ class Lineage:
         """State `number` of the output in the folder `out` (None: the one before its last surgery), from headers.
 
         Raises BadInput where there is no such state, or the output no longer holds it as far as headers and digests
-        tell.
+        show.
         """
         if number is None:
             number = self.count - 1
@@ -151,7 +151,7 @@ class Lineage:
                     )
                 places[name] = moved[place]
                 made = manifest.new_tensors.get(places[name])
-                # One that only trains on begins as what it was; whether it still is that its bytes will tell.
+                # One that only trains on begins as what it was; whether it still is, its bytes will show.
                 if made is not None and made.recipe != {"copy": place}:
                     raise BadInput(
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"

@@ -324,7 +324,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
-    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest cannot tell."""
+    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say."""
     layers = layers_of(manifest, file=file)
     places: dict[str, str] = {}
     for name in manifest.base.tensors if names is None else names:
@@ -339,7 +339,7 @@ def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: s
 
 
 def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
-    """What every tensor of the output holds, by digests, as far as the manifest tells: born, kept, trained since."""
+    """What every tensor of the output holds, by digests, as far as the manifest says: born, kept, trained since."""
     held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
     held.update({name: tensor.sha256 for name, tensor in manifest.new_tensors.items()})
     return held | manifest.trained

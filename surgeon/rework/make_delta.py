@@ -135,10 +135,10 @@ class Delta:
         config = parse_json_strict(files[CONFIG_FILE], file=CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
             raise _edited(shown, f"{CONFIG_FILE} holds no JSON object")
-        whose, told = code_of(config, listing, source)
+        whose, why = code_of(config, listing, source)
         if whose == "foreign" and not trust_remote_code:
             raise BadInput(
-                f"{source.shown}: the delta brings its own code ({told}); it is neither run nor copied unless you have"
+                f"{source.shown}: the delta brings its own code ({why}); it is neither run nor copied unless you have"
                 " read it and say `--trust-remote-code`"
             )
         headers = source.headers(sorted({tensor.shard for tensor in index.tensors.values()}))
@@ -314,8 +314,8 @@ def _index_of(
             },
         )
     except ValidationError as error:
-        told = printable(error.errors(include_url=False)[0]["msg"])
-        raise BadInput(f"{printable(str(out.path))}: {told}: a shard's name") from None
+        problem = printable(error.errors(include_url=False)[0]["msg"])
+        raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None
 
 
 # Terms go where the weights go.
@@ -344,7 +344,7 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
     for name, digest in manifest.code.items():
         content = out.read_code(name) if CODE_NAME.fullmatch(name) else None
         if content is None or hashlib.sha256(content).hexdigest() != digest:
-            raise BadInput(f"{printable(str(out.path / name))}: not the file of code that {MANIFEST_FILE} tells of")
+            raise BadInput(f"{printable(str(out.path / name))}: not the file of code that {MANIFEST_FILE} names")
         files[name] = content
     if CARD_FILE in listing:
         files[CARD_FILE] = out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
@@ -366,5 +366,5 @@ def delta_view(made: MadeDelta) -> RenderableType:
             overflow="fold",
         ),
         Text(f"goes onto the base of the last surgery, {base}", style="dim", overflow="fold"),
-        Text(f"put it back: surgeon apply --delta {printable(str(made.path))} BASE OUT"),
+        Text(f"apply it to its base: surgeon apply --delta {printable(str(made.path))} BASE OUT"),
     )

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.write import disk_trouble
+from surgeon.apply.write import disk_error
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -85,7 +85,7 @@ def export_slot(
     try:
         exported = export(folder, manifest_of(folder), slot, target, say=listener.say)
     except OSError as error:
-        raise BadInput(disk_trouble(error, target)) from error
+        raise BadInput(disk_error(error, target)) from error
     for note in exported.notes:
         listener.say(note)
     return exported

@@ -66,9 +66,9 @@ class Pushed:
     delta: bool = False
 
     def __repr__(self) -> str:
-        told = "would send" if self.dry_run else "sent"
+        verb = "would send" if self.dry_run else "sent"
         where = f"{self.repo_id!r}, commit {self.commit}" if self.commit else repr(self.repo_id)
-        return f"Pushed({where}, {told} {len(self.sent)} of {len(self.files)} files)"
+        return f"Pushed({where}, {verb} {len(self.sent)} of {len(self.files)} files)"
 
     @property
     def sent(self) -> tuple[Upload, ...]:
@@ -113,7 +113,7 @@ def push(
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
     before = look(to)
-    check_way(to, before, force=force)
+    check_repository(to, before, force=force)
     verification = None
     if base is not None:
         verification = verify(base, out, trust_remote_code=trust_remote_code, listener=listener)
@@ -239,10 +239,10 @@ def pushed_view(pushed: Pushed) -> RenderableType:
         lines.append(verdict(pushed.verification))
     else:
         held = sum(check.holds for check in pushed.checks)
-        told = (
+        summary = (
             f"{held} of {len(pushed.checks)} checks against its own {MANIFEST_FILE} hold (--base compares logits too)"
         )
-        lines.append(Text(told, style="green" if held == len(pushed.checks) else "bold red"))
+        lines.append(Text(summary, style="green" if held == len(pushed.checks) else "bold red"))
     sent = sum(file.nbytes for file in pushed.sent)
     whole = sum(file.nbytes for file in pushed.files)
     amount = f"{len(pushed.sent)} of {len(pushed.files)} files, {size(sent)} of {size(whole)}"
@@ -255,7 +255,7 @@ def pushed_view(pushed: Pushed) -> RenderableType:
         lines.append(Text.assemble(("done ", "bold green"), f"{amount}, to {where}"))
         lines.append(Text(f"look at it: {printable(pushed.pull_request or pushed.url)}"))
         if pushed.delta:
-            lines.append(Text(f"put it back: surgeon apply --delta {pushed.repo_id}@{pushed.commit} BASE OUT"))
+            lines.append(Text(f"apply it to its base: surgeon apply --delta {pushed.repo_id}@{pushed.commit} BASE OUT"))
         else:
             lines.append(Text(f'load it: from_pretrained("{pushed.repo_id}", revision="{pushed.commit}")'))
     return Group(*lines)
@@ -352,7 +352,7 @@ def check_names(license: str | None, base_model: str | None) -> None:
         raise BadInput(f"--base-model {printable(base_model)}: not a model of the Hub; give `user/name`")
 
 
-def check_way(to: Destination, there: Repository, *, force: bool) -> None:
+def check_repository(to: Destination, there: Repository, *, force: bool) -> None:
     """Raise BadInput where a push would publish what should be private, or overwrite a model of another tool."""
     if to.private and there.exists and there.private is False:
         raise BadInput(

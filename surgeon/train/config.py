@@ -6,6 +6,7 @@ A strict schema; nothing unknown gets through.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,14 +160,16 @@ class Settings:
 
 
 def settle(
-    loaded: LoadedConfig, operations: Sequence[str], *, context: int, processes: int
+    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int
 ) -> tuple[Settings, list[str]]:
-    """Settings for a model of `context` positions, and what is to be said about them.
+    """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
     config, paper = loaded.config, _defaults_for(operations)
     where = f"{loaded.source}: "
+    if not isinstance(context, int):
+        context = sys.maxsize
     length = config.length or min(paper.length, context)
     if length > context:
         raise BadInput(f"{where}`length` is {length}, the model's context {context}; use {context} at most")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,7 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import LocalSource
+from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
 from surgeon.models.load import stored_dtype
@@ -31,12 +32,54 @@ from surgeon.models.load import stored_dtype
 FINAL_FILE = "final.safetensors"
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What training made of a tensor: max |Δ|, and ‖Δ‖ / ‖before‖ (None where it was zero before)."""
 
     max_change: float
     relative_change: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run of `out`, published at `path`.
+
+    `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
+    their held-out losses in nats a token, before and after. `log` are the trainer's entries. `seconds` and
+    `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU where there is one.
+    """
+
+    out: Path
+    path: Path
+    manifest: Manifest
+    operations: tuple[str, ...]
+    settings: dict[str, Any]
+    parameters: int
+    changes: dict[str, Change]
+    losses: dict[str, list[float]]
+    tokens: int
+    log: list[dict[str, Any]]
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
+        amount = f"{self.parameters:,} parameters in {len(self.changes)} tensors, {self.tokens:,} tokens"
+        return f"Trained({str(self.path)!r}, {amount}, loss {losses or 'not measured'})"
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and did not change."""
+        return tuple(name for name, change in self.changes.items() if change.max_change == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self, without=("manifest", "changes")) | {
+            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
+            "tensors": {name: change._asdict() for name, change in self.changes.items()},
+            "unchanged": list(self.unchanged),
+        }
 
 
 def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, Change]:

@@ -104,11 +104,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # Of all processes: one that stopped alone would leave the others waiting for it.
-        told = loss.detach().to(torch.float32, copy=True)
+        total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
-            torch.distributed.all_reduce(told)
-        if not bool(torch.isfinite(told)):
-            raise self._diverged("loss", float(told))
+            torch.distributed.all_reduce(total)
+        if not bool(torch.isfinite(total)):
+            raise self._diverged("loss", float(total))
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
     """Let exactly the wanted parameters train; returns their names in the model's order.
 
     Raises WrongSet where the model has no such parameter, or lacks one under another name than the checkpoint's.
-    `base_names` are the checkpoint's tensors, for telling a parameter that is none of them.
+    `base_names` are the checkpoint's tensors, by which a parameter that is none of them is found.
     """
     names = {name for name, _ in model.named_parameters()}
     missing = [name for name in wanted.names if name not in names and not _is_tied(model, name)]
@@ -356,11 +356,11 @@ def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[Tr
         if name == "tensorboard" and callback.logging_dir is None:
             # transformers' own place is in the work folder, which goes when the run is published.
             callback.logging_dir = str(target.with_name(f"{target.name}-tensorboard"))
-        opened.append(_told(callback, where))
+        opened.append(_begun(callback, where))
     return opened
 
 
-def _told(callback: Any, where: str) -> TrainerCallback:
+def _begun(callback: Any, where: str) -> TrainerCallback:
     """The callback, whose trouble at the start is the user's to mend and not a bug."""
     begin = callback.on_train_begin
 

@@ -96,7 +96,7 @@ def verify(
 
     `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
-    is no output of surgeon; a broken promise is told in the result.
+    is no output of surgeon; a broken promise is reported in the result.
     """
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
@@ -217,8 +217,8 @@ def verdict(verification: Verification) -> Text:
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
     if verification.trained:
-        told = "logits not compared" if verification.identical is None else "logits are the trained model's"
-        return Text(f"trained: every other tensor is the base's, byte for byte ({told})", style="bold green")
+        logits = "logits not compared" if verification.identical is None else "logits are the trained model's"
+        return Text(f"trained: every other tensor is the base's, byte for byte ({logits})", style="bold green")
     if verification.promise == "none":
         found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
         return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
@@ -229,17 +229,8 @@ def verdict(verification: Verification) -> Text:
 
 def _comparisons(verification: Verification) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in (
-        "mode",
-        "dtype",
-        "tokens",
-        "identical",
-        "max |Δ|",
-        "KL (nats)",
-        "top-1",
-        "base loss",
-        "output loss",
-    ):
+    measured = ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
+    for column in ("mode", "dtype", *measured):
         table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
     for c in verification.comparisons:
         table.add_row(
@@ -254,7 +245,7 @@ def _comparisons(verification: Verification) -> Table:
 
 
 def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
-    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which foretells no next token."""
+    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which predicts no next token."""
     if figures is None:
         return ("",) * 4
     kl, agreement, base_loss, out_loss = figures
