@@ -90,6 +90,14 @@ def copied(name: str, info: TensorInfo) -> Output:
     return Output(name, Copy(info.name, info.dtype, info.shape), False, None)
 
 
+def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
+    """The tensors of each shard, in the order of their bytes."""
+    held: dict[str, list[TensorInfo]] = {file: [] for file in folder.shards}
+    for info in sorted(folder.tensors.values(), key=lambda info: info.begin):
+        held[info.file].append(info)
+    return held
+
+
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
     """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`."""
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
+from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
 from surgeon.plan.drafting import draw
@@ -234,37 +235,14 @@ def _stack(blueprint: Blueprint) -> Table:
     table.add_column("")
     table.add_column("output", justify="right")
     table.add_column("")
-    for run in reversed(list(_runs(blueprint.layers))):
+    for run in reversed(layer_runs(blueprint.layers)):
         first, last = run[0], run[-1]
         if first.base is not None and last.base is not None:
             table.add_row(span(first.base, last.base), "──▶", span(first.index, last.index), _kept(first))
         else:
-            table.add_row(
-                "",
-                Text("✚", style="bold green"),
-                Text(span(first.index, last.index), style="green"),
-                _made(run),
-            )
+            made = Text(span(first.index, last.index), style="green")
+            table.add_row("", Text("✚", style="bold green"), made, _made(run))
     return table
-
-
-def _runs(layers: Iterable[Layer]) -> Iterable[list[Layer]]:
-    run: list[Layer] = []
-    for layer in layers:
-        if run and not _joins(run[-1], layer):
-            yield run
-            run = []
-        run.append(layer)
-    if run:
-        yield run
-
-
-def _joins(below: Layer, above: Layer) -> bool:
-    if below.grafts != above.grafts:
-        return False
-    if below.base is not None and above.base is not None:
-        return above.base == below.base + 1 and above.init == below.init
-    return below.base is above.base is None and below.operation == above.operation and below.init == above.init
 
 
 def _kept(layer: Layer) -> Text:

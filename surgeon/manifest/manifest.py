@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,7 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import renumbered
@@ -39,6 +40,9 @@ class Entry(BaseModel):
     """A part of a file that surgeon writes; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Tool(Entry):
@@ -260,7 +264,7 @@ def compose(
         lineage=_lineage(base),
         code={name: hashlib.sha256(bundle(blueprint.config)).hexdigest() for name in blueprint.code_files},
         texts=dict(texts),
-        adapters={name: _imported(adapter) for name, adapter in adapters.items()},
+        adapters={name: ImportedAdapter(**plain_fields(adapter)) for name, adapter in adapters.items()},
     )
     plugins = plugins_of(blueprint)
     return manifest.model_copy(update={"plugins": plugins}) if plugins else manifest
@@ -279,36 +283,38 @@ def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
     for entry in manifest.adapters.values():
         for pattern in entry.alpha_pattern:
             check_pattern(pattern, printable(file))
-    return {
-        name: Adapter(
-            id=entry.id,
-            revision=entry.revision,
-            alpha=entry.alpha,
-            rslora=entry.rslora,
-            dropout=entry.dropout,
-            alpha_pattern=entry.alpha_pattern,
-            tensors={
-                tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
-                for tensor, known in entry.tensors.items()
-            },
-        )
-        for name, entry in manifest.adapters.items()
-    }
+    adapters: dict[str, Adapter] = {}
+    for name, entry in manifest.adapters.items():
+        tensors = {
+            tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
+            for tensor, known in entry.tensors.items()
+        }
+        adapters[name] = Adapter(**entry.model_dump(exclude={"tensors"}), tensors=tensors)
+    return adapters
 
 
 def parse(data: object, *, file: str) -> Manifest:
     """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be."""
-    if isinstance(data, dict) and data.get("surgeon_manifest") not in (FORMAT, None):
+    return checked(Manifest, data, "manifest", file=file)
+
+
+def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
+    """The JSON data of a file that surgeon writes (`what`: its format's key is surgeon_WHAT), as `model` has it.
+
+    Raises BadInput for another version of the format, and names the first thing that is not as it must be.
+    """
+    version = data.get(f"surgeon_{what}") if isinstance(data, dict) else None
+    if version not in (FORMAT, None):
         raise BadInput(
-            f"{printable(file)}: manifest format {printable(repr(data['surgeon_manifest']))}, this surgeon reads"
-            f" {FORMAT}; use the version that wrote it, or a newer one"
+            f"{printable(file)}: {what} format {printable(repr(version))}, this surgeon reads {FORMAT}; use the version"
+            " that wrote it, or a newer one"
         )
     try:
-        return Manifest.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
-        raise BadInput(f"{printable(file)}: not a surgeon manifest: {where}: {printable(problem['msg'])}") from None
+        raise BadInput(f"{printable(file)}: not a surgeon {what}: {where}: {printable(problem['msg'])}") from None
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
@@ -348,21 +354,6 @@ def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-
-def _imported(adapter: Adapter) -> ImportedAdapter:
-    return ImportedAdapter(
-        id=adapter.id,
-        revision=adapter.revision,
-        alpha=adapter.alpha,
-        rslora=adapter.rslora,
-        dropout=adapter.dropout,
-        alpha_pattern=dict(adapter.alpha_pattern),
-        tensors={
-            name: ImportedTensor(dtype=known.dtype, shape=list(known.shape), sha256=known.sha256)
-            for name, known in adapter.tensors.items()
-        },
-    )
 
 
 def _lineage(base: CheckpointFolder) -> list[Ancestor]:

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, origins_in
+from surgeon.apply.job import Job, begins_in, copied, in_order, origins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.recipes import numel
@@ -47,9 +47,7 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
-from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, manifest_of, parse, places_of
-
-FORMAT = 1
+from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, checked, manifest_of, parse, places_of
 
 # The output's own card, as README.md of a delta is the delta's.
 KEPT_CARD = "README.output.md"
@@ -115,7 +113,9 @@ class Delta:
         if DELTA_FILE not in listing:
             raise BadInput(f"{source.shown}: no {DELTA_FILE} here, so this is no delta; `surgeon delta` makes one")
         shown = printable(str(path / DELTA_FILE))
-        index = _index(source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES), shown)
+        content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
+        data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
+        index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
         files: dict[str, bytes] = {}
         for name, digest in index.files.items():
             _check_name(name, shown)
@@ -148,21 +148,6 @@ class Delta:
                 raise _edited(shown, f"{printable(name)} is not where it says")
         manifest = parse(data, file=str(path / MANIFEST_FILE))
         return cls(path, index, manifest, config, files, found, headers, source)
-
-
-def _index(content: bytes, shown: str) -> DeltaIndex:
-    data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
-    if isinstance(data, dict) and data.get("surgeon_delta") not in (FORMAT, None):
-        raise BadInput(
-            f"{shown}: delta format {printable(repr(data['surgeon_delta']))}, this surgeon reads {FORMAT}; use the"
-            " version that wrote it, or a newer one"
-        )
-    try:
-        return DeltaIndex.model_validate(data)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
-        raise BadInput(f"{shown}: not a surgeon delta: {where}: {printable(problem['msg'])}") from None
 
 
 def _check_name(name: str, shown: str) -> None:
@@ -239,7 +224,7 @@ def make_delta_of(
     shards = _shards(folder, manifest, digests)
     files = _small_files(folder, manifest)
     from_base = _side_files(folder, base, files)
-    index = _index_of(folder, shards, files, from_base, digests)
+    index = _index(folder, shards, files, from_base, digests)
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
     own_card = delta_card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
     if CARD_FILE in files:
@@ -280,33 +265,31 @@ def make_delta_of(
 def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str]) -> tuple[Shard, ...]:
     """The tensors of the output, by its shards, that are not the base's in their place."""
     base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
-    own: dict[str, list[TensorInfo]] = {}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        if base_at.get(info.name) != digests[info.name]:
-            own.setdefault(info.file, []).append(info)
+    own = {
+        file: kept
+        for file, infos in sorted(in_order(out).items())
+        if (kept := [info for info in infos if base_at.get(info.name) != digests[info.name]])
+    }
     return tuple(
         Shard(f"delta-{number:05d}-of-{len(own):05d}.safetensors", tuple(copied(i.name, i) for i in infos), file)
-        for number, (file, infos) in enumerate(sorted(own.items()), 1)
+        for number, (file, infos) in enumerate(own.items(), 1)
     )
 
 
-def _index_of(
+def _index(
     out: CheckpointFolder,
     shards: tuple[Shard, ...],
     files: Mapping[str, bytes],
     from_base: dict[str, str],
     digests: Mapping[str, str],
 ) -> DeltaIndex:
-    order: dict[str, list[str]] = {file: [] for file in out.shards}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        order[info.file].append(info.name)
     try:
         return DeltaIndex(
             surgeon_delta=1,
             tool=__version__,
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             from_base=from_base,
-            shards=order,
+            shards={file: [info.name for info in infos] for file, infos in in_order(out).items()},
             tensors={
                 output.name: HeldTensor(shard=shard.file, sha256=digests[output.name])
                 for shard in shards

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files, origins_in
+from surgeon.apply.job import Job, begins_in, copied, in_order, manifest_and_card, model_files, origins_in
 from surgeon.apply.readback import Origin, ReadBack
-from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -114,7 +113,9 @@ def publishing_job(
     """
     final = LocalSource(work)
     trained = {info.name: Origin(final, info) for info in final.headers([FINAL_FILE])[FINAL_FILE].tensors}
-    shards = _shards(out)
+    shards = tuple(
+        Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
+    )
     scripts = [name for name in out.source.listing() if name.endswith(".py")] if out.code != "none" else []
     code = {name: content for name in scripts if (content := out.read_code(name)) is not None}
 
@@ -145,14 +146,6 @@ def publishing_job(
         # Trained values are known by their digest: their file is another one after each call.
         identity={"train": _digest(work / FINAL_FILE), "entry": entry, "held": dict(held), "out": out.identity()},
     )
-
-
-def _shards(out: CheckpointFolder) -> tuple[Shard, ...]:
-    """The output's own shards, tensors in the order of their bytes."""
-    held: dict[str, list[Output]] = {file: [] for file in out.shards}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        held[info.file].append(copied(info.name, info))
-    return tuple(Shard(file, tuple(tensors), file) for file, tensors in held.items())
 
 
 def _digest(path: Path) -> str:

@@ -231,8 +231,8 @@ def difference_view(difference: Difference) -> RenderableType:
     how = "both were read"
     if difference.not_read is not None:
         how = (
-            f"{printable(str(difference.not_read))} was not read: what it held is taken from the other's {MANIFEST_FILE}"
-            " (--exact reads both)"
+            f"{printable(str(difference.not_read))} was not read: what it held is taken from the other's"
+            f" {MANIFEST_FILE} (--exact reads both)"
         )
     verdict = Text("the same", style="bold green") if difference.identical else Text("they differ", style="bold yellow")
     return Group(table, Text(), Text.assemble(verdict, (f"; {how}", "dim")))
