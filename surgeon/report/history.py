@@ -17,10 +17,6 @@ from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
 from surgeon.runtime.states_rules import BANK
 
-BF16_BYTES = 2
-# AdamW keeps two moments of every trained parameter, in float32.
-ADAMW_BYTES = 8
-
 Origin = Literal["base", "changed"] | Made
 
 
@@ -63,23 +59,14 @@ class History:
     layers: tuple[StackLayer, ...]
 
     @property
-    def surgeries(self) -> tuple[Manifest, ...]:
-        """The manifests that are known, oldest first."""
-        return self.lineage.surgeries
-
-    @property
-    def first(self) -> int:
-        """The number of the oldest surgery that is known, from 1."""
-        return self.lineage.first
+    def surgeries(self) -> dict[int, Manifest]:
+        """The manifests that are known by the surgery's number, from 1, oldest first."""
+        return dict(enumerate(self.lineage.surgeries, self.lineage.first))
 
     @property
     def base_layers(self) -> int:
         """How many layers the first base had."""
-        return self.surgeries[0].base.layers
-
-    def places(self, nth: int) -> dict[int, int]:
-        """For each layer of the output of known surgery `nth` (from 0), its number in the output of the last."""
-        return self.lineage.layers(self.first + nth)
+        return self.lineage.surgeries[0].base.layers
 
 
 def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
@@ -183,8 +170,7 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
 class Budget:
     """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
 
-    `earlier` come from surgeries before the last. Bytes of weights and gradients are in bf16, AdamW's two
-    moments in float32.
+    `earlier` come from surgeries before the last. `stored_bytes` are those of the files.
     """
 
     base: int
@@ -197,26 +183,6 @@ class Budget:
     def total(self) -> int:
         """All parameters of the output."""
         return self.base + self.earlier + self.new
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights in bf16."""
-        return BF16_BYTES * self.total
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients in bf16."""
-        return BF16_BYTES * self.trainable
-
-    @property
-    def optimiser_bytes(self) -> int:
-        """Bytes of AdamW's moments."""
-        return ADAMW_BYTES * self.trainable
-
-    @property
-    def full_optimiser_bytes(self) -> int:
-        """Bytes of AdamW's moments if everything trained."""
-        return ADAMW_BYTES * self.total
 
 
 def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:

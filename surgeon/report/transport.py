@@ -35,13 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
-
-
 # How a manifest names the maps of new layers.
 _LABEL = re.compile(
     r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>\w+)"
 )
-
 # The longer side of a heat map, in cells; of a larger map it shows the largest value of each block.
 _CELLS = 1024
 
@@ -178,7 +175,10 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
 
     In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
-    plans = [parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan for manifest in history.surgeries]
+    plans = {
+        number: parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
+        for number, manifest in history.surgeries.items()
+    }
     kept = [layer.index for layer in history.layers if layer.base is not None]
     pairs = []
     for layer in history.layers:
@@ -188,7 +188,7 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
         if layer.base is not None or layer.operation is None or below is None or above is None:
             continue
         assert layer.surgery is not None
-        operation = plans[layer.surgery - history.first].operations[layer.operation]
+        operation = plans[layer.surgery].operations[layer.operation]
         settings = operation.transport_settings or OtFusion(kind="ot_fusion").transport_settings
         pairs += [(index, "below", below, index, settings), (index, "above", index, above, settings)]
     return pairs
@@ -234,8 +234,8 @@ def _check_names(wanted: Sequence[str], names: list[str]) -> None:
 def map_facts(history: History) -> tuple[MapFact, ...]:
     """Every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
     found: list[MapFact] = []
-    for nth, manifest in enumerate(history.surgeries):
-        numbers, places = _numbers(manifest), history.places(nth)
+    for surgery, manifest in history.surgeries.items():
+        numbers, places = _numbers(manifest), history.lineage.layers(surgery)
         for name, recorded in manifest.transport_maps.items():
             label = _LABEL.fullmatch(name)
             if label is None:

@@ -27,6 +27,9 @@ from surgeon.verify.verify import Verification
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _STYLE = files(__package__) / "style.css"
 _PROMISES = {promise: words.plain for promise, words in PROMISE_STYLES.items()}
+_BF16_BYTES = 2
+# AdamW keeps two moments of every trained parameter, in float32.
+_ADAMW_BYTES = 8
 # Checks that only training, or an edit of new tensors, makes fail.
 _AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
 
@@ -86,7 +89,7 @@ def render(findings: Findings) -> str:
 def headline(findings: Findings) -> Markup:
     """The most important facts, at the top."""
     manifest, history, budget = findings.manifest, findings.history, findings.budget
-    oldest = history.surgeries[0].base
+    oldest = history.lineage.surgeries[0].base
     state, tone = _state(findings)
     facts: list[tuple[str, Child, str | None]] = [
         ("base", at_revision(oldest.id, oldest.revision), None),
@@ -176,13 +179,13 @@ def budget_section(findings: Findings) -> Markup:
         Bar("trainable", budget.trainable, _share(budget.trainable, budget), 1),
     ]
     rows = [
-        ("base", count(budget.base), size(2 * budget.base)),
-        *([("earlier surgeries", count(budget.earlier), size(2 * budget.earlier))] if budget.earlier else []),
-        ("new in the last surgery", count(budget.new), size(2 * budget.new)),
-        ("all", count(budget.total), size(budget.weight_bytes)),
-        ("trainable", count(budget.trainable), size(2 * budget.trainable)),
+        ("base", count(budget.base), size(_BF16_BYTES * budget.base)),
+        *([("earlier surgeries", count(budget.earlier), size(_BF16_BYTES * budget.earlier))] if budget.earlier else []),
+        ("new in the last surgery", count(budget.new), size(_BF16_BYTES * budget.new)),
+        ("all", count(budget.total), size(_BF16_BYTES * budget.total)),
+        ("trainable", count(budget.trainable), size(_BF16_BYTES * budget.trainable)),
     ]
-    saved = f"; if everything trained: {size(budget.full_optimiser_bytes)}" if budget.trainable < budget.total else ""
+    saved = f"; if everything trained: {size(_ADAMW_BYTES * budget.total)}" if budget.trainable < budget.total else ""
     return section(
         "budget",
         "Parameters and memory",
@@ -196,8 +199,8 @@ def budget_section(findings: Findings) -> Markup:
                 table("Parameters, and bytes in bf16", ("part", "parameters", "bf16"), rows, numbers=(1, 2)),
                 el(
                     "p",
-                    f"Training with AdamW: {size(budget.gradient_bytes)} of gradients in bf16 and"
-                    f" {size(budget.optimiser_bytes)} for its two moments in float32{saved}."
+                    f"Training with AdamW: {size(_BF16_BYTES * budget.trainable)} of gradients in bf16 and"
+                    f" {size(_ADAMW_BYTES * budget.trainable)} for its two moments in float32{saved}."
                     f" Stored as {', '.join(findings.dtypes)}: {size(budget.stored_bytes)}."
                     " Activations are not counted.",
                 ),
@@ -218,17 +221,17 @@ def operations_section(findings: Findings) -> Markup:
     history = findings.history
     rows: list[tuple[Child, ...]] = [
         (number, entry.op, entry.matched, _PROMISES[entry.promise], entry.reason, entry.trains)
-        for number, manifest in enumerate(history.surgeries, history.first)
+        for number, manifest in history.surgeries.items()
         for entry in manifest.operations
     ]
     papers = papers_of(
         (entry.op, [layer.init for layer in m.layers if layer.base is None and layer.operation == number])
-        for m in history.surgeries
+        for m in history.surgeries.values()
         for number, entry in enumerate(m.operations)
     )
     plans = [
         folded(f"Plan of surgery {number}", el("pre", text_lines(manifest.plan), tabindex=0))
-        for number, manifest in enumerate(history.surgeries, history.first)
+        for number, manifest in history.surgeries.items()
     ]
     return section(
         "operations",

@@ -171,7 +171,7 @@ def _gates(report: RoutingReport) -> list[Markup]:
     shares = [gate for gate in report.gates if gate not in adapters]
 
     def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
-        rows = [(gate, [_of(gates_of.get(gate), field) for gates_of in held]) for gate in chosen]
+        rows = [(gate, [getattr(gates_of.get(gate), field, None) for gates_of in held]) for gate in chosen]
         largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
         return shaded_table(caption, "gate", names, rows, full=full or largest)
 
@@ -185,11 +185,6 @@ def _gates(report: RoutingReport) -> list[Markup]:
     if shares:
         parts.append(matrix("Interpolators: mean α, the expanded branch's share", shares, "mean", 1.0))
     return [el("h3", "Gates by layer and text"), pair(*parts)]
-
-
-def _of(record: object, field: str) -> float | None:
-    value = None if record is None else getattr(record, field)
-    return None if value is None else float(value)
 
 
 def spectra_section(findings: Findings) -> Markup | None:
