@@ -16,8 +16,7 @@ from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, s
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
 from surgeon.runtime.known import INTERPOLATORS

@@ -14,8 +14,7 @@ from pydantic import Field, field_validator
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.errors import BadInput
-from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.states_rules import (
     BANK,

@@ -7,11 +7,13 @@ it attaches. Nothing outside this folder asks which operation it has before it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from surgeon.blueprint.draft import Draft, OperationRecord
 
@@ -75,6 +77,27 @@ class Legend:
 
     words: str
     colour: int
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a string field; `options` is asked when a value is checked, as plugins may add to it."""
+
+    options: Callable[[], Iterable[str]]
+
+    def check(self, value: str) -> str:
+        """The value; the error of a `Literal` where it is none of the options."""
+        options = list(self.options())
+        if value in options:
+            return value
+        expected = ", ".join(f"'{option}'" for option in options)
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [*self.options()]} | handler(schema)
 
 
 class Spec(BaseModel):

@@ -17,7 +17,7 @@ from .graft import Graft
 from .interpolators import Interpolator
 from .layers import BranchLayer
 from .losses import masked_mean
-from .precision import at_least_fp32
+from .newborn import at_least_fp32
 from .rules import Surgery
 
 

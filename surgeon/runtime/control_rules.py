@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal, Values
-from .checks import built, by_layer, check_layers, fraction, one_of, weight
-from .rules import BRANCH, GraftRules, Kind, Surgery
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight
 
 INTERPOLATOR = "interpolator."
 DIVERGENCES = ("mse", "cosine", "none")

@@ -162,7 +162,7 @@ def test_without_the_package_it_is_refused_by_name(grown: Path, tmp_path: Path) 
     assert "unknown op `scale_ffn`" in run(COMMAND, "preview", grown / "plan.yaml", grown / "base", site=None, expect=2)
 
 
-def test_a_native_output_names_no_plugin(tmp_path: Path, grown: Path) -> None:
+def test_what_a_plugin_took_no_part_in_names_none(tmp_path: Path, grown: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [ADAPTERS]}))
     run(

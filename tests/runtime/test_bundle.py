@@ -22,7 +22,7 @@ from tests.runtime.grafting import adapters, control, everything, experts, state
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "joined", "known", "natives", "template"}
+NOT_SHIPPED = {"__init__", "bundle", "known", "natives", "template"}
 
 
 def definitions(source: str) -> dict[str, str]:
@@ -145,7 +145,7 @@ def test_it_reads_like_written_code(family: str, name: str, surgery: dict[str, A
 
 @pytest.mark.parametrize(
     "source",
-    ["from .checks import one_of as renamed\n", "from . import checks\n", "from ..errors import BadInput\n"],
+    ["from .rules import one_of as renamed\n", "from . import rules\n", "from ..errors import BadInput\n"],
     ids=["renamed", "a module itself", "above"],
 )
 def test_imports_that_no_joined_file_can_have_are_refused(source: str) -> None:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from surgeon.runtime.births import Birth, Fill
-from surgeon.runtime.checks import built, by_layer, check_layers
 from surgeon.runtime.control_rules import InterpolatorRule, log_odds
-from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery
+from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
 
 SCALE = "mlp.scale."
 
