@@ -127,7 +127,7 @@ def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _losses(entry: dict[str, Any]) -> dict[Any, Any]:
     """Losses of one entry by source."""
     if entry.get("source") is not None and entry.get("loss") is not None:
-        return {str(entry["source"]) if isinstance(entry["source"], str) else None: entry["loss"]}
+        return {entry["source"] if isinstance(entry["source"], str) else None: entry["loss"]}
     return {
         key.removeprefix(_BEFORE).removesuffix(_AFTER): value
         for key, value in entry.items()

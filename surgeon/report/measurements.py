@@ -126,9 +126,7 @@ def branch_alignment(
 ) -> Probing:
     """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
 
-    This is Control LLM's appendix B, Figures 3 and 8.
-
-    Raises BadInput where the checkpoint cannot be loaded.
+    Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
     """
     probes = sentences()
     tokenizer, why_not = find_tokenizer(folder.path)
