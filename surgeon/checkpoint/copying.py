@@ -16,10 +16,7 @@ from surgeon.errors import BadInput
 
 # The most bytes of one kernel copy, so that progress is reported and an interrupt is noticed.
 _KERNEL_CHUNK = 64 * 1024 * 1024
-
-
 _BUFFER = 8 * 1024 * 1024
-
 
 # The errors of a kernel, or a pair of file systems, that cannot copy so.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})

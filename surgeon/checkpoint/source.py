@@ -121,7 +121,6 @@ def _refuse(error: OSError, shown: str) -> Never:
 
 MAX_SIDE_FILE_BYTES = 64_000_000
 
-
 _EXACT = frozenset(
     {
         "generation_config.json",
@@ -139,14 +138,12 @@ _EXACT = frozenset(
     }
 )
 
-
 # Plain names only: a letter, digit or underscore first, so nothing hidden. `*.model` are sentencepiece tokenizers.
 _PATTERN = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(model|tiktoken)"
     r"|(LICENSE|LICENCE|NOTICE|USE_POLICY)[A-Za-z0-9_-]*(\.md|\.txt)?"
     r"|additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja"
 )
-
 
 TEMPLATES_FOLDER = "additional_chat_templates"
 

@@ -24,7 +24,6 @@ from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 # Confidence level of all intervals.
 CONFIDENCE = 0.95
 
-
 # Most bytes of one batch's logits.
 _LOGITS_BYTES = 2**30
 

@@ -20,8 +20,6 @@ from surgeon.data.documents import Document, document_of, is_blank, stamps
 from surgeon.errors import BadInput, printable
 
 DEFAULT_SPLIT = "train"
-
-
 _BATCH = 1000
 
 

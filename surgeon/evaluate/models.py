@@ -129,7 +129,6 @@ def _number(value: float | None) -> float | str | None:
 # The longest window by default: longer ones cost memory and change the numbers little.
 LONGEST = 2048
 
-
 # With fewer documents an interval is too rough to rely on.
 _FEW_DOCUMENTS = 10
 

@@ -17,15 +17,10 @@ from surgeon.models.load import load_model
 from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
-
-
 CACHED_DECODE = "cached decode"
-
 
 # Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1 << 22
-
-
 _NO_TARGET = -100
 
 

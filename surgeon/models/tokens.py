@@ -27,10 +27,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 
-
 # Enough characters for the tokens asked for, in any script, without reading all of a large file.
 _CHARACTERS_A_TOKEN = 32
-
 
 PROBE_TEXT = (
     """\
