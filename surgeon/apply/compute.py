@@ -48,8 +48,7 @@ from surgeon.models.load import stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.maps import half_identity
-from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 # More would save reading the base again, and cost memory for attention.
@@ -224,7 +223,7 @@ class Workshop:
             else:
                 self._solve_heads(coupling.whole_heads)
         found = self._maps[ref.coupling]
-        return half_identity(found) if ref.half_identity else found
+        return HalfIdentity(found) if ref.half_identity else found
 
     def _solve(self, coupling: Coupling) -> None:
         lower, upper = self._rows(coupling)

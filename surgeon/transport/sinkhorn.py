@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.transport.maps import DenseMap
+from surgeon.transport.maps import DenseMap, Solution
 from surgeon.transport.passes import TORCH, Passes
-from surgeon.transport.problem import Solution
 
 _MEMORY = 8
 
