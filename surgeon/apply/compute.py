@@ -38,8 +38,7 @@ from surgeon.blueprint.recipes import (
     leaves,
     maps_used,
 )
-from surgeon.checkpoint.copying import ReadAhead
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.timing import Stopwatch
 from surgeon.errors import BadInput, printable
@@ -350,7 +349,7 @@ def activations(
             f"{printable(str(text))} gives {tokens.ids.numel()} tokens in windows of {support.window}, `samples` asks"
             f" for {support.samples}"
         )
-    streamed = StreamedModel(base.path, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
+    streamed = StreamedModel(base, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
     named = {stored: name for name, stored in streamed.stored_as.items()}
     kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
     for weight in kept:

@@ -145,10 +145,8 @@ class _Repository:
             repo_id,
             revision,
         )
-        if info.sha is None or not _COMMIT.fullmatch(info.sha):
-            raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
         files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-        return cls(repo_id, info.sha, dict(sorted(files.items())))
+        return cls(repo_id, _commit_of(info, repo_id), dict(sorted(files.items())))
 
     @property
     def shown(self) -> str:
@@ -262,9 +260,13 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
 
     shown = f"datasets/{repo_id}"
     info = _call(lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT), shown, revision)
-    if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        raise BadInput(f"{printable(shown)}: the Hub names no commit; try again")
-    return info.sha
+    return _commit_of(info, shown)
+
+
+def _commit_of(info: Any, repo_id: str) -> str:
+    if info.sha is None or not is_commit(info.sha):
+        raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
+    return str(info.sha)
 
 
 def is_commit(revision: str) -> bool:
@@ -272,8 +274,13 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
+def is_repo_id(name: str) -> bool:
+    """Whether the Hub can have a repository of this name."""
+    return REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
 def _check_id(base: str) -> None:
-    if not REPO_ID.fullmatch(base) or ".." in base or "--" in base:
+    if not is_repo_id(base):
         raise BadInput(
             f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
         )
@@ -297,25 +304,12 @@ def offline() -> bool:
 
 def _cached(repo_id: str, revision: str | None) -> Located:
     """The snapshot in the cache, without network; BadInput where a part of it is missing."""
-    from huggingface_hub import snapshot_download
-
-    def find(patterns: list[str]) -> Path:
-        return Path(
-            _call(
-                lambda: snapshot_download(
-                    repo_id, revision=revision, local_files_only=True, allow_patterns=[glob.escape(p) for p in patterns]
-                ),
-                repo_id,
-                revision,
-            )
-        )
-
-    path = find([CONFIG_FILE])
+    path = Path(_snapshot(repo_id, revision, [CONFIG_FILE], offline=True))
     source = LocalSource(path)
     weights = choose_weights(
         source.listing(), lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=printable(repo_id)
     )
-    find([CONFIG_FILE, *weights.files])
+    _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
     return Located(path, repo_id, path.name)
 
 

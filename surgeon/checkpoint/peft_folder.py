@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
+from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, read_range
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models.load import load_model
 from surgeon.models.stream import StreamedModel
@@ -275,8 +276,8 @@ class StreamedComparison:
 
 
 def compare_streamed(
-    base: Path,
-    out: Path,
+    base: CheckpointFolder,
+    out: CheckpointFolder,
     ids: Tensor,
     *,
     dtype: str = "auto",
