@@ -40,7 +40,7 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.models.load import stored_dtype

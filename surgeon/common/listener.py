@@ -1,7 +1,11 @@
-"""The protocol by which work reports progress, and a listener that shows nothing."""
+"""What work reports while it runs: progress and notes to a listener, seconds to a stopwatch."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -39,3 +43,24 @@ class Quiet:
     def say(self, line: str) -> None:
         """Keep the line in `said`."""
         self.said.append(line)
+
+
+class Stopwatch:
+    """Adds up wall seconds under names, of all threads together; stages may not nest.
+
+    They are kept out of the manifest, whose bytes must not depend on the day.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time spent in the block under `name`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

@@ -17,9 +17,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common.listener import Listener
 from surgeon.data.encoding import Encoder
-from surgeon.data.scoring import Scores, difference, ratio, score
+from surgeon.data.scoring import Scores, Windows, difference, ratio, score, windows_of
 from surgeon.data.sources import HeldOut
-from surgeon.data.windows import Windows, windows_of
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.grafted import native_config

@@ -23,8 +23,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, check_space, working_in, write_durably
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
-from surgeon.common.listener import Listener
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
