@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_range
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
 from surgeon.errors import BadInput, printable
@@ -106,12 +106,7 @@ class CheckpointFolder:
 
     def read(self, name: str) -> bytearray:
         """The bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
-        info = self.tensors[name]
-        fd = self.open_shard(info.file)
-        try:
-            return read_range(fd, info.begin, info.end, file=info.file, name=name)
-        finally:
-            os.close(fd)
+        return read_tensor(self.source, self.tensors[name])
 
     def read_side_file(self, name: str) -> bytes:
         """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
