@@ -11,7 +11,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
 from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
-from surgeon.runtime.joined import import_bundle
+from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
 

@@ -15,8 +15,7 @@ from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted import in_branch, is_grafted, owner_of
 from surgeon.runtime.births import Birth, Fill, Normal
-from surgeon.runtime.known import grafts as known_grafts
-from surgeon.runtime.known import kinds, natives
+from surgeon.runtime.known import GRAFTS, NATIVES, kinds
 from surgeon.runtime.natives import PREFIX, Native
 from surgeon.runtime.rules import BRANCH, Kind
 
@@ -106,7 +105,7 @@ def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.surgery` that are of no layer and no bank (losses' weights), as a base has them."""
     surgery = config.get("surgery")
-    keys = [key for rules in known_grafts().values() for key in rules.settings]
+    keys = [key for rules in GRAFTS.values() for key in rules.settings]
     return {key: copy.deepcopy(surgery[key]) for key in keys if key in surgery} if isinstance(surgery, Mapping) else {}
 
 
@@ -148,7 +147,12 @@ def grafted_config(
         grown[key] = [*values, *(values[layer] for layer in twins)]
     grown["num_hidden_layers"] = len(grafts) + len(twins)
     grown["model_type"] = PREFIX + family
-    native = natives()[family]
+    native = NATIVES.get(family)
+    if native is None:
+        raise BadInput(
+            f"config.json: model_type {printable(family)!r} has no classes that can carry grafts; the plugin that"
+            " adds it must name a `Native` too (docs/adding.md)"
+        )
     grown["architectures"] = [_architecture(config, native)]
     grown["auto_map"] = native.auto_map
     grown["surgery"] = surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}

@@ -15,6 +15,7 @@ from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
+from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
@@ -74,6 +75,12 @@ class CheckpointFolder:
             listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
         )
         config = _config(source, listing)
+        manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
+        if missing := missing_plugins((manifest or {}).get("plugins")):
+            raise BadInput(
+                f"{source.shown}: made with {', '.join(missing)}, which is not installed here; install this plugin (or"
+                " all of them), as nothing else knows its tensors"
+            )
         code, found = code_of(config, listing, source)
         if code == "foreign" and not trust_remote_code:
             raise BadInput(
@@ -82,7 +89,6 @@ class CheckpointFolder:
             )
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
-        manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
         notes = list(weights.notes)
         side_files = _side_files(source, listing, notes)
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}

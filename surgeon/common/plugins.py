@@ -8,12 +8,15 @@ install, and nothing before it is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import Any, TypeVar
 
 from surgeon.errors import BadInput, printable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,63 @@ def _loaded(entry: EntryPoint) -> Plugin:
     return Plugin(entry.name, value, distribution, version)
 
 
-def with_plugins(built_in: dict[str, Any], found: tuple[Plugin, ...], what: str) -> dict[str, Any]:
-    """Built-ins and plugins by name. Raises BadInput where two have one name."""
-    both = dict(built_in)
-    for plugin in found:
-        if plugin.name in both:
-            raise BadInput(
-                f"plugin {plugin.shown}: its {what} `{printable(plugin.name)}` has the name of another; uninstall one"
-            )
-        both[plugin.name] = plugin.value
-    return both
+class Registry(Mapping[str, T]):
+    """Built-in things by name, and those of plugins, which are read at the first look.
+
+    `admit` gives the value that a plugin adds, None for one that belongs to another registry of the group, or raises
+    BadInput where it is of no use. The first look raises BadInput where a plugin is broken or has another's name.
+    """
+
+    def __init__(self, group: str, built_in: Mapping[str, T], admit: Callable[[Plugin], T | None]) -> None:
+        self._group = group
+        self._built_in = dict(built_in)
+        self._admit = admit
+
+    @cached_property
+    def _all(self) -> dict[str, T]:
+        return self._built_in | {name: value for name, (_, value) in self._plugged.items()}
+
+    @cached_property
+    def _plugged(self) -> dict[str, tuple[Plugin, T]]:
+        found: dict[str, tuple[Plugin, T]] = {}
+        for plugin in plugins(self._group):
+            value = self._admit(plugin)
+            if value is None:
+                continue
+            if plugin.name in self._built_in or plugin.name in found:
+                raise BadInput(
+                    f"plugin {plugin.shown}: `{printable(plugin.name)}` of `{self._group}` is the name of another;"
+                    " uninstall one of them"
+                )
+            found[plugin.name] = (plugin, value)
+        return found
+
+    def plugin_of(self, name: str) -> Plugin | None:
+        """The plugin that brought it; None for a built-in one."""
+        found = self._plugged.get(name)
+        return None if found is None else found[0]
+
+    def __getitem__(self, name: str) -> T:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def wrong_kind(plugin: Plugin, group: str, needed: str) -> BadInput:
+    """The error for an entry point that names a thing of another kind, or one with another name."""
+    return BadInput(f"plugin {plugin.shown}: its entry point `{printable(plugin.name)}` of `{group}` must be {needed}")
+
+
+def missing_plugins(named: object) -> list[str]:
+    """Of a manifest's `plugins` (distribution → version, not yet checked), those that are not installed, as shown."""
+    found = []
+    for name, told in named.items() if isinstance(named, Mapping) else ():
+        try:
+            version(str(name))
+        except (PackageNotFoundError, ValueError):
+            found.append(printable(f"{name} {told}"))
+    return found

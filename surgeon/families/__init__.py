@@ -5,18 +5,35 @@ A new family is one function and one entry in `decoders.py` (or `encoders.py`); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
 from surgeon.families.decoders import DECODERS
 from surgeon.families.encoders import ENCODER_FAMILIES
 from surgeon.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in DECODERS}
+GROUP = "surgeon.families"
+
+
+def _admits(*, encoder: bool) -> Callable[[Plugin], Family | None]:
+    def admit(plugin: Plugin) -> Family | None:
+        if not isinstance(plugin.value, Family):
+            raise wrong_kind(plugin, GROUP, "a surgeon.families.family.Family")
+        if plugin.value.model_type != plugin.name:
+            raise wrong_kind(plugin, GROUP, f"called as its model_type, `{printable(plugin.value.model_type)}`")
+        return plugin.value if plugin.value.encoder is encoder else None
+
+    return admit
+
+
+FAMILIES: Registry[Family] = Registry(GROUP, {family.model_type: family for family in DECODERS}, _admits(encoder=False))
 
 # Read in both directions; only operations that know encoders work on them.
-ENCODERS: dict[str, Family] = {family.model_type: family for family in ENCODER_FAMILIES}
+ENCODERS: Registry[Family] = Registry(
+    GROUP, {family.model_type: family for family in ENCODER_FAMILIES}, _admits(encoder=True)
+)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

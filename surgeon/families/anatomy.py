@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
@@ -15,14 +16,17 @@ from surgeon.families.grafted import is_grafted, native_config, owner_of
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
 
+
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
 # alone, never a substring.
-_STEMS = {
-    f"{prefix}{family.stem}" for family in (*FAMILIES.values(), *ENCODERS.values()) for prefix in (family.prefix, "")
-}
-_LAYER_NAME = re.compile(
-    rf"(?P<stem>{'|'.join(map(re.escape, sorted(_STEMS)))})(?P<index>0|[1-9][0-9]{{0,8}})\.(?P<suffix>.+)", re.DOTALL
-)
+@cache
+def _layer_name() -> re.Pattern[str]:
+    families = (*FAMILIES.values(), *ENCODERS.values())
+    stems = sorted({f"{prefix}{family.stem}" for family in families for prefix in (family.prefix, "")})
+    return re.compile(
+        rf"(?P<stem>{'|'.join(map(re.escape, stems))})(?P<index>0|[1-9][0-9]{{0,8}})\.(?P<suffix>.+)", re.DOTALL
+    )
+
 
 # Buffers that old versions of transformers saved; nothing reads them now, so copying them is harmless.
 _OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
@@ -63,7 +67,7 @@ class Anatomy:
 
 def layer_of(name: str) -> tuple[str, int, str] | None:
     """A tensor's name as (text before the number, layer, suffix); None outside the layers."""
-    found = _LAYER_NAME.fullmatch(name)
+    found = _layer_name().fullmatch(name)
     return (found["stem"], int(found["index"]), found["suffix"]) if found else None
 
 

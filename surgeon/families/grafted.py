@@ -13,7 +13,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import per_layer_lists
-from surgeon.runtime.known import grafts, kinds, native_of
+from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
@@ -67,7 +67,7 @@ def _trunk_layers(config: Mapping[str, Any]) -> int:
         raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
     stated = SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types)
     try:
-        trunk = read_surgery(stated, grafts().values()).trunk_layers
+        trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(f"config.json: `surgery` cannot be read: {printable(str(error))}") from None
     if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:

@@ -23,9 +23,13 @@ from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
+from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import renumbered
+from surgeon.families.grafted import native_config
+from surgeon.operations import OPERATIONS
 from surgeon.plan.loading import LoadedPlan
 from surgeon.runtime.bundle import bundle
+from surgeon.runtime.known import plugins_in
 
 FORMAT = 1
 
@@ -171,6 +175,7 @@ class Manifest(_Entry):
     code: dict[str, Sha256] = {}
     texts: dict[str, Sha256] = {}
     adapters: dict[str, ImportedAdapter] = {}
+    plugins: dict[str, str] = {}
     training: list[TrainingEntry] = []
 
     @property
@@ -206,7 +211,7 @@ def compose(
     adapters: Mapping[str, Adapter],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `base_digests` of base tensors."""
-    return Manifest(
+    manifest = Manifest(
         surgeon_manifest=1,
         tool=Tool(name="surgeon", version=__version__),
         base=Base(
@@ -257,6 +262,16 @@ def compose(
         texts=dict(texts),
         adapters={name: _imported(adapter) for name, adapter in adapters.items()},
     )
+    plugins = plugins_of(blueprint)
+    return manifest.model_copy(update={"plugins": plugins}) if plugins else manifest
+
+
+def plugins_of(blueprint: Blueprint) -> dict[str, str]:
+    """The distributions (with versions) whose operations, family or code took part."""
+    native = native_config(blueprint.config)
+    brought = [OPERATIONS.plugin_of(record.op) for record in blueprint.operations]
+    brought += [families.plugin_of(native["model_type"]) for families in (FAMILIES, ENCODERS)]
+    return {plugin.distribution: plugin.version for plugin in brought if plugin} | plugins_in(blueprint.config)
 
 
 def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:

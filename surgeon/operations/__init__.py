@@ -8,35 +8,56 @@ draft and returns an `OperationRecord`; everything else that the house asks of i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Union
+from typing import Annotated, Any, Union
 
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+from surgeon.common.plugins import Plugin, Registry, wrong_kind
+from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
-from surgeon.operations.operation import Operation, Origin, Paper
+from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 
-# The key in plans → the operation.
-OPERATIONS: dict[str, type[Operation]] = {
-    operation.key("op"): operation
-    for operation in (
-        InsertLayers,
-        StackLayers,
-        ControlLLM,
-        GatedAdapters,
-        PMoEExperts,
-        MixtureOfControl,
-        MergeBranches,
-    )
-}
+GROUP = "surgeon.operations"
+_BUILT_IN: tuple[type[Operation], ...] = (
+    InsertLayers,
+    StackLayers,
+    ControlLLM,
+    GatedAdapters,
+    PMoEExperts,
+    MixtureOfControl,
+    MergeBranches,
+)
 
-if TYPE_CHECKING:
-    AnyOperation = Operation
-else:
-    AnyOperation = Union[tuple(OPERATIONS.values())]  # noqa: UP007
+
+def _admitted(plugin: Plugin) -> type[Operation]:
+    value = plugin.value
+    if not (isinstance(value, type) and issubclass(value, Operation)):
+        raise wrong_kind(plugin, GROUP, "a subclass of surgeon.operations.operation.Operation")
+    if value.key("op") != plugin.name:
+        raise wrong_kind(plugin, GROUP, f"called as its `op`, `{printable(value.key('op'))}`")
+    return value
+
+
+# The key in plans → the operation; those of plugins after the built-in ones.
+OPERATIONS: Registry[type[Operation]] = Registry(
+    GROUP, {operation.key("op"): operation for operation in _BUILT_IN}, _admitted
+)
+
+
+class AnyOperation:
+    """Marks a field of a plan that takes every operation by its `op`; they are looked up when the schema is built."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        every: Any = Union[tuple(OPERATIONS.values())]  # noqa: UP007
+        return handler.generate_schema(Annotated[every, Field(discriminator="op")])
 
 
 def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
@@ -51,3 +72,8 @@ def papers_of(done: Iterable[tuple[str, Iterable[str]]]) -> list[Paper]:
 def origin_of(op: str, init: str) -> Origin:
     """What a layer that operation `op` made is to who looks at it; of one that is unknown here, `made`."""
     return OPERATIONS[op].origin_of(init) if op in OPERATIONS else "made"
+
+
+def legends() -> dict[str, Legend]:
+    """How grafts are explained, by the letter that their signs begin with, in the order of the operations."""
+    return {letter: legend for operation in OPERATIONS.values() for letter, legend in operation.legend.items()}

@@ -7,6 +7,7 @@ above the layer that adds nothing at birth. Hybrid: the two by turns, stack firs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,11 +16,10 @@ from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, s
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
-from surgeon.runtime.known import interpolators
+from surgeon.runtime.known import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 CONTROL_LLM = Paper(
@@ -36,7 +36,7 @@ class Interpolator(Spec):
 
     kind: Annotated[
         str,
-        OneOf(interpolators),
+        OneOf(lambda: INTERPOLATORS),
         Field(
             description="one α (lerp; plerp with a projection, slerp along the arc, proj projecting for the divergence)"
             " or one for each token, from both branches (dlerp), from the input (dlerp_in), or 0 or 1 (moe)"
@@ -51,7 +51,7 @@ class Interpolator(Spec):
     @property
     def rule(self) -> InterpolatorRule:
         """What holds of this kind of interpolator."""
-        return interpolators()[self.kind]
+        return INTERPOLATORS[self.kind]
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -61,7 +61,7 @@ class Interpolator(Spec):
                 " branch alone: write `alpha: 1.0` (and `inference_alpha: 0.5` for Lerp8MSE0*)"
             )
         if self.inference_alpha is not None and not self.rule.scalar_alpha:
-            scalar = ", ".join(rule.key for rule in interpolators().values() if rule.scalar_alpha)
+            scalar = ", ".join(rule.key for rule in INTERPOLATORS.values() if rule.scalar_alpha)
             raise ValueError(f"`inference_alpha` needs one α for all tokens ({scalar}), not `{self.kind}`")
         if self.alpha == 1 and (self.learnable or not self.rule.scalar_alpha):
             raise ValueError(f"`alpha` must be below 1 where `{self.kind}` learns it")
@@ -99,6 +99,7 @@ class ControlLLM(Operation):
         batch=512,
     )
     grafts: ClassVar[tuple[str, ...]] = ("control",)
+    legend: ClassVar[Mapping[str, Legend]] = {"C": Legend("control block: a trainable twin (Control LLM)", 3)}
 
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]

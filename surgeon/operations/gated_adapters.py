@@ -6,6 +6,7 @@ its output matrix is zero at birth, so the grown model computes what the base co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,8 +15,7 @@ from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 
@@ -60,6 +60,7 @@ class GatedAdapters(Operation):
         original_share=0.1,
     )
     grafts: ClassVar[tuple[str, ...]] = ("adapters",)
+    legend: ClassVar[Mapping[str, Legend]] = {"A": Legend("gated adapter beside the FFN (Neutral Residues)", 1)}
 
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"

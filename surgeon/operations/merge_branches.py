@@ -18,7 +18,7 @@ from surgeon.operations.control_llm import CONTROL_LLM
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import show
 from surgeon.runtime.control_rules import INTERPOLATOR
-from surgeon.runtime.known import interpolators
+from surgeon.runtime.known import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 
@@ -72,7 +72,7 @@ class MergeBranches(Operation):
 def _inference_alpha(control: Graft, index: int) -> float | Recipe:
     """The one α that the block uses in evaluation; BadInput where each token has its own."""
     stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
-    if why := interpolators()[stated["kind"]].unmergeable:
+    if why := INTERPOLATORS[stated["kind"]].unmergeable:
         raise BadInput(
             f"the control block of layer {index} has interpolator `{stated['kind']}`, which {why}; say which fixed"
             " share to take with `alpha` (--alpha)"

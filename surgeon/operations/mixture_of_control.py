@@ -6,6 +6,7 @@ control and, by a gate, those of other sites (Eq. 9, 10). Every control's writin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -13,8 +14,7 @@ from pydantic import Field, field_validator
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.errors import BadInput
-from surgeon.operations.one_of import OneOf
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 from surgeon.runtime.states_rules import (
     BANK,
@@ -98,6 +98,7 @@ class MixtureOfControl(Operation):
     )
     on_encoders: ClassVar[bool] = True
     grafts: ClassVar[tuple[str, ...]] = ("control_states", "mixture")
+    legend: ClassVar[Mapping[str, Legend]] = {"M": Legend("control states (Mixture-of-Control)", 2)}
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"

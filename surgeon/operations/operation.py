@@ -7,11 +7,13 @@ it attaches. Nothing outside this folder asks which operation it has before it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from surgeon.blueprint.draft import Draft, OperationRecord
 
@@ -69,6 +71,35 @@ class TrainingDefaults:
     original_share: float = 0.0
 
 
+@dataclass(frozen=True)
+class Legend:
+    """How the report's picture of the stack explains a graft's letter; `colour` is one of the page's six, 0 to 5."""
+
+    words: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a string field; `options` is asked when a value is checked, as plugins may add to it."""
+
+    options: Callable[[], Iterable[str]]
+
+    def check(self, value: str) -> str:
+        """The value; the error of a `Literal` where it is none of the options."""
+        options = list(self.options())
+        if value in options:
+            return value
+        expected = ", ".join(f"'{option}'" for option in options)
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [*self.options()]} | handler(schema)
+
+
 class Spec(BaseModel):
     """A part of a plan as written: types are strict, an unknown key is refused, nothing changes once it is read."""
 
@@ -92,6 +123,8 @@ class Operation(Spec):
     on_encoders: ClassVar[bool] = False
     # Kinds of the grafts that it attaches to a model which has none.
     grafts: ClassVar[tuple[str, ...]] = ()
+    # How the report explains those grafts, by the letter that each one's sign begins with.
+    legend: ClassVar[Mapping[str, Legend]] = {}
     # What its new layers are, by the word that their `init` begins with; by another word they are `made`.
     origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
 

@@ -26,7 +26,7 @@ from surgeon.operations.imported_lora import (
     slot_entry,
     slot_tensors,
 )
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
@@ -64,6 +64,11 @@ class PMoEExperts(Operation):
         "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay", lr=3e-4, batch=128, original_share=0.01
     )
     grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
+    legend: ClassVar[Mapping[str, Legend]] = {
+        "S": Legend("PMoE slots, by number", 0),
+        "L": Legend("shared LoRA (PMoE, below the router)", 5),
+        "R": Legend("PMoE's router", 4),
+    }
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[

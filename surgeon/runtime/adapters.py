@@ -23,8 +23,7 @@ from .births import Birth
 from .frames import Frame
 from .graft import Graft
 from .losses import masked_mean
-from .newborn import Newborn, Projection
-from .precision import at_least_fp32
+from .newborn import Newborn, Projection, at_least_fp32
 from .rules import Surgery
 
 # By the gate's kind: how open it is for its score.

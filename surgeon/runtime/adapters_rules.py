@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .checks import built, by_layer, check_layers, one_of, weight
-from .rules import BRANCH, GraftRules, Kind, Surgery
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")

@@ -8,15 +8,19 @@ collected at the top, and imports of one another fall away.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
+import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from .known import grafts, natives
+from .known import GRAFTS, NATIVES
 from .natives import PREFIX, Native
 from .template import Use, classes_of
 
@@ -53,14 +57,14 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
-    native = natives()[str(config["model_type"]).removeprefix(PREFIX)]
+    native = NATIVES[str(config["model_type"]).removeprefix(PREFIX)]
     raw = config.get("surgery")
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
 def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
-    rules = [rules for rules in grafts().values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
+    rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
     return tuple(Use(each, each.uses(raw)) for each in rules)
 
 
@@ -176,8 +180,6 @@ def _only_for_types(node: ast.stmt) -> bool:
 
 def _import_lines(imports: Mapping[str, tuple[str, str]]) -> str:
     """Import statements as ruff would sort them: the standard library first, then the rest."""
-    import sys
-
     plain = sorted((module, name) for name, (module, what) in imports.items() if not what)
     by_module: dict[str, list[str]] = {}
     for name, (module, what) in imports.items():
@@ -208,3 +210,33 @@ def _from_line(module: str, names: list[str]) -> str:
     if len(line) <= _WIDTH:
         return line
     return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+
+
+def import_bundle(config: Mapping[str, Any]) -> ModuleType:
+    """The module that `bundle(config)` is; imported once in a process for each content."""
+    return _imported(bundle(config))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where joined files lie as long as the process runs: saving a model copies its file from there."""
+    return tempfile.TemporaryDirectory(prefix="surgeon-runtime-")
+
+
+@cache
+def _imported(content: bytes) -> ModuleType:
+    package = f"surgeon_joined_{hashlib.sha256(content).hexdigest()[:16]}"
+    file = Path(_folder().name) / package / CODE_FILE
+    file.parent.mkdir()
+    file.write_bytes(content)
+    # Saved models name their code by the module's last name, and pickles find the module by its whole one.
+    parent = ModuleType(package)
+    parent.__path__ = [str(file.parent)]
+    sys.modules[package] = parent
+    name = f"{package}.{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

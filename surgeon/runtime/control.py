@@ -17,7 +17,7 @@ from .graft import Graft
 from .interpolators import Interpolator
 from .layers import BranchLayer
 from .losses import masked_mean
-from .precision import at_least_fp32
+from .newborn import at_least_fp32
 from .rules import Surgery
 
 
@@ -25,7 +25,7 @@ class ControlGraft(Graft, ControlRules):
     """Control blocks; `interpolators` are the classes of those that the config names."""
 
     def __init__(self, interpolators: Mapping[str, type[Interpolator]]) -> None:
-        super().__init__([kind.rule for kind in interpolators.values()])
+        super().__init__({key: kind.rule for key, kind in interpolators.items()})
         self.classes = dict(interpolators)
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:

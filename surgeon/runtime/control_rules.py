@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal, Values
-from .checks import built, by_layer, check_layers, fraction, one_of, weight
-from .rules import BRANCH, GraftRules, Kind, Surgery
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight
 
 INTERPOLATOR = "interpolator."
 DIVERGENCES = ("mse", "cosine", "none")
@@ -200,8 +199,8 @@ class ControlRules(GraftRules):
     part = "surgeon.runtime.control"
     module = "ControlGraft"
 
-    def __init__(self, interpolators: Iterable[InterpolatorRule] = INTERPOLATORS) -> None:
-        self.interpolators = {rule.key: rule for rule in interpolators}
+    def __init__(self, interpolators: Mapping[str, InterpolatorRule]) -> None:
+        self.interpolators = interpolators
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
         """The interpolators that its entries name."""

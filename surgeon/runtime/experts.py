@@ -25,9 +25,7 @@ from .births import Birth
 from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
 from .frames import Frame, current_frame
 from .graft import Graft
-from .low_rank import LowRank
-from .newborn import Newborn
-from .precision import at_least_fp32
+from .newborn import LowRank, Newborn, at_least_fp32
 from .rules import Surgery
 
 

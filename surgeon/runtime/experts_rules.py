@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, as_linear, low_rank_births
-from .checks import built, check_layers, weight
-from .rules import BRANCH, GraftRules, Kind, Surgery, without_numbers
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, check_layers, weight, without_numbers
 
 ROUTER = "expert_router."
 _SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .control_rules import INTERPOLATORS, InterpolatorRule, InterpolatorSpec, log_odds
-from .newborn import Newborn
-from .precision import at_least_fp32
+from .newborn import Newborn, at_least_fp32
 
 _RULES = {rule.key: rule for rule in INTERPOLATORS}
 

@@ -6,65 +6,60 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from surgeon.common.plugins import Plugin, plugins, with_plugins
-from surgeon.errors import BadInput
+from surgeon.common.plugins import Plugin, Registry, wrong_kind
+from surgeon.errors import BadInput, printable
 
 from .adapters_rules import AdapterRules
-from .control_rules import INTERPOLATORS, ControlRules, InterpolatorRule
+from .control_rules import INTERPOLATORS as BUILT_IN
+from .control_rules import ControlRules, InterpolatorRule
 from .experts_rules import ExpertRules
-from .natives import NATIVES, PREFIX, Native
+from .natives import NATIVES as BUILT_IN_NATIVES
+from .natives import PREFIX, Native
 from .rules import GraftRules, Kind
 from .states_rules import StatesRules
 
 GROUP = "surgeon.runtime"
 
 
-@cache
-def _plugged(kind: type[Any]) -> tuple[Plugin, ...]:
-    """The plugins of one type. Raises BadInput for one that is of no type that ships."""
-    for plugin in plugins(GROUP):
+def _of(kind: type[Any], key: str) -> Any:
+    """Admits the plugins that name a `kind`, by the name that their attribute `key` states."""
+
+    def admit(plugin: Plugin) -> Any:
         if not isinstance(plugin.value, GraftRules | InterpolatorRule | Native):
-            raise BadInput(
-                f"plugin {plugin.shown}: its entry point `{plugin.name}` of `{GROUP}` is a"
-                f" {type(plugin.value).__name__}; GraftRules, InterpolatorRule or Native is needed"
-            )
-    return tuple(plugin for plugin in plugins(GROUP) if isinstance(plugin.value, kind))
+            raise wrong_kind(plugin, GROUP, "GraftRules, an InterpolatorRule or a Native")
+        if not isinstance(plugin.value, kind):
+            return None
+        if getattr(plugin.value, key) != plugin.name:
+            raise wrong_kind(plugin, GROUP, f"called as its {key}, `{printable(getattr(plugin.value, key))}`")
+        return plugin.value
+
+    return admit
 
 
-@cache
-def interpolators() -> dict[str, InterpolatorRule]:
-    """Interpolators by their key in plans. Raises BadInput for a plugin that is broken or has another's name."""
-    return with_plugins({rule.key: rule for rule in INTERPOLATORS}, _plugged(InterpolatorRule), "interpolator")
-
-
-@cache
-def natives() -> dict[str, Native]:
-    """Model types that have upcycled classes. Raises BadInput for a plugin that is broken or has another's name."""
-    return with_plugins(NATIVES, _plugged(Native), "model type")
-
-
-@cache
-def grafts() -> dict[str, GraftRules]:
-    """The rules of all grafts, in the order in which layers ask them. Raises BadInput for a broken plugin."""
-    built_in = (ControlRules(interpolators().values()), AdapterRules(), ExpertRules(), StatesRules())
-    found: dict[str, GraftRules] = with_plugins(
-        {rules.name: rules for rules in built_in}, _plugged(GraftRules), "graft"
-    )
-    keys = [key for rules in found.values() for key in rules.keys]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise BadInput(f"plugins: two grafts have the key `{twice[0]}` of config.surgery; uninstall one")
-    return found
+# By their key in plans, by model type, by name; grafts are asked in their order.
+INTERPOLATORS: Registry[InterpolatorRule] = Registry(
+    GROUP, {rule.key: rule for rule in BUILT_IN}, _of(InterpolatorRule, "key")
+)
+NATIVES: Registry[Native] = Registry(GROUP, BUILT_IN_NATIVES, _of(Native, "model_type"))
+GRAFTS: Registry[GraftRules] = Registry(
+    GROUP,
+    {rules.name: rules for rules in (ControlRules(INTERPOLATORS), AdapterRules(), ExpertRules(), StatesRules())},
+    _of(GraftRules, "name"),
+)
 
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """The kinds of all grafts by their key in `config.surgery`."""
-    return {kind.key: kind for rules in grafts().values() for kind in rules.kinds}
+    """The kinds of all grafts by their key in `config.surgery`. Raises BadInput where two grafts have one key."""
+    keys = [key for rules in GRAFTS.values() for key in rules.keys]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise BadInput(f"plugins: two grafts have the key `{printable(twice[0])}` of config.surgery; uninstall one")
+    return {kind.key: kind for rules in GRAFTS.values() for kind in rules.kinds}
 
 
 def native_of(config: Mapping[str, Any]) -> Native | None:
     """The native of a config's model type, upcycled or not; None for a model type that has no upcycled classes."""
-    return natives().get(str(config.get("model_type")).removeprefix(PREFIX))
+    return NATIVES.get(str(config.get("model_type")).removeprefix(PREFIX))
 
 
 def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
@@ -72,17 +67,9 @@ def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
     raw = config.get("surgery")
     raw = raw if isinstance(raw, Mapping) else {}
     native = native_of(config)
-    used: set[Any] = {native.model_type} if native is not None else set()
-    named = {name for name, rules in grafts().items() if rules.present(raw)}
-    parts = {part for name in named for _, part, _ in grafts()[name].uses(raw) or ()}
-    found: dict[str, str] = {}
-    for plugin in plugins(GROUP):
-        value = plugin.value
-        takes_part = (
-            (isinstance(value, Native) and value.model_type in used)
-            or (isinstance(value, GraftRules) and value.name in named)
-            or (isinstance(value, InterpolatorRule) and value.part in parts)
-        )
-        if takes_part:
-            found[plugin.distribution] = plugin.version
-    return found
+    used = {native.model_type: NATIVES.plugin_of(native.model_type)} if native is not None else {}
+    for name, rules in GRAFTS.items():
+        if rules.present(raw):
+            used[name] = GRAFTS.plugin_of(name)
+            used |= {key: INTERPOLATORS.plugin_of(key) for key, _, _ in rules.uses(raw) or ()}
+    return {plugin.distribution: plugin.version for plugin in used.values() if plugin is not None}

@@ -1,4 +1,4 @@
-"""Decoder layers with grafts, mixed in before a family's native layer.
+"""Decoder layers and their blocks with grafts, mixed in before a family's native ones.
 
 A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__`
 carries what crosses layers (a router's distribution, the auxiliary losses) in and out of the forward's `Flow`. What
@@ -12,11 +12,45 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .frames import Frame, enter_frame
+from .frames import Frame, current_frame, enter_frame
 from .graft import Graft
 from .losses import Flow
 from .rules import Surgery, read_surgery
-from .sites import AttentionSite, FeedForwardSite
+
+
+class AttentionSite(nn.Module):
+    """Mixed in before a family's attention: `grafts` stand beside it."""
+
+    def __init__(self, config: Any, layer_idx: int, grafts: tuple[Graft, ...]) -> None:
+        super().__init__(config, layer_idx)
+        self.grafts = grafts
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The native output and weights, B T D the output."""
+        output, *rest = super().forward(hidden_states, *args, **kwargs)
+        frame = current_frame()
+        for graft in self.grafts:
+            output = graft.beside(self, hidden_states, output, frame)
+        return output, *rest
+
+
+class FeedForwardSite(nn.Module):
+    """Mixed in before a family's MLP: `grafts` stand beside it."""
+
+    # The config field that names the backbone's activation.
+    activation_field: ClassVar[str] = "hidden_act"
+
+    def __init__(self, config: Any, layer_idx: int, grafts: tuple[Graft, ...]) -> None:
+        super().__init__(config)
+        self.grafts = grafts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The native output and what grafts make of it, B T D."""
+        output: Tensor = super().forward(x)
+        frame = current_frame()
+        for graft in self.grafts:
+            output = graft.beside(self, x, output, frame)
+        return output
 
 
 class GraftedLayer(nn.Module):

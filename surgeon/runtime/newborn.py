@@ -1,4 +1,4 @@
-"""Modules whose tensors are born with stated values."""
+"""Modules whose tensors are born with stated values, and low-rank products of such."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .births import Birth, Fill, Normal
+from .births import Birth, Fill, Normal, low_rank_births
 
 
 class Newborn(nn.Module):
@@ -50,3 +51,37 @@ def fill(tensor: Any, birth: Birth) -> None:
             init.normal_(tensor, mean=0.0, std=std)
         case _:
             init.copy_(tensor, torch.tensor(birth.values))
+
+
+class LowRank(Newborn):
+    """B A, with B zero at birth: `lora_A` is rank × in, `lora_B` out × rank.
+
+    What uses the matrices calls the module for them, so that hooks which bring weights and take them away see it.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, rank: int, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.bear(low_rank_births(rank, width_in, width_out))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and B."""
+        return self.lora_A, self.lora_B
+
+
+def product(x: Tensor, matrices: tuple[Tensor, Tensor], weight: float | Tensor = 1.0) -> Tensor:
+    """B A x: … in to … out, times `weight` (a number, or … 1)."""
+    down, up = matrices
+    narrow = F.linear(x, down)
+    if not isinstance(weight, float):
+        narrow = narrow * weight.to(narrow.dtype)
+    elif weight != 1.0:
+        narrow = narrow * weight
+    return F.linear(narrow, up)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or as it is where it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

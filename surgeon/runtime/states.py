@@ -29,9 +29,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .frames import Frame
 from .graft import Graft
 from .losses import Flow, valid_tokens
-from .low_rank import LowRank, product
-from .newborn import Newborn
-from .precision import at_least_fp32
+from .newborn import LowRank, Newborn, at_least_fp32, product
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .births import Birth, as_linear, low_rank_births
-from .checks import built, by_layer, check_layers, fraction, one_of, weight
-from .rules import GraftRules, Kind, Surgery, without_numbers
+from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight, without_numbers
 
 # Stands beside `layers.` in names.
 BANK = "control_bank."

@@ -95,7 +95,7 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
     if wrong:
         return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
     whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
-    return [Check("code", True, f"{len(blueprint.code_files)} files, {whose}")]
+    return [Check("code", True, f"{some(list(blueprint.code_files))}, {whose}")]
 
 
 def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
@@ -310,7 +310,7 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     if wrong or not manifest.code:
         return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
     whose = "as this version ships them" if out.code == "shipped" else f"of surgeon {printable(manifest.tool.version)}"
-    return [Check("code", True, f"{len(manifest.code)} files, {whose}")]
+    return [Check("code", True, f"{some(list(manifest.code))}, {whose}")]
 
 
 def _own_base_tensors(manifest: Manifest, places: dict[str, str], digests: dict[str, str]) -> Check:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.blueprint.grafts import grafts_of
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
 from surgeon.manifest.card import card
 from surgeon.manifest.manifest import parse
-from surgeon.operations import OPERATIONS, origin_of, papers_of
+from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.loading import load_plan, parse_plan
 from surgeon.plan.shipped import find_plan, names
+from surgeon.report.page.document import STYLE
 from tests import tiny
 
 PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
@@ -55,13 +57,22 @@ def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) 
     plans = [name for name in shipped_with(op) if {operation.op for operation in PLANS[name].operations} == {op}]
     assert plans
     found: set[str] = set()
+    letters: set[str] = set()
     for number, name in enumerate(plans):
         base = tiny.base_for(name, tmp_path / str(number))
         before = json.loads((base / "config.json").read_text()).get("surgery", {})
-        after = surgeon.preview(name, str(base)).blueprint.config.get("surgery", {})
+        config = surgeon.preview(name, str(base)).blueprint.config
         if not _kinds(before):
-            found |= _kinds(after)
+            found |= _kinds(config.get("surgery", {}))
+            letters |= {graft.sign[:1] for here in grafts_of(config).values() for graft in here}
     assert found == set(OPERATIONS[op].grafts)
+    assert letters == set(OPERATIONS[op].legend), "the report explains every sign"
+
+
+def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
+    assert len(legends()) == sum(len(operation.legend) for operation in OPERATIONS.values())
+    for letter, legend in legends().items():
+        assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in STYLE
 
 
 def _kinds(surgery: Mapping[str, Any]) -> set[str]:
@@ -118,4 +129,4 @@ def test_an_operation_that_is_unknown_here_is_met_with_neutral_words(tmp_path: P
     assert "of_a_plugin" in text and "## Papers" not in text
     surgeon.report(tmp_path / "out", html=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "of_a_plugin" in page and "new: with another initialisation" in page and "<h3>Papers</h3>" not in page
+    assert "of_a_plugin" in page and 'class="layer made"' in page and "<h3>Papers</h3>" not in page

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from surgeon.runtime.adapters_rules import GATES
+from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.control_rules import INTERPOLATORS
-from surgeon.runtime.joined import import_bundle
 from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.runtime.adapters import OPENINGS, GatedAdapter
-from surgeon.runtime.adapters_rules import GATES, AdapterSpec
+from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from tests import tiny
 from tests.runtime.grafting import HIDDEN, adapters, grafted, perturbed, tokens
 
@@ -57,8 +57,29 @@ def test_forward_and_gradients_follow_the_equation(gate: str, activation: str) -
         torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind, variance", [("low_variance", 1 / (256 * 6)), ("he", 2 / 256)])
-def test_initial_values(kind: str, variance: float) -> None:
+# The paper's section 3 and He et al., for a hidden size of 256 and six layers.
+VARIANCE = {"low_variance": 1 / (256 * 6), "he": 2 / 256}
+# What a score of -1, 0 and 2 opens a gate to.
+OPEN_BY = {"relu": (0.0, 0.0, 2.0), "sigmoid": (1 / (1 + math.e), 0.5, 1 / (1 + math.exp(-2)))}
+
+
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate != "none"])
+def test_how_far_a_score_opens_a_gate(gate: str) -> None:
+    opened = OPENINGS[gate](torch.tensor((-1.0, 0.0, 2.0), dtype=torch.float64))
+    torch.testing.assert_close(opened, torch.tensor(OPEN_BY[gate], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", VARIANCES)
+def test_births_are_the_papers(kind: str) -> None:
+    births = AdapterSpec(layer=0, size=300, init=kind).births(256, 6)
+    read = [births[name] for name in ("gate_proj.weight", "up_proj.weight", "gate.weight")]
+    assert [birth.std for birth in read] == [pytest.approx(math.sqrt(VARIANCE[kind]))] * 3
+    assert births["down_proj.weight"].value == 0
+
+
+@pytest.mark.parametrize("kind", VARIANCES)
+def test_initial_values(kind: str) -> None:
+    variance = VARIANCE[kind]
     torch.manual_seed(0)
     module = GatedAdapter(AdapterSpec(layer=0, size=300, init=kind), 256, 6, "silu")
     for part in (module.gate_proj, module.up_proj, module.down_proj, module.gate):

@@ -14,7 +14,7 @@ import pytest
 import surgeon.runtime
 from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of, uses_of
 from surgeon.runtime.graft import Graft
-from surgeon.runtime.known import grafts
+from surgeon.runtime.known import GRAFTS
 from surgeon.runtime.natives import NATIVES, PREFIX
 from surgeon.runtime.template import classes_of
 from tests import tiny
@@ -22,7 +22,7 @@ from tests.runtime.grafting import adapters, control, everything, experts, state
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "joined", "known", "natives", "template"}
+NOT_SHIPPED = {"__init__", "bundle", "known", "natives", "template"}
 
 
 def definitions(source: str) -> dict[str, str]:
@@ -69,16 +69,16 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
     """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
     own = {"control": "ControlGraft", "adapters": "GatedAdapter", "experts": "ExpertRouter", "states": "ControlBank"}
     surgeries = {"control": control(), "adapters": adapters(), "experts": experts(), "states": states()}
-    assert set(own) == set(grafts())
+    assert set(own) == set(GRAFTS)
     for name, surgery in surgeries.items():
         text = bundle({"model_type": "llama", "surgery": surgery | {"new_layers": []}}).decode()
         assert [graft for graft, mark in own.items() if f"class {mark}" in text] == [name]
-        empty = {key: [] for other in grafts().values() for key in other.keys if key not in surgery}
+        empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
         assert bundle({"model_type": "llama", "surgery": surgery | empty}).decode() == text
 
 
 def test_rules_name_the_modules_that_build_on_them() -> None:
-    for rules in grafts().values():
+    for rules in GRAFTS.values():
         module = getattr(importlib.import_module(rules.part), rules.module)
         assert issubclass(module, Graft) and issubclass(module, type(rules))
 
@@ -145,7 +145,7 @@ def test_it_reads_like_written_code(family: str, name: str, surgery: dict[str, A
 
 @pytest.mark.parametrize(
     "source",
-    ["from .checks import one_of as renamed\n", "from . import checks\n", "from ..errors import BadInput\n"],
+    ["from .rules import one_of as renamed\n", "from . import rules\n", "from ..errors import BadInput\n"],
     ids=["renamed", "a module itself", "above"],
 )
 def test_imports_that_no_joined_file_can_have_are_refused(source: str) -> None:

@@ -70,6 +70,13 @@ def test_router_is_a_softmax_over_linear_scores() -> None:
     torch.testing.assert_close(logs, expected.log())
 
 
+def test_the_slot_of_the_greatest_score_weighs_most() -> None:
+    router = randomised(ExpertRouter(RouterSpec(3, tuple(RouterSlotSpec(k) for k in range(3))), 6).double())
+    h = normal(2, 5, 6)
+    scores = h @ torch.cat([router.slots[str(k)].weight for k in range(3)]).T
+    assert torch.equal(router(h)[0].argmax(-1), scores.argmax(-1))
+
+
 def test_a_later_group_enters_through_its_mass() -> None:
     columns = (RouterSlotSpec(0), RouterSlotSpec(1), RouterSlotSpec(2, group=1), RouterSlotSpec(3, group=2))
     router = randomised(ExpertRouter(RouterSpec(3, columns), 6).double())

@@ -87,10 +87,12 @@ def dlerp_in(named: dict[str, Tensor], h: Tensor, p: Tensor, e: Tensor) -> Tenso
 
 
 EQUATIONS = {"lerp": lerp, "proj": lerp, "plerp": plerp, "slerp": slerp, "dlerp": dlerp, "dlerp_in": dlerp_in}
+# A hard choice follows no equation with a gradient of its own; it has its own test.
+CHOICES = ("moe",)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-@pytest.mark.parametrize("kind", EQUATIONS)
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in CHOICES])
 def test_forward_and_gradients_follow_the_equation(kind: str, learnable: bool) -> None:
     module = made(kind, learnable=learnable)
     inputs = [state.requires_grad_() for state in states()]
@@ -112,6 +114,37 @@ def test_forward_and_gradients_follow_the_equation(kind: str, learnable: bool) -
             assert parameter.grad is None
         else:
             torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) -> None:
+    """Whatever the interpolator: α is what it says, each branch gets a gradient, and so does every tensor it learns."""
+    h, p, e = (state.requires_grad_() for state in states())
+    torch.manual_seed(5)
+    module = build_interpolator(InterpolatorSpec(kind=kind, alpha=ALPHA, learnable=learnable), WIDTH).double()
+    module.initialise()
+    combined, alpha = module(h, p, e)
+    alpha = torch.as_tensor(alpha, dtype=torch.float64)
+    if kind not in CHOICES:
+        torch.testing.assert_close(alpha, torch.full_like(alpha, ALPHA), rtol=1e-6, atol=1e-6)
+    ((combined * states(seed=9)[0]).sum() + (module.anchor(p) * e).sum() + alpha.sum()).backward()
+    assert p.grad is not None and p.grad.abs().max() > 0
+    assert e.grad is not None and e.grad.abs().max() > 0
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in CHOICES])
+def test_a_greater_share_lies_nearer_to_the_expanded_branch(kind: str) -> None:
+    h, p, e = states()
+    apart = []
+    for alpha in (0.2, 0.8):
+        module = build_interpolator(InterpolatorSpec(kind=kind, alpha=alpha), WIDTH).double()
+        module.initialise()
+        with torch.no_grad():
+            apart.append(float((module(h, p, e)[0] - e).norm()))
+    assert apart[1] < 0.5 * apart[0]
 
 
 def test_moe_takes_one_branch_whole_and_its_gate_learns_straight_through() -> None:

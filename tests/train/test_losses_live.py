@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import surgeon
 from surgeon.models.load import load_model
-from surgeon.runtime.known import grafts
+from surgeon.runtime.known import GRAFTS
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus, text
 
@@ -212,4 +212,4 @@ def test_a_loss_changes_gradients_and_brings_its_quantity_down(name: str, tmp_pa
 
 
 def test_every_auxiliary_loss_is_here() -> None:
-    assert {live.field for live in LIVE.values()} == {name for rules in grafts().values() for name in rules.losses}
+    assert {live.field for live in LIVE.values()} == {name for rules in GRAFTS.values() for name in rules.losses}

@@ -90,12 +90,12 @@ svg text.sign { font-size: 9.5px; font-weight: 700; }
 .path { fill: none; stroke: var(--soft); stroke-width: 1; opacity: .6; }
 .pill { fill: var(--paper); stroke: var(--soft); stroke-width: 1; }
 .pill.trains { stroke: var(--ink); stroke-width: 2.2; }
-.pill.control { fill: color-mix(in srgb, var(--c3) 35%, var(--paper)); }
-.pill.adapters { fill: color-mix(in srgb, var(--c1) 35%, var(--paper)); }
-.pill.slots { fill: color-mix(in srgb, var(--c0) 35%, var(--paper)); }
-.pill.shared { fill: color-mix(in srgb, var(--c5) 35%, var(--paper)); }
-.pill.expert_router { fill: color-mix(in srgb, var(--c4) 35%, var(--paper)); }
-.pill.control_states { fill: color-mix(in srgb, var(--c2) 35%, var(--paper)); }
+.pill.c0 { fill: color-mix(in srgb, var(--c0) 35%, var(--paper)); }
+.pill.c1 { fill: color-mix(in srgb, var(--c1) 35%, var(--paper)); }
+.pill.c2 { fill: color-mix(in srgb, var(--c2) 35%, var(--paper)); }
+.pill.c3 { fill: color-mix(in srgb, var(--c3) 35%, var(--paper)); }
+.pill.c4 { fill: color-mix(in srgb, var(--c4) 35%, var(--paper)); }
+.pill.c5 { fill: color-mix(in srgb, var(--c5) 35%, var(--paper)); }
 .flag { fill: var(--ink); }
 .trough { fill: var(--panel); stroke: var(--line); stroke-width: .5; }
 .rule { stroke: var(--line); stroke-width: .7; } .link { stroke: var(--soft); stroke-width: .6; }

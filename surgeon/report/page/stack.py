@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surgeon.operations import legends
 from surgeon.operations.selectors import show
 from surgeon.report.history import History, Mark, StackLayer
 from surgeon.report.page.charts import WIDTH, drawing
@@ -21,10 +22,6 @@ _MARKS_RIGHT = 336.0
 
 # A mark's width, and how much wider each letter after the second makes it.
 _PILL, _LETTER = 28.0, 6.0
-
-
-# Order and colour of marks in a row; letters distinguish them where colours do not.
-_KINDS = ("control", "adapters", "experts", "expert_router", "control_states", "other")
 
 
 def stack_figure(history: History) -> Markup:
@@ -86,11 +83,15 @@ def legend(history: History) -> Markup:
     ]
     if any(layer.trains for layer in history.layers):
         rows.append(_legend_row(_trains(10, 4), "the layer's own weights train"))
-    signs: dict[str, tuple[Mark, str]] = {}
+    # A graft that no operation here explains is called as the manifest calls it.
+    known = legends()
+    signs: dict[str, Mark] = {}
     for layer in history.layers:
         for mark in layer.marks:
-            signs.setdefault(_group(mark), (mark, _KIND_WORDS.get(_group(mark), mark.text)))
-    rows += [_legend_row(_pill(0, 2, mark.sign[:2], mark, trains=False), words) for mark, words in signs.values()]
+            signs.setdefault(mark.sign[:1], mark)
+    for letter, mark in signs.items():
+        words_of_mark = f"{letter} {known[letter].words}" if letter in known else mark.text
+        rows.append(_legend_row(_pill(0, 2, mark.sign[:2], trains=False), words_of_mark))
     if any(mark.trains for layer in history.layers for mark in layer.marks):
         rows.append(
             _legend_row(
@@ -98,22 +99,6 @@ def legend(history: History) -> Markup:
             )
         )
     return el("ul", *rows, class_="legend")
-
-
-_KIND_WORDS = {
-    "control": "C control block: a trainable twin (Control LLM)",
-    "adapters": "A gated adapter beside the FFN (Neutral Residues)",
-    "slots": "S PMoE slots, by number",
-    "shared": "L shared LoRA (PMoE, below the router)",
-    "expert_router": "R PMoE's router",
-    "control_states": "M control states (Mixture-of-Control)",
-}
-
-
-def _group(mark: Mark) -> str:
-    if mark.kind == "experts":
-        return "shared" if mark.sign == "L" else "slots"
-    return mark.kind
 
 
 def _legend_row(sample: Markup, words: str) -> Markup:
@@ -128,7 +113,7 @@ def _top(layer: StackLayer, count: int) -> float:
 def _layer(layer: StackLayer, y: float) -> Markup:
     words = origin_words(layer)
     pills = _grouped(layer.marks)
-    left = _MARKS_RIGHT - sum(_width(sign) for sign, _, _ in pills)
+    left = _MARKS_RIGHT - sum(_width(sign) for sign, _ in pills)
     room = (left - _NEW_LEFT - 34) / 6.2
     shown = words if len(words) <= room else f"{words[: max(1, int(room) - 1)]}…"
     title = f"layer {layer.index}: {words}" + "".join(f"; {mark.text}" for mark in layer.marks)
@@ -138,32 +123,33 @@ def _layer(layer: StackLayer, y: float) -> Markup:
         el("text", layer.index, x=_NEW_LEFT + 24, y=y + 14, class_="label number", text_anchor="end"),
         el("text", shown, x=_NEW_LEFT + 32, y=y + 14, class_="label"),
     ]
-    for sign, mark, trains in pills:
-        parts.append(_pill(left, y + 2, sign, mark, trains=trains))
+    for sign, trains in pills:
+        parts.append(_pill(left, y + 2, sign, trains=trains))
         left += _width(sign)
     if layer.trains:
         parts.append(_trains(_MARKS_RIGHT + 6, y + 4))
     return el("g", join(*parts), class_="row")
 
 
-def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, Mark, bool]]:
+def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, bool]]:
     """One sign for each kind, slots as a range; heavy where one of them trains."""
+    order = list(legends())
     groups: dict[str, list[Mark]] = {}
-    for mark in sorted(marks, key=lambda mark: _KINDS.index(mark.kind) if mark.kind in _KINDS else len(_KINDS)):
-        groups.setdefault(_group(mark), []).append(mark)
+    for mark in sorted(marks, key=lambda mark: order.index(mark.sign[:1]) if mark.sign[:1] in order else len(order)):
+        groups.setdefault(mark.sign[:1], []).append(mark)
     shown = []
-    for group, held in groups.items():
-        sign = held[0].sign
-        if group == "slots" and len(held) > 1:
-            sign = f"S{held[0].sign[1:].partition('–')[0]}–{held[-1].sign[1:].rpartition('–')[2]}"
-        shown.append((sign, held[-1], any(mark.trains for mark in held)))
+    for letter, held in groups.items():
+        first, last = held[0].sign[1:].partition("–")[0], held[-1].sign[1:].rpartition("–")[2]
+        sign = held[0].sign if len(held) == 1 or first == last else f"{letter}{first}–{last}"
+        shown.append((sign, any(mark.trains for mark in held)))
     return shown
 
 
-def _pill(x: float, y: float, sign: str, mark: Mark, *, trains: bool) -> Markup:
-    heavy = " trains" if trains else ""
+def _pill(x: float, y: float, sign: str, *, trains: bool) -> Markup:
+    legend = legends().get(sign[:1])
+    kind = "pill" + (f" c{legend.colour}" if legend else "") + (" trains" if trains else "")
     return join(
-        el("rect", x=x + 1, y=y, width=_width(sign) - 3, height=16, rx=8, class_=f"pill {_group(mark)}{heavy}"),
+        el("rect", x=x + 1, y=y, width=_width(sign) - 3, height=16, rx=8, class_=kind),
         el("text", sign, x=x + _width(sign) / 2 - 0.5, y=y + 11.5, class_="sign", text_anchor="middle"),
     )
 

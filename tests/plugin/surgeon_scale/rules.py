@@ -1,0 +1,89 @@
+"""What planner and model agree on, without torch.
+
+"scales": [{"layer": 3, "frozen": false}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from surgeon.runtime.births import Birth, Fill
+from surgeon.runtime.control_rules import InterpolatorRule, log_odds
+from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
+
+SCALE = "mlp.scale."
+
+
+@dataclass(frozen=True)
+class ScaleSpec:
+    """The FFN of `layer` has a scale."""
+
+    layer: int
+    frozen: bool = False
+
+    def births(self, width: int) -> dict[str, Birth]:
+        """Kept as the difference from 1, so that zero is exact."""
+        return {"weight": Fill((width,))}
+
+
+class ScaleKind(Kind):
+    """A learned scale of what a layer's FFN puts out."""
+
+    key = "scales"
+    in_twin = "copied"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`scale of the FFN`."""
+        return f"scale of the FFN{where}"
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `mlp.scale`."""
+        return suffix.removeprefix(BRANCH).startswith(SCALE)
+
+
+class ScaleRules(GraftRules):
+    """Learned scales."""
+
+    name = "scales"
+    kinds = (ScaleKind(),)
+    losses: ClassVar[Mapping[str, str]] = {"scale_loss": "mean square of the scales' differences from 1, over layers"}
+    part = "surgeon_scale.modules"
+    module = "ScaleGraft"
+
+    def read(self, raw: Mapping[str, Any]) -> dict[int, ScaleSpec]:
+        """Scales by layer."""
+        return by_layer([built(ScaleSpec, entry, "scale") for entry in raw.get("scales", ())], "scale")
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Layers exist."""
+        check_layers(surgery.of[self.name], surgery.layers, "scale")
+
+    def trains(self, surgery: Surgery) -> list[str]:
+        """Those that are not frozen."""
+        return [f"layers.{surgery.place(s.layer)}.{SCALE}" for s in surgery.of[self.name].values() if not s.frozen]
+
+    def measures(self, surgery: Surgery) -> bool:
+        """The scales' loss needs nothing of the batch."""
+        return True
+
+
+@dataclass(frozen=True)
+class ChannelRule(InterpolatorRule):
+    """One α for each channel, learned always."""
+
+    scalar_alpha: bool = False
+    unmergeable: str = "has an α for every channel"
+
+    def matrices(self, width: int) -> dict[str, Birth]:
+        """σ(logits) = ½ in every channel."""
+        return {"logits": Fill((width,), log_odds(0.5))}
+
+    def learned(self, alpha: float) -> dict[str, Birth]:
+        """Nothing more."""
+        return {}
+
+
+SCALE_RULES = ScaleRules()
+CHANNELS = ChannelRule("channels", "Channels", part="surgeon_scale.modules")
