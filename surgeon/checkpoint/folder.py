@@ -14,7 +14,7 @@ from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
@@ -71,9 +71,7 @@ class CheckpointFolder:
                 f"{source.shown}: a delta, which lacks its base's tensors; apply it to its base first:"
                 f" `surgeon apply --delta {source.shown} BASE OUT`"
             )
-        weights = choose_weights(
-            listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
-        )
+        weights = choose_weights(source)
         config = _config(source, listing)
         manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
         if missing := missing_plugins((manifest or {}).get("plugins")):

@@ -29,7 +29,7 @@ from surgeon.checkpoint.folder import (
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
-from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
+from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE
 
@@ -70,9 +70,8 @@ def locate(base: str, *, revision: str | None, weights: bool = True, code: bool 
     repository = _Repository.ask(base, revision)
     wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
     if weights:
-        wanted += repository.weight_files()
-    path = Path(_snapshot(base, revision, wanted))
-    return Located(path, base, path.name)
+        wanted += choose_weights(repository).files
+    return _snapshot(base, revision, wanted)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -87,8 +86,7 @@ def locate_adapter(adapter: str) -> Located:
     if not off:
         repository = _Repository.ask(repo_id, revision or None)
         check_adapter_files(repository.files, repository.shown)
-    path = Path(_snapshot(repo_id, revision or None, wanted, offline=off))
-    return Located(path, repo_id, path.name)
+    return _snapshot(repo_id, revision or None, wanted, offline=off)
 
 
 def locate_delta(delta: str) -> Located:
@@ -101,7 +99,7 @@ def locate_delta(delta: str) -> Located:
     repo_id, _, revision = delta.partition("@")
     _check_id(repo_id)
     if offline():
-        return Located(Path(_snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)), repo_id)
+        return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
     repository = _Repository.ask(repo_id, revision or None)
     if DELTA_FILE not in repository.files:
         raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
@@ -110,8 +108,7 @@ def locate_delta(delta: str) -> Located:
         for name, size in repository.files.items()
         if _is_wanted(name, size, code=True) or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
     ]
-    path = Path(_snapshot(repo_id, revision or None, wanted))
-    return Located(path, repo_id, path.name)
+    return _snapshot(repo_id, revision or None, wanted)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -181,13 +178,6 @@ class _Repository:
 
     def check_small(self, name: str) -> None:
         """What is on the Hub is a regular file."""
-
-    def weight_files(self) -> list[str]:
-        """The shards, from the index if there is one."""
-        weights = choose_weights(
-            self.listing(), lambda: self.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=self.shown
-        )
-        return list(weights.files)
 
     def headers(self, files: list[str]) -> dict[str, Header]:
         """Each shard's header: its first 8 bytes, then as many as they announce."""
@@ -304,20 +294,16 @@ def offline() -> bool:
 
 def _cached(repo_id: str, revision: str | None) -> Located:
     """The snapshot in the cache, without network; BadInput where a part of it is missing."""
-    path = Path(_snapshot(repo_id, revision, [CONFIG_FILE], offline=True))
-    source = LocalSource(path)
-    weights = choose_weights(
-        source.listing(), lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=printable(repo_id)
-    )
-    _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
-    return Located(path, repo_id, path.name)
+    found = _snapshot(repo_id, revision, [CONFIG_FILE], offline=True)
+    weights = choose_weights(LocalSource(found.path), shown=printable(repo_id))
+    return _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
 
 
-def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> str:
+def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> Located:
     from huggingface_hub import snapshot_download
 
     with bars_on_terminals_only():
-        return _call(
+        found = _call(
             lambda: snapshot_download(
                 repo_id,
                 revision=revision,
@@ -327,6 +313,8 @@ def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline:
             repo_id,
             revision,
         )
+    path = Path(found)
+    return Located(path, repo_id, path.name)
 
 
 @contextlib.contextmanager
