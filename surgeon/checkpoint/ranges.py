@@ -31,14 +31,6 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 _WAITING = 2
 
 
-def name_of(fd: int) -> str:
-    """The file's path where the system knows it (Linux), else its inode number; fit for a terminal."""
-    try:
-        return printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
-    except OSError:
-        return f"file with inode {os.fstat(fd).st_ino}"
-
-
 def _pieces(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
     """The bytes `begin` to `end` in pieces of at most `most`, one after the other in one buffer.
 
@@ -54,7 +46,12 @@ def _pieces(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
 
 
 def _ends_early(fd: int, missing: int) -> BadInput:
-    return BadInput(f"{name_of(fd)}: ends {missing:,} bytes early; was it cut meanwhile?")
+    """The error names the file's path where the system knows it (Linux), else its inode number."""
+    try:
+        name = printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
+    except OSError:
+        name = f"file with inode {os.fstat(fd).st_ino}"
+    return BadInput(f"{name}: ends {missing:,} bytes early; was it cut meanwhile?")
 
 
 def sha256_range(fd: int, begin: int, end: int) -> str:
