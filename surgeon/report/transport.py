@@ -22,7 +22,7 @@ from rich.text import Text
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
