@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from surgeon.demo import base as demo
-from surgeon.demo.base import DemoBase, make_base, sample
-from surgeon.demo.corpus import documentation
+from surgeon.demo.base import DemoBase, documentation, make_base, sample
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 

@@ -63,7 +63,7 @@ assert applied.manifest.promise == "exact"
 for dtypes in (["auto"], ["float32"]):
     checked = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
     assert checked.holds and checked.identical, checked
-surgeon.inspect(out), surgeon.report(out)
+surgeon.inspect(out), surgeon.report(out, html=out + ".html")
 print(text)
 """
 TRAIN = """
@@ -101,6 +101,11 @@ def test_the_manifest_names_the_package_and_its_code_ships(grown: Path) -> None:
         assert mark in code
     assert "class GatedAdapter" in code and "class ExpertRouter" not in code
     assert not any(line.startswith(("from surgeon", "import surgeon", "from .")) for line in code.splitlines())
+
+
+def test_the_report_explains_its_sign_in_its_colour(grown: Path) -> None:
+    page = (grown / "out.html").read_text(encoding="utf-8")
+    assert "<span>F learned scale of the FFN</span>" in page and 'class="pill c4 trains"' in page
 
 
 def test_it_loads_generates_trains_and_saves_where_neither_is_installed(grown: Path, tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ class ScaleKind(Kind):
         """`scale of the FFN`."""
         return f"scale of the FFN{where}"
 
+    def sign(self, entry: Mapping[str, Any]) -> str:
+        """F."""
+        return "F"
+
     def claims(self, suffix: str) -> bool:
         """What stands at `mlp.scale`."""
         return suffix.removeprefix(BRANCH).startswith(SCALE)
