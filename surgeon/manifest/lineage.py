@@ -22,7 +22,7 @@ from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, pla
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
-_CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
+CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolde
     known = kept.code if kept else {}
     found: dict[str, bytes] = {}
     for name in known or (CODE_FILE,):
-        if _CODE_NAME.fullmatch(name) is None:
+        if CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
         content = _same(known.get(name), out.read_code(name), _shipped(name, config))
         if content is None or len(content) > MAX_CODE_BYTES:

@@ -47,13 +47,13 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
+from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, checked, manifest_of, parse, places_of
 
 # The output's own card, as README.md of a delta is the delta's.
 KEPT_CARD = "README.output.md"
 
 MAX_DELTA_BYTES = 64_000_000
-CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 _Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
 
 

@@ -23,8 +23,6 @@ from surgeon.plan.loading import parse_plan
 from surgeon.verify.static import Check, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
 
@@ -116,26 +114,33 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    comparing = _Comparing(
-        base_folder,
-        out_folder,
-        tokens.ids,
-        devices.resolve(device),
+    paths = base_folder.path, out_folder.path
+    options: dict[str, Any] = {
+        "device": devices.resolve(device),
         # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
-    )
-    comparisons: list[LogitComparison | OutputComparison] = []
-    layered: list[StreamedComparison] = []
+        "trust_remote_code": trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
+    }
+    found = Verification(proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained)
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
         if anatomy.family.encoder:
-            comparisons.append(comparing.encoders(dtype))
+            from surgeon.models.encoders import auto_class, compare_encoders
+
+            auto = auto_class(base_folder.config)
+            found.comparisons.append(compare_encoders(*paths, tokens.ids, auto=auto, dtype=dtype, **options))
         elif streamed:
-            layered.append(comparing.layer_by_layer(dtype, proof.layer_of_base))
-            comparisons.extend(layered[-1].logits)
+            from surgeon.models.compare import compare_streamed
+
+            layered = compare_streamed(
+                base_folder, out_folder, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options
+            )
+            found.streamed.append(layered)
+            found.comparisons.extend(layered.logits)
         else:
-            comparisons.extend(comparing.whole(dtype))
-    return Verification(proof.promise, proof.checks, comparisons, layered, tokens.source, trained=proof.trained)
+            from surgeon.models.compare import compare_logits
+
+            found.comparisons.extend(compare_logits(*paths, tokens.ids, dtype=dtype, **options))
+    return found
 
 
 class _Static(NamedTuple):
@@ -158,45 +163,6 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, anatomy: Anatomy, lis
     blueprint = draw(loaded, anatomy, base.config, adapters_of(manifest, file=str(file)))
     checks = check_static(blueprint, manifest, base, out, anatomy, advance=listener.advance)
     return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks)
-
-
-@dataclass(frozen=True)
-class _Comparing:
-    """Both models run on the same tokens."""
-
-    base: CheckpointFolder
-    out: CheckpointFolder
-    ids: Tensor
-    device: str
-    trust_remote_code: bool
-
-    def whole(self, dtype: str) -> list[LogitComparison]:
-        """Logits of causal models, each held whole."""
-        from surgeon.models.compare import compare_logits
-
-        return compare_logits(*self._compared, dtype=dtype, **self._options)
-
-    def layer_by_layer(self, dtype: str, layer_of_base: Sequence[int]) -> StreamedComparison:
-        """Hidden states and logits of causal models, one layer of each held at a time."""
-        from surgeon.models.compare import compare_streamed
-
-        return compare_streamed(
-            self.base, self.out, self.ids, dtype=dtype, layer_of_base=layer_of_base, **self._options
-        )
-
-    def encoders(self, dtype: str) -> OutputComparison:
-        """Outputs of encoders, each held whole."""
-        from surgeon.models.encoders import auto_class, compare_encoders
-
-        return compare_encoders(*self._compared, auto=auto_class(self.base.config), dtype=dtype, **self._options)
-
-    @property
-    def _compared(self) -> tuple[Path, Path, Tensor]:
-        return self.base.path, self.out.path, self.ids
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"device": self.device, "trust_remote_code": self.trust_remote_code}
 
 
 def verification_view(verification: Verification) -> RenderableType:
