@@ -645,7 +645,7 @@ def schema(
 
         _print_json(of_training())
         return
-    from surgeon.plan.schema import json_schema
+    from surgeon.plan.plan import json_schema
 
     _print_json(json_schema())
 

@@ -16,9 +16,8 @@ from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.family import MOST_LAYERS, Family, Part, per_layer_lists
-from surgeon.families.grafted import native_config
 from surgeon.runtime.bundle import CODE_FILE
 
 

@@ -12,7 +12,7 @@ import yaml
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.continual.config import NOTHING, SLOTS, LoadedTasks
 from surgeon.errors import BadInput, printable
-from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
+from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.settings import settle

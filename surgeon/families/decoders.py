@@ -36,8 +36,8 @@ def usual_layer(
     """The parts of a layer under Llama's names: attention and a gated MLP, each with norms.
 
     `norms`: before attention and MLP, after them (where they scale what is added to the residual stream), or both.
-    `attention_bias`: in all four projections if the config's `attention_bias` is set (`by_config`), always in query, key
-    and value and only there (`qkv`), or never. `mlp_bias`: in the MLP, if the config's `mlp_bias` is set.
+    `attention_bias`: in all four projections if the config's `attention_bias` is set (`by_config`), always and only in
+    query, key and value (`qkv`), or never. `mlp_bias`: in the MLP, if the config's `mlp_bias` is set.
     `head_norms`: norms of query and key, as wide as one head or as the whole projection.
     """
 

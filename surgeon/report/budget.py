@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import owner_of
+from surgeon.families.anatomy import layer_of, owner_of
 from surgeon.manifest.manifest import Manifest
 from surgeon.report.history import History
 from surgeon.runtime.states_rules import BANK

@@ -23,8 +23,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import dissect, is_grafted
 from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model
 from surgeon.models.tokens import find_tokenizer, token_batches

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 
 from surgeon.apply.apply import Applied, applied_view, apply
 from surgeon.common.listener import Listener
-from surgeon.plan.loading import LoadedPlan, parse_plan
+from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verify import Verification, verification_view, verify
 
 

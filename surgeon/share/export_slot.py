@@ -30,8 +30,7 @@ from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations import OPERATIONS

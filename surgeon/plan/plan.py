@@ -1,19 +1,42 @@
-"""Reading plan files: what a plan may say is in schema.py, how YAML is read in strict_yaml.py."""
+"""The plan: its schema, where nothing unknown gets through, its file, and the step from plan to blueprint."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
 from surgeon.errors import BadInput, printable
-from surgeon.operations import OPERATIONS
-from surgeon.plan.schema import Plan
+from surgeon.families.anatomy import Anatomy
+from surgeon.operations import OPERATIONS, AnyOperation
+from surgeon.operations.operation import Operation
+
+
+class Plan(BaseModel):
+    """A list of operations, applied in order; later selectors see the model as the earlier ones left it."""
+
+    # Built at first use: operations of plugins are read then.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+
+    surgeon: Annotated[Literal[1], Field(description="version of the plan format")]
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds every random tensor, together with its name")] = 0
+    operations: Annotated[list[Annotated[Operation, AnyOperation]], Field(min_length=1, max_length=100)]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of plans, for editors that complete YAML by it."""
+    schema = Plan.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "surgeon plan"
+    return schema
 
 
 @dataclass(frozen=True)
@@ -63,6 +86,28 @@ def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
     return LoadedPlan(plan, text, source)
 
 
+def draw(
+    loaded: LoadedPlan,
+    anatomy: Anatomy,
+    config: Mapping[str, Any],
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Blueprint:
+    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
+
+    `adapters` are those that the plan imports, by its names for them.
+    """
+    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
+    for number, operation in enumerate(loaded.plan.operations):
+        try:
+            _check_kind(operation, anatomy)
+            draft.records.append(operation.edit(draft, number))
+        except BadInput as error:
+            line = loaded.line_of_operation(number)
+            where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
+            raise BadInput(f"{where}: operations[{number}] ({operation.op}): {error}") from None
+    return draft.finish()
+
+
 def _parse(text: str, source: str) -> tuple[Any, dict[Place, int]]:
     return parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
 
@@ -94,3 +139,12 @@ def _tags(discriminator: str) -> list[str]:
         if "const" in definition.get("properties", {}).get(discriminator, {})
     }
     return sorted(kinds)
+
+
+def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    if anatomy.family.encoder and not operation.on_encoders:
+        others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
+        raise BadInput(
+            f"the base is an encoder ({anatomy.family.model_type}), and this operation is for decoders; on an encoder"
+            f" use {', '.join(others)}"
+        )
