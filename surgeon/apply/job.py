@@ -87,7 +87,7 @@ class Job:
 
 def copied(name: str, info: TensorInfo) -> Output:
     """The output `name`, copied from the tensor that `info` describes."""
-    return Output(name, Copy(info.name, info.dtype, info.shape), False, None)
+    return Output(name, Copy(info.name, info.dtype, info.shape), None)
 
 
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:

@@ -96,6 +96,11 @@ def show(indices: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def show_layers(indices: list[int]) -> str:
+    """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
+    return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"
+
+
 def _named_gaps(name: Position, n: int) -> list[int]:
     # OpT-DeUS §7.1 with i counted from 1; gap g here is i = g + 1, and i < n leaves out the gap above the top.
     match name:

@@ -49,11 +49,8 @@ class LoadedPlan:
 
     def line_of_operation(self, number: int) -> int | None:
         """The line (from 1) on which an operation begins, for error messages."""
-        return self._lines.get(("operations", number))
-
-    @property
-    def _lines(self) -> dict[Place, int]:
-        return _parse(self.text, self.source)[1]
+        _, lines = _parse(self.text, self.source)
+        return lines.get(("operations", number))
 
 
 def load_plan(path: Path) -> LoadedPlan:
