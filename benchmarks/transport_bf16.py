@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.transport_cpu import REG, rows_like
 from surgeon.transport.cost import product
-from surgeon.transport.problem import TransportSettings
+from surgeon.transport.maps import TransportSettings
 from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"

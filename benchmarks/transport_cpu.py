@@ -27,7 +27,7 @@ from measuring import processor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from surgeon.transport.cost import distances, product
-from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.maps import TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -94,7 +94,7 @@ def surgeon(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
     solved, seconds = timed(lambda: solve(x, y, TransportSettings(reg=REG, tolerance=TOLERANCE)))
     peak = resident("VmHWM") - before
     plan = solved.matrix()
-    iterations = solved.iterations
+    iterations = solved.solution.iterations
     del solved
     cost_seconds = timed(lambda: distances(x, y))[1]
     return {
@@ -195,8 +195,8 @@ def run_pair(shape: str, kind: str) -> dict[str, Any]:
         solved = stage("solve", lambda lower=lower, upper=upper: solve(lower, upper, TransportSettings(reg=REG)))
         flops += 2 * n * n * hidden
         # The least memory traffic: write the cost, read and write K, one read a pass, read and write T.
-        passes_bytes += (5 + solved.iterations) * n * n * 4
-        reports[role] = solved.to_report()
+        passes_bytes += (5 + solved.solution.iterations) * n * n * 4
+        reports[role] = solved.solution.to_report()
         if role == "output":  # zeroed afterwards: its map is needed, its fused weight is not
             output_map = solved
             continue

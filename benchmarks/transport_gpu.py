@@ -29,8 +29,8 @@ from surgeon.common import devices
 from surgeon.errors import BadInput
 from surgeon.transport import sinkhorn
 from surgeon.transport.cost import distances
+from surgeon.transport.maps import TransportMap, TransportSettings
 from surgeon.transport.passes import TORCH, Passes, passes_for
-from surgeon.transport.problem import TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"

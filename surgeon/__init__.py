@@ -19,7 +19,7 @@ from surgeon._version import __version__
 if TYPE_CHECKING:
     from surgeon.apply.apply import apply
     from surgeon.apply.preview import preview
-    from surgeon.common.progress import ProgressListener
+    from surgeon.common.listener import ProgressListener
     from surgeon.continual.continual import continual
     from surgeon.errors import BadInput, PromiseBroken, SurgeonError
     from surgeon.evaluate.evaluate import evaluate
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # wait for pydantic.
 _HOMES = {
     "BadInput": "errors",
-    "ProgressListener": "common.progress",
+    "ProgressListener": "common.listener",
     "PromiseBroken": "errors",
     "SurgeonError": "errors",
     "apply": "apply.apply",

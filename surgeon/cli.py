@@ -26,7 +26,7 @@ from surgeon.errors import BadInput, SurgeonError, printable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from surgeon.common.progress import ProgressListener
+    from surgeon.common.listener import ProgressListener
 
 
 class _Result(Protocol):
@@ -700,7 +700,7 @@ def _console() -> Console:
 
 @contextmanager
 def _listening(quiet: bool) -> Iterator[ProgressListener]:
-    from surgeon.common.progress import ProgressListener
+    from surgeon.common.listener import ProgressListener
 
     with ProgressListener(quiet=quiet) as listener:
         yield listener

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from surgeon.cli import app
-from surgeon.common.progress import ProgressListener
+from surgeon.common.listener import ProgressListener
 from surgeon.plan import shipped
 from tests import tiny
 

@@ -24,8 +24,7 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import PROMISE_STYLES, listed
-from surgeon.common.listener import Listener, Quiet
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import printable
 from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
 from surgeon.plan.plan import LoadedPlan

@@ -38,18 +38,16 @@ from surgeon.blueprint.recipes import (
     leaves,
     maps_used,
 )
-from surgeon.checkpoint.copying import ReadAhead
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.models.load import stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.maps import half_identity
-from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 # More would save reading the base again, and cost memory for attention.
@@ -224,7 +222,7 @@ class Workshop:
             else:
                 self._solve_heads(coupling.whole_heads)
         found = self._maps[ref.coupling]
-        return half_identity(found) if ref.half_identity else found
+        return HalfIdentity(found) if ref.half_identity else found
 
     def _solve(self, coupling: Coupling) -> None:
         lower, upper = self._rows(coupling)
@@ -351,7 +349,7 @@ def activations(
             f"{printable(str(text))} gives {tokens.ids.numel()} tokens in windows of {support.window}, `samples` asks"
             f" for {support.samples}"
         )
-    streamed = StreamedModel(base.path, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
+    streamed = StreamedModel(base, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
     named = {stored: name for name, stored in streamed.stored_as.items()}
     kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
     for weight in kept:

@@ -16,12 +16,11 @@ from typing import Any, Self
 
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_hole
-from surgeon.checkpoint.digest import compare_ranges, sha256_range, zeros_sha256
-from surgeon.checkpoint.durable import sync
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, read_header
+from surgeon.checkpoint.ranges import compare_ranges, sha256_range, zeros_sha256
 from surgeon.checkpoint.source import Source
-from surgeon.checkpoint.staging import Staging
+from surgeon.checkpoint.staging import Staging, sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.

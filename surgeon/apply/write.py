@@ -22,12 +22,11 @@ from surgeon.apply.readback import OpenShards, ReadBack
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
-from surgeon.checkpoint.copying import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.header import ALIGNMENT, FLOAT_DTYPES, build_header
+from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.distributed import Elsewhere, Ranks, Report
-from surgeon.common.listener import Listener
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
 
 if TYPE_CHECKING:

@@ -16,26 +16,12 @@ from surgeon.checkpoint.folder import CARD_FILE, MAX_CARD_BYTES, CheckpointFolde
 from surgeon.errors import BadInput, printable
 
 _MAX_BLOCK = 64_000
-
-
 _MOST_ENTRIES = 200
-
-
 _BLOCK = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n(.*?\r?\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-
-
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
-
-
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,59}")
-
-
 _LINK = re.compile(r"https?://[A-Za-z0-9._~:/?#@!$&'*+,;=%-]{1,300}|[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")
-
-
 _REPOSITORY = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 
 

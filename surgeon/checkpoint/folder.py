@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import Header, TensorInfo
-from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_range
+from surgeon.checkpoint.ranges import sha256_range
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, check_weights, choose_weights
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
@@ -70,9 +71,7 @@ class CheckpointFolder:
                 f"{source.shown}: a delta, which lacks its base's tensors; apply it to its base first:"
                 f" `surgeon apply --delta {source.shown} BASE OUT`"
             )
-        weights = choose_weights(
-            listing, lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=source.shown
-        )
+        weights = choose_weights(source)
         config = _config(source, listing)
         manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
         if missing := missing_plugins((manifest or {}).get("plugins")):
@@ -111,12 +110,7 @@ class CheckpointFolder:
 
     def read(self, name: str) -> bytearray:
         """The bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
-        info = self.tensors[name]
-        fd = self.open_shard(info.file)
-        try:
-            return read_range(fd, info.begin, info.end, file=info.file, name=name)
-        finally:
-            os.close(fd)
+        return read_tensor(self.source, self.tensors[name])
 
     def read_side_file(self, name: str) -> bytes:
         """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
@@ -138,6 +132,57 @@ class CheckpointFolder:
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard's size, mtime or inode is not what it was when the folder was opened."""
         self.source.check_unchanged()
+
+
+class ReadAhead:
+    """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
+
+    It holds at most the larger of the two sets given to the last `expect`.
+    """
+
+    def __init__(self, base: CheckpointFolder) -> None:
+        self._base = base
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._waiting: deque[str] = deque()
+        self._coming: dict[str, Future[bytearray]] = {}
+        self._room = 0
+
+    def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
+        """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
+        self._room = max(self._bytes(now), self._bytes(then))
+        wanted = list(dict.fromkeys([*now, *then]))
+        for name in self._coming.keys() - set(wanted):
+            self._coming.pop(name).cancel()
+        self._waiting = deque(name for name in wanted if name not in self._coming)
+        self._fill()
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of one tensor: read ahead (returned once), or read now. Raises BadInput where reading fails."""
+        coming = self._coming.pop(name, None)
+        if coming is None:
+            # Needed before its turn: nobody will need it again later.
+            if name in self._waiting:
+                self._waiting.remove(name)
+            return self._base.read(name)
+        content = coming.result()
+        self._fill()
+        return content
+
+    def close(self) -> None:
+        """Drop everything; errors of tensors that nobody needed are ignored."""
+        self._waiting.clear()
+        self._coming.clear()
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _fill(self) -> None:
+        free = self._room - self._bytes(self._coming)
+        while self._waiting and self._base.tensors[self._waiting[0]].nbytes <= free:
+            name = self._waiting.popleft()
+            free -= self._base.tensors[name].nbytes
+            self._coming[name] = self._reader.submit(self._base.read, name)
+
+    def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
+        return sum(self._base.tensors[name].nbytes for name in names)
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from surgeon.checkpoint.folder import (
 from surgeon.checkpoint.header import Header, header_length, parse_header
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
-from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, choose_weights
+from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE
 
@@ -70,9 +70,8 @@ def locate(base: str, *, revision: str | None, weights: bool = True, code: bool 
     repository = _Repository.ask(base, revision)
     wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
     if weights:
-        wanted += repository.weight_files()
-    path = Path(_snapshot(base, revision, wanted))
-    return Located(path, base, path.name)
+        wanted += choose_weights(repository).files
+    return _snapshot(base, revision, wanted)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -87,8 +86,7 @@ def locate_adapter(adapter: str) -> Located:
     if not off:
         repository = _Repository.ask(repo_id, revision or None)
         check_adapter_files(repository.files, repository.shown)
-    path = Path(_snapshot(repo_id, revision or None, wanted, offline=off))
-    return Located(path, repo_id, path.name)
+    return _snapshot(repo_id, revision or None, wanted, offline=off)
 
 
 def locate_delta(delta: str) -> Located:
@@ -101,7 +99,7 @@ def locate_delta(delta: str) -> Located:
     repo_id, _, revision = delta.partition("@")
     _check_id(repo_id)
     if offline():
-        return Located(Path(_snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)), repo_id)
+        return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
     repository = _Repository.ask(repo_id, revision or None)
     if DELTA_FILE not in repository.files:
         raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
@@ -110,8 +108,7 @@ def locate_delta(delta: str) -> Located:
         for name, size in repository.files.items()
         if _is_wanted(name, size, code=True) or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
     ]
-    path = Path(_snapshot(repo_id, revision or None, wanted))
-    return Located(path, repo_id, path.name)
+    return _snapshot(repo_id, revision or None, wanted)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -145,10 +142,8 @@ class _Repository:
             repo_id,
             revision,
         )
-        if info.sha is None or not _COMMIT.fullmatch(info.sha):
-            raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
         files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-        return cls(repo_id, info.sha, dict(sorted(files.items())))
+        return cls(repo_id, _commit_of(info, repo_id), dict(sorted(files.items())))
 
     @property
     def shown(self) -> str:
@@ -183,13 +178,6 @@ class _Repository:
 
     def check_small(self, name: str) -> None:
         """What is on the Hub is a regular file."""
-
-    def weight_files(self) -> list[str]:
-        """The shards, from the index if there is one."""
-        weights = choose_weights(
-            self.listing(), lambda: self.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=self.shown
-        )
-        return list(weights.files)
 
     def headers(self, files: list[str]) -> dict[str, Header]:
         """Each shard's header: its first 8 bytes, then as many as they announce."""
@@ -262,9 +250,13 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
 
     shown = f"datasets/{repo_id}"
     info = _call(lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT), shown, revision)
-    if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        raise BadInput(f"{printable(shown)}: the Hub names no commit; try again")
-    return info.sha
+    return _commit_of(info, shown)
+
+
+def _commit_of(info: Any, repo_id: str) -> str:
+    if info.sha is None or not is_commit(info.sha):
+        raise BadInput(f"{printable(repo_id)}: the Hub names no commit; try again")
+    return str(info.sha)
 
 
 def is_commit(revision: str) -> bool:
@@ -272,8 +264,13 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
+def is_repo_id(name: str) -> bool:
+    """Whether the Hub can have a repository of this name."""
+    return REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
 def _check_id(base: str) -> None:
-    if not REPO_ID.fullmatch(base) or ".." in base or "--" in base:
+    if not is_repo_id(base):
         raise BadInput(
             f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
         )
@@ -297,33 +294,16 @@ def offline() -> bool:
 
 def _cached(repo_id: str, revision: str | None) -> Located:
     """The snapshot in the cache, without network; BadInput where a part of it is missing."""
-    from huggingface_hub import snapshot_download
-
-    def find(patterns: list[str]) -> Path:
-        return Path(
-            _call(
-                lambda: snapshot_download(
-                    repo_id, revision=revision, local_files_only=True, allow_patterns=[glob.escape(p) for p in patterns]
-                ),
-                repo_id,
-                revision,
-            )
-        )
-
-    path = find([CONFIG_FILE])
-    source = LocalSource(path)
-    weights = choose_weights(
-        source.listing(), lambda: source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES), shown=printable(repo_id)
-    )
-    find([CONFIG_FILE, *weights.files])
-    return Located(path, repo_id, path.name)
+    found = _snapshot(repo_id, revision, [CONFIG_FILE], offline=True)
+    weights = choose_weights(LocalSource(found.path), shown=printable(repo_id))
+    return _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
 
 
-def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> str:
+def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> Located:
     from huggingface_hub import snapshot_download
 
     with bars_on_terminals_only():
-        return _call(
+        found = _call(
             lambda: snapshot_download(
                 repo_id,
                 revision=revision,
@@ -333,6 +313,8 @@ def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline:
             repo_id,
             revision,
         )
+    path = Path(found)
+    return Located(path, repo_id, path.name)
 
 
 @contextlib.contextmanager

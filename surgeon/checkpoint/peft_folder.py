@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.digest import sha256_range
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
-from surgeon.checkpoint.source import LocalSource, read_range
+from surgeon.checkpoint.ranges import sha256_range
+from surgeon.checkpoint.source import LocalSource, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
@@ -154,12 +154,7 @@ class AdapterFolder:
 
     def read(self, name: str) -> bytearray:
         """One tensor's bytes. Raises BadInput where they changed after the adapter was opened."""
-        info = next(info for info in self._header.tensors if info.name == name)
-        fd = self._source.open_shard(ADAPTER_WEIGHTS)
-        try:
-            content = read_range(fd, info.begin, info.end, file=ADAPTER_WEIGHTS, name=name)
-        finally:
-            os.close(fd)
+        content = read_tensor(self._source, next(info for info in self._header.tensors if info.name == name))
         if hashlib.sha256(content).hexdigest() != self.facts.tensors[name].sha256:
             raise BadInput(
                 f"{self._source.shown}: tensor {printable(name)} was changed meanwhile; run the same command again"

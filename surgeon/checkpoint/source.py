@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol
 
-from surgeon.checkpoint.header import Header, read_header
+from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
 
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
@@ -57,21 +57,6 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
         _refuse(error, shown)
     finally:
         os.close(fd)
-
-
-def read_range(fd: int, begin: int, end: int, *, file: str, name: str) -> bytearray:
-    """The bytes `begin` to `end` of an open file, which hold tensor `name`. Raises BadInput where it is shorter."""
-    content = bytearray(end - begin)
-    rest = memoryview(content)
-    try:
-        while rest:
-            count = os.preadv(fd, [rest], begin)
-            if count == 0:
-                raise BadInput(f"{printable(file)}: ends within tensor {printable(name)}; was it cut meanwhile?")
-            rest, begin = rest[count:], begin + count
-    except OSError as error:
-        raise BadInput(f"{printable(file)}: cannot be read ({error.strerror})") from None
-    return content
 
 
 def _behind_link(folder: Path, link: Path, shown: str) -> Path:
@@ -121,7 +106,6 @@ def _refuse(error: OSError, shown: str) -> Never:
 
 MAX_SIDE_FILE_BYTES = 64_000_000
 
-
 _EXACT = frozenset(
     {
         "generation_config.json",
@@ -139,14 +123,12 @@ _EXACT = frozenset(
     }
 )
 
-
 # Plain names only: a letter, digit or underscore first, so nothing hidden. `*.model` are sentencepiece tokenizers.
 _PATTERN = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(model|tiktoken)"
     r"|(LICENSE|LICENCE|NOTICE|USE_POLICY)[A-Za-z0-9_-]*(\.md|\.txt)?"
     r"|additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja"
 )
-
 
 TEMPLATES_FOLDER = "additional_chat_templates"
 
@@ -183,6 +165,26 @@ class Source(Protocol):
 
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard is no longer the one whose header was read."""
+
+
+def read_tensor(source: Source, info: TensorInfo) -> bytearray:
+    """The bytes of one tensor. Raises BadInput where its file has changed or was truncated."""
+    content, position = bytearray(info.nbytes), info.begin
+    rest = memoryview(content)
+    fd = source.open_shard(info.file)
+    try:
+        while rest:
+            count = os.preadv(fd, [rest], position)
+            if count == 0:
+                raise BadInput(
+                    f"{printable(info.file)}: ends within tensor {printable(info.name)}; was it cut meanwhile?"
+                )
+            rest, position = rest[count:], position + count
+    except OSError as error:
+        raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror})") from None
+    finally:
+        os.close(fd)
+    return content
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging as levels
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.hub import REPO_ID, TIMEOUT, bars_on_terminals_only, first_line, offline
+from surgeon.checkpoint.hub import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
 from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _AGAIN = "run the same command again: uploaded files are not sent again"
 # Request timeout in seconds while a commit is made: the Hub checks every file of it.
 _SILENCE = 120.0
@@ -74,9 +72,9 @@ class Destination:
     pull_request: bool = False
 
     def __post_init__(self) -> None:
-        if not REPO_ID.fullmatch(self.repo_id) or ".." in self.repo_id or "--" in self.repo_id:
+        if not is_repo_id(self.repo_id):
             raise BadInput(f"{printable(self.repo_id)}: not a repository of the Hub; give `user/name`")
-        if self.branch is not None and _COMMIT.fullmatch(self.branch):
+        if self.branch is not None and is_commit(self.branch):
             raise BadInput(f"--revision {self.branch}: a commit cannot be changed; give a branch")
         if self.pull_request and self.branch not in (None, "main"):
             raise BadInput("--pr opens a pull request against main; leave `--revision` out")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header, TensorInfo
+from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
@@ -31,14 +32,16 @@ class Weights:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_weights(names: Iterable[str], read_index: Callable[[], bytes], *, shown: str) -> Weights:
-    """Pick the weight files among a checkpoint's file names, as transformers does.
+def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
+    """Pick the weight files of a checkpoint, as transformers does.
 
     A single file is preferred to an index. Raises BadInput where there are no safetensors weights, where a shard is
     missing, and for a file that looks like a shard but is not in the index: one of the two is from another download.
+    Errors call the checkpoint `shown`, by default as its source does.
     """
+    shown = source.shown if shown is None else shown
     # A folder with a file's name is chosen like the file; opening it gives the error.
-    names = sorted(name.removesuffix("/") for name in names)
+    names = sorted(name.removesuffix("/") for name in source.listing())
     tensors_files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     notes: list[str] = []
     if SINGLE_FILE in names:
@@ -48,7 +51,7 @@ def choose_weights(names: Iterable[str], read_index: Callable[[], bytes], *, sho
         return Weights((SINGLE_FILE,), None, notes)
     if INDEX_FILE not in names:
         raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}")
-    weight_map = _weight_map(read_index())
+    weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
     files = tuple(sorted(set(weight_map.values())))
     if missing := [file for file in files if file not in names]:
         raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index; download again")

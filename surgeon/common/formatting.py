@@ -35,6 +35,11 @@ def span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
+def at_revision(name: str, revision: str | None) -> str:
+    """A base's name, with its revision where one is known: `org/model@main`."""
+    return f"{name}@{revision}" if revision else name
+
+
 def listed(names: Iterable[str]) -> str:
     """The first six names, and how many more there are."""
     names = list(names)

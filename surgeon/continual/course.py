@@ -18,9 +18,8 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.apply.apply import apply
-from surgeon.checkpoint.durable import sync, working_in, write_durably
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.staging import check_destination
+from surgeon.checkpoint.staging import check_destination, sync, working_in, write_durably
 from surgeon.common.listener import Listener
 from surgeon.continual.config import LoadedTasks
 from surgeon.continual.measuring import Measure

@@ -20,8 +20,6 @@ from surgeon.errors import BadInput, printable
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
-
-
 _KINDS = (".jsonl", ".txt", ".parquet")
 
 

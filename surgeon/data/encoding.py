@@ -12,11 +12,7 @@ from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
 
 # Characters that texts should not hold (Unicode's private use).
 _BEGIN, _END = "\uf8e0", "\uf8e1"
-
-
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-
-
 Encoded = tuple[list[int], list[bool]]
 
 

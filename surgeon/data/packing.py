@@ -21,8 +21,6 @@ from surgeon.data.encoding import Encoded, Encoder
 from surgeon.errors import BadInput, printable
 
 IGNORED_LABEL = -100
-
-
 Packing = Literal["isolated", "joined"]
 
 

@@ -1,18 +1,28 @@
-"""A source of a config, opened: files, a folder that `datasets` saved, or a dataset of the Hub."""
+"""A source of a config, opened: files, or tables of the `datasets` library (extra `datasets`), saved or on the Hub.
+
+A table takes one number a document in memory; rows are read from the files that `datasets` maps.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.data.documents import Corpus, Documents
+from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
+from surgeon.data.documents import Corpus, Document, Documents, document_of, is_blank, stamps
 from surgeon.data.specs import SourceSpec, TextSpec
-from surgeon.data.tables import HubDataset, is_saved, saved_table
 from surgeon.errors import BadInput, printable
+
+DEFAULT_SPLIT = "train"
+_BATCH = 1000
 
 
 class Naming(Protocol):
@@ -72,3 +82,188 @@ class HeldOut:
     name: str
     documents: Corpus
     numbers: NDArray[np.int64]
+
+
+class Table:
+    """The rows of one split as documents, by number."""
+
+    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str, chat: bool) -> None:
+        """Index column `key` of `rows`, a `datasets.Dataset`. Raises BadInput where it is missing or has no text."""
+        self._shown = shown
+        self._identity = identity
+        self.key = key
+        self.chat = chat
+        self.blank = 0
+        if key not in rows.column_names:
+            raise BadInput(
+                f"{printable(shown)}: no column `{printable(key)}`; it has {printable(', '.join(rows.column_names))};"
+                " `field:` of the source names another one"
+            )
+        self._rows = rows.select_columns([key]).with_format(None)
+        self._numbers = self._index()
+        if not len(self._numbers):
+            raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
+
+    @property
+    def shown(self) -> str:
+        """The name that errors use."""
+        return self._shown
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self._numbers)
+
+    def read(self, number: int) -> Document:
+        """One document. Raises BadInput where the row is not one."""
+        row = int(self._numbers[number])
+        return self._document(self._rows[row][self.key], row)
+
+    def identity(self) -> list[Any]:
+        """JSON data that must be the same when a run is continued."""
+        return self._identity
+
+    def _index(self) -> NDArray[np.int64]:
+        kept: list[NDArray[np.int64]] = []
+        begin = 0
+        for batch in self._rows.iter(batch_size=_BATCH):
+            values = batch[self.key]
+            said = [not is_blank(self._document(value, begin + nth)) for nth, value in enumerate(values)]
+            kept.append(begin + np.flatnonzero(np.array(said, dtype=bool)))
+            begin += len(values)
+        found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
+        self.blank = begin - len(found)
+        return found
+
+    def _document(self, value: Any, row: int) -> Document:
+        if self.chat and isinstance(value, dict) and value.keys() >= {"role", "content"}:
+            # A feature `Sequence` of structs is kept as a struct of lists.
+            turns = zip(value["role"], value["content"], strict=True)
+            value = [{"role": role, "content": content} for role, content in turns]
+        return document_of(value, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote this folder."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Table:
+    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
+    library = _library(str(folder))
+    with _quiet(library):
+        try:
+            # Without a copy in memory and without the network.
+            found = library.load_from_disk(str(folder), keep_in_memory=False)
+        except Exception as error:
+            raise BadInput(
+                f"{printable(str(folder))}: looks like a folder saved by `datasets`, and cannot be read"
+                f" ({first_line(error)})"
+            ) from error
+    shown = str(folder)
+    if isinstance(found, library.DatasetDict):
+        split = split or DEFAULT_SPLIT
+        if split not in found:
+            raise BadInput(_no_split(shown, split, list(found)))
+        found, shown, folder = found[split], f"{shown} (split {split})", folder / split
+    elif split is not None:
+        raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
+    return Table(found, shown=shown, identity=["saved", *stamps(_files_of(folder))], key=key, chat=chat)
+
+
+class HubDataset:
+    """A dataset of the Hub at one commit, downloaded and prepared in the cache of `datasets`."""
+
+    def __init__(self, repo_id: str, *, config: str | None, revision: str | None) -> None:
+        """Find the commit and download what is not cached. Raises BadInput where that fails."""
+        self.repo_id = repo_id
+        self._library = _library(f"dataset:{repo_id}")
+        cached_only = offline()
+        if cached_only and revision is not None and not is_commit(revision):
+            raise BadInput(
+                f"datasets/{printable(repo_id)}: offline (HF_HUB_OFFLINE), so the commit of revision"
+                f" {printable(revision)!r} is not known; name a commit, or leave `revision` out for the latest"
+                " in the cache"
+            )
+        self.commit = revision if cached_only else dataset_commit(repo_id, revision)
+        with _quiet(self._library):
+            try:
+                # A path of this form never means a local folder of the same name.
+                self._builder = self._library.load_dataset_builder(
+                    f"hf://datasets/{repo_id}", config, revision=self.commit
+                )
+                self._builder.download_and_prepare()
+            except Exception as error:
+                raise BadInput(f"datasets/{printable(repo_id)}: {_problem(error)}") from error
+        # Where the download fails, the library silently takes the latest cached commit.
+        if self.commit not in (None, self._builder.hash):
+            raise BadInput(
+                f"datasets/{printable(repo_id)}: commit {self.commit} cannot be downloaded, the cache has"
+                f" {printable(str(self._builder.hash))}; try again with a network"
+            )
+        self.commit = str(self._builder.hash)
+
+    def table(self, split: str | None, *, key: str, chat: bool) -> Table:
+        """One split. Raises BadInput where there is no such split."""
+        split = split or DEFAULT_SPLIT
+        shown = f"datasets/{self.repo_id}"
+        try:
+            with _quiet(self._library):
+                rows = self._builder.as_dataset(split=split)
+        except Exception as error:
+            raise BadInput(_no_split(shown, split, list(self._builder.info.splits or {}))) from error
+        identity = ["dataset", self.repo_id, self._builder.config.name, self.commit, split, len(rows)]
+        return Table(rows, shown=f"{shown} (split {split})", identity=identity, key=key, chat=chat)
+
+
+def _no_split(shown: str, split: str, there: list[str]) -> str:
+    return (
+        f"{printable(shown)}: no split {printable(split)!r}; it has {printable(', '.join(there))}; `split:` of the"
+        " source names one"
+    )
+
+
+def _problem(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = printable(" ".join(lines[:2]) if lines else type(error).__name__, limit=400)
+    if "Config name is missing" in said or "BuilderConfig" in said:
+        return f"{said}; `config:` of the source names one"
+    if "cache for" in said or "Couldn't reach" in said:
+        return f"{said}; run once online"
+    if isinstance(error, FileNotFoundError):
+        return "some of its files cannot be downloaded; check the network, then run the same command again"
+    return f"cannot be read ({first_line(error)})"
+
+
+def _files_of(folder: Path) -> list[Path]:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+
+
+def _library(shown: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise BadInput(
+            f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
+            " surgeon[datasets]"
+        ) from None
+    return datasets
+
+
+@contextlib.contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Silence the library's warnings inside (the important ones are raised here), with bars on terminals only."""
+    logging = library.utils.logging
+    verbosity, bars = logging.get_verbosity(), not library.are_progress_bars_disabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        library.disable_progress_bars()
+    try:
+        with bars_on_terminals_only():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bars()

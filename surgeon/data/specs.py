@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from surgeon.checkpoint.hub import REPO_ID
 
 ORIGINAL, NEW = "original", "new"
-
-
 _DATASET, _SPLIT = "dataset:", "split:"
 
 

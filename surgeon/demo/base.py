@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.demo.corpus import documentation
+from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model, quiet_transformers
 
 Progress = Callable[[float, str], None]
@@ -30,6 +33,29 @@ _VALIDATION_WINDOWS = 64
 _HELD_OUT = 20
 _SHARD_SIZE = "2MB"
 
+# Folders without prose, and code that is not the library's own.
+_LEFT_OUT = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+_SHORTEST = 80
+# With less text a model of the demo's size memorises the documents instead of learning the language.
+_LEAST_CHARACTERS = 200_000
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (ast.Module, *_DEFINITIONS)
+# Every tenth module: some hundred thousand characters, several times what the demo trains on.
+_MODULES_APART = 10
+
 
 @dataclass(frozen=True)
 class DemoBase:
@@ -40,7 +66,6 @@ class DemoBase:
     """
 
     folder: Path
-    description: str
     parameters: int
     steps: int
     tokens_trained: int
@@ -95,10 +120,6 @@ def make_base(
     last = losses[-max(1, steps // 10) :]
     return DemoBase(
         folder=folder,
-        description=(
-            f"a Llama of {model.config.num_hidden_layers} layers and {parameters / 1e6:.1f} M parameters,"
-            f" trained for {steps} steps on the documentation of this Python's standard library"
-        ),
         parameters=parameters,
         steps=steps,
         tokens_trained=steps * _BATCH * _WINDOW,
@@ -258,3 +279,88 @@ def _rate(step: int, steps: int) -> float:
 def _loss(model: Any, windows: Tensor) -> float:
     model.eval()
     return float(model(input_ids=windows, labels=windows).loss)
+
+
+def documentation(library: Path | None = None) -> list[str]:
+    """The distinct documentation strings of a Python library, in the order of its sorted files.
+
+    `library` is the folder of sources; None means this Python's standard library. Also takes the chapters
+    of the language reference that `help()` shows. Sources are parsed, never imported or run.
+    Raises BadInput where there is too little text, as in a Python installed without sources.
+    """
+    root = _root(library)
+    found: dict[str, None] = {}
+    for path in _sources(root):
+        chapters = path.relative_to(root).parts == ("pydoc_data", "topics.py")
+        found.update(dict.fromkeys(_texts(path, chapters=chapters)))
+    if sum(map(len, found)) < _LEAST_CHARACTERS:
+        raise BadInput(
+            f"{printable(str(root))}: too little documentation text to make a base from"
+            " (is this Python installed without its sources?); use a base of your own instead"
+        )
+    return list(found)
+
+
+def code(library: Path | None = None) -> list[str]:
+    """The distinct functions and classes at the top of every tenth module, without comments and documentation.
+
+    `library` as for `documentation`; the two share no text.
+    """
+    found: dict[str, None] = {}
+    for path in _sources(_root(library))[::_MODULES_APART]:
+        tree = _parsed(path)
+        if tree is None:
+            continue
+        for node in tree.body:
+            if isinstance(node, _DEFINITIONS):
+                found[ast.unparse(_Undocumented().visit(node))] = None
+    return [text for text in found if len(text) >= _SHORTEST]
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Removes documentation strings."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Below definitions too."""
+        super().generic_visit(node)
+        if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return node
+
+
+def _root(library: Path | None) -> Path:
+    return Path(sysconfig.get_paths()["stdlib"]) if library is None else library
+
+
+def _sources(root: Path) -> list[Path]:
+    """The library's own files, sorted."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        inner = path.relative_to(root)
+        if _LEFT_OUT.isdisjoint(inner.parts[:-1]) and not inner.name.startswith("test_"):
+            found.append(path)
+    return found
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            # Warnings about old escapes in other people's source are not for our user.
+            warnings.simplefilter("ignore")
+            return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        # Some installations have templates and files for other versions among the sources.
+        return None
+
+
+def _texts(path: Path, *, chapters: bool) -> list[str]:
+    tree = _parsed(path)
+    if tree is None:
+        return []
+    if chapters:
+        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        texts = [value.strip() for value in strings if isinstance(value, str)]
+    else:
+        nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+        texts = [(ast.get_docstring(node) or "").strip() for node in nodes]
+    return [text for text in texts if len(text) >= _SHORTEST]

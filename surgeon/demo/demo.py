@@ -1,10 +1,14 @@
-"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, show what training learns."""
+"""`surgeon demo`: make a base, grow it by a plan, prove that nothing was lost, show what it learns and forgets."""
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -15,23 +19,47 @@ from surgeon.apply.apply import Applied, apply
 from surgeon.apply.preview import preview_view
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
-from surgeon.demo.base import STEPS_A_SECOND, DemoBase, make_base, sample
-from surgeon.demo.corpus import code, documentation
-from surgeon.demo.learning import KNOWN, NEW, Learning, learn
+from surgeon.data.encoding import Encoder
+from surgeon.data.packing import Batches
+from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, one_thread, sample, split
 from surgeon.errors import BadInput, printable
+from surgeon.models.load import load_model
+from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.optimizer import make_optimizer, make_schedule
+from surgeon.train.settings import Settings, settle
+from surgeon.train.train import Trained, train
+from surgeon.train.trainer import losses_by_source
+from surgeon.train.training_data import TrainingData
 from surgeon.verify.verify import Verification, verification_view, verify
 
 PLAN = "opt-deus"
-
-
 PROMPT = "Return the"
-
-
 WRITTEN_TOKENS = 40
-
-
 # The grown model's training steps, as a share of the base's.
 LEARNING_SHARE = 1 / 3
+KNOWN, NEW = "documentation", "code"
+_BATCH, _WINDOW, _RATE = 8, 64, 1e-3
+_VALIDATION_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The results of training the new layers, and of training all of the base on the same sequences at the same rate.
+
+    Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `grown` and `whole` of
+    the two after `steps` steps. `numbers` are how many train in each. `verification` compares the grown run with the
+    base.
+    """
+
+    trained: Trained
+    verification: Verification
+    steps: int
+    tokens: int
+    before: dict[str, float]
+    grown: dict[str, float]
+    whole: dict[str, float]
+    numbers: tuple[int, int]
+    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -95,6 +123,103 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
         out_writes=out_writes,
         learning=learning,
     )
+
+
+def learn(
+    base: Path, out: Path, run: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
+) -> Learning:
+    """Train the new layers of `out` on `new` by `surgeon train`, to `run`; train all of `base` too, without saving it.
+
+    `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting. Raises
+    BadInput, PromiseBroken and WrongSet as `train` and `verify` do.
+    """
+    config = _write_config(run.parent, known=known, new=new, steps=steps, seed=seed)
+    with one_thread():
+        trained = train(out, config, run, device="cpu", listener=listener)
+        assert trained is not None
+        listener.say("training all of the base on the same text for the same number of steps, to compare")
+        began = time.monotonic()
+        numbers, whole = _train_whole(base, load_config(config), trained.operations, listener)
+        seconds = time.monotonic() - began
+    return Learning(
+        trained=trained,
+        verification=verify(base, run, logits=False, listener=listener),
+        steps=steps,
+        tokens=trained.tokens,
+        before={name: losses[0] for name, losses in trained.losses.items()},
+        grown={name: losses[1] for name, losses in trained.losses.items()},
+        whole=whole,
+        numbers=(trained.parameters, numbers),
+        seconds=(trained.seconds, seconds),
+    )
+
+
+def _write_config(folder: Path, *, known: list[str], new: list[str], steps: int, seed: int) -> Path:
+    """Write texts/ and train.yaml into `folder`, as a user does for `surgeon train`."""
+    texts = folder / "texts"
+    texts.mkdir()
+    to_learn, aside = split(new)
+    _json_lines(texts / f"{NEW}.jsonl", to_learn)
+    _json_lines(texts / f"{NEW}-held-out.jsonl", aside)
+    _json_lines(texts / f"{KNOWN}-held-out.jsonl", split(known)[1])
+    path = folder / "train.yaml"
+    path.write_text(
+        f"""# The known text is not trained on again: its share is 0, and its held-out loss shows what is forgotten.
+surgeon_train: 1
+steps: {steps}
+seed: {seed}
+batch: {_BATCH}
+length: {_WINDOW}
+dtype: float32
+optimizer: {{lr: {_RATE}, warmup: 0.05}}
+validation_sequences: {_VALIDATION_SEQUENCES}
+sources:
+  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: 1.0, validation: texts/{NEW}-held-out.jsonl}}
+  - name: {KNOWN}
+    path: texts/{KNOWN}-held-out.jsonl
+    share: 0.0
+    role: original
+    validation: texts/{KNOWN}-held-out.jsonl
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _json_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def _train_whole(
+    base: Path, loaded: LoadedConfig, operations: tuple[str, ...], listener: Listener
+) -> tuple[int, dict[str, float]]:
+    """Full fine-tuning of `base` by the config, on the sequences of `surgeon train` in its order.
+
+    Returns how many numbers train, and the held-out losses at the end.
+    """
+    model = load_model(base, dtype="float32")
+    settings, _ = settle(loaded, operations, context=model.config.max_position_embeddings, processes=1)
+    encoder = Encoder(base, vocabulary=model.config.vocab_size)
+    data = TrainingData.open(loaded, settings, encoder, listener.say)
+    batches = Batches(data.mixture, micro_batch=settings.batch, process=0, processes=1, domains=False)
+    _descend(model, settings, batches, listener)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return numbers, losses_by_source(model, data.validation, micro_batch=settings.micro_batch)
+
+
+def _descend(model: Any, settings: Settings, batches: Batches, listener: Listener) -> None:
+    model.train()
+    decayed = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    optimizer = make_optimizer(model, settings, decayed=decayed)
+    schedule = make_schedule(optimizer, settings)
+    listener.begin("training", settings.steps, "steps")
+    for _, batch in zip(range(settings.steps), batches, strict=False):
+        model(**batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        listener.advance(1)
 
 
 def demo_view(demo: Demo) -> RenderableType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,11 +11,10 @@ from rich.text import Text
 
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
+from surgeon.data.scoring import Ratio
 from surgeon.errors import BadInput, printable
-from surgeon.evaluate.models import Evaluation, SourceScores
-
-if TYPE_CHECKING:
-    from surgeon.data.scoring import Ratio
+from surgeon.evaluate.models import Candidate, Evaluation, SourceScores, evaluate_models
+from surgeon.evaluate.sources import open_sources
 
 
 def evaluate(
@@ -41,9 +39,6 @@ def evaluate(
     (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
     BadInput for an option out of range, for models and texts that cannot be opened, and for encoders.
     """
-    from surgeon.evaluate.models import Candidate, evaluate_models
-    from surgeon.evaluate.sources import open_sources
-
     listener = listener or Quiet()
     for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
         if given is not None and given < least:

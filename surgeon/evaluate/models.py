@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,13 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common.listener import Listener
 from surgeon.data.encoding import Encoder
-from surgeon.data.scoring import Scores, difference, ratio, score
+from surgeon.data.scoring import Ratio, Scores, Windows, difference, ratio, score, windows_of
 from surgeon.data.sources import HeldOut
-from surgeon.data.windows import Windows, windows_of
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
 from surgeon.models.load import load_model, torch_dtype
-
-if TYPE_CHECKING:
-    from surgeon.data.scoring import Ratio
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,6 @@ def _number(value: float | None) -> float | str | None:
 
 # The longest window by default: longer ones cost memory and change the numbers little.
 LONGEST = 2048
-
 
 # With fewer documents an interval is too rough to rely on.
 _FEW_DOCUMENTS = 10

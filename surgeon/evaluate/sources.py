@@ -25,14 +25,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.train.config import load_config
 
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
-
-
 _CONFIGS = (".yaml", ".yml")
-
-
 _WHAT = "data file"
-
-
 _NEEDS = "`surgeon_data: 1` and `sources:`"
 
 

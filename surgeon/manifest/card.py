@@ -238,9 +238,10 @@ def _loading(manifest: Manifest, repo_id: str | None, auto: str) -> str:
     options = [] if manifest.native else ["trust_remote_code=True"]
     note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
     if not manifest.native:
+        files = ", ".join(map(_code, manifest.code))
         note = (
-            f"The code beside the weights ({', '.join(map(_code, manifest.code))}; sha256 in `{MANIFEST_FILE}`) imports"
-            " torch and transformers only; surgeon need not be installed.\n"
+            f"The code beside the weights ({files}; sha256 in `{MANIFEST_FILE}`) imports torch"
+            " and transformers only; surgeon need not be installed.\n"
         )
     if repo_id:
         options.append("revision=revision")

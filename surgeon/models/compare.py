@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models.load import load_model
 from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
-
-
 CACHED_DECODE = "cached decode"
-
 
 # Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1 << 22
-
-
 _NO_TARGET = -100
 
 
@@ -280,8 +276,8 @@ class StreamedComparison:
 
 
 def compare_streamed(
-    base: Path,
-    out: Path,
+    base: CheckpointFolder,
+    out: CheckpointFolder,
     ids: Tensor,
     *,
     dtype: str = "auto",

@@ -15,10 +15,7 @@ from surgeon.errors import BadInput, SurgeonError, printable
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
-
-
 CAUSAL = "AutoModelForCausalLM"
-
 
 LOAD_FAILURES = (
     OSError,

@@ -8,33 +8,32 @@ own, so masks, caches and scaling are the family's.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers, torch_dtype
+from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers, stored_dtype, torch_dtype
 
 
 class StreamedModel:
     """A causal language model whose weights are in memory only while the unit that owns them runs.
 
     `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
-    layers. The names and shapes of all stored tensors are checked before anything runs;
-    it raises `failure` where they do not fit the config.
+    layers; `stored_as` gives for each tensor of the model the name it is stored under. The names and shapes of all
+    stored tensors are checked before anything runs; it raises `failure` where they do not fit the config.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: CheckpointFolder,
         *,
         dtype: str | torch.dtype = "auto",
         device: str = "cpu",
@@ -43,7 +42,6 @@ class StreamedModel:
         failure: type[SurgeonError] = BadInput,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
-        self.shard_of = _shards(folder)
         self.module, self.dtype = self._build(dtype, attention, trust_remote_code)
         self.stored_as = self._stored_names()
         self.layers = self._decoder_layers()
@@ -68,7 +66,7 @@ class StreamedModel:
         try:
             with quiet_transformers():
                 config = AutoConfig.from_pretrained(
-                    self.folder, trust_remote_code=trust_remote_code, local_files_only=True
+                    self.folder.path, trust_remote_code=trust_remote_code, local_files_only=True
                 )
                 chosen = self._chosen_dtype(dtype, config)
                 # Buffers are made for real: the ones outside the checkpoint (rotary frequencies, embedding
@@ -89,14 +87,12 @@ class StreamedModel:
             return torch_dtype(dtype)
         if config.dtype is not None:
             return torch_dtype(str(config.dtype).removeprefix("torch."))
-        name = min(self.shard_of)
-        with self._opened(self.shard_of[name]) as shard:
-            first: Tensor = shard.get_tensor(name)
-        return first.dtype
+        floating = {name: info.dtype for name, info in self.folder.tensors.items() if info.dtype in FLOAT_DTYPES}
+        return stored_dtype(floating[min(floating)])
 
     @property
     def _shown(self) -> str:
-        return printable(str(self.folder))
+        return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, str]:
         """For every tensor of the model, the name it is stored under; ties are followed, extra tensors are refused."""
@@ -104,8 +100,8 @@ class StreamedModel:
         tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
         partners = {source: target for target, source in tied.items()} | tied
         # A checkpoint saved without its head lacks the prefix of the base model on every name.
-        prefix = "" if expected.keys() & self.shard_of.keys() else f"{self.module.base_model_prefix}."
-        stored = {f"{prefix}{name}": name for name in self.shard_of}
+        prefix = "" if expected.keys() & self.folder.tensors.keys() else f"{self.module.base_model_prefix}."
+        stored = {f"{prefix}{name}": name for name in self.folder.tensors}
         names = {}
         for name in expected:
             found = stored.get(name) or stored.get(partners.get(name, ""))
@@ -120,28 +116,14 @@ class StreamedModel:
                 raise self.failure(
                     f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
                 )
-        self._check_shapes(expected, names)
+        for name, shape in expected.items():
+            info = self.folder.tensors[names[name]]
+            if info.shape != shape:
+                raise self.failure(
+                    f"{printable(str(self.folder.path / info.file))}: tensor {printable(info.name)} has shape"
+                    f" {info.shape}; the config requires {shape}"
+                )
         return names
-
-    def _check_shapes(self, expected: dict[str, tuple[int, ...]], names: dict[str, str]) -> None:
-        by_shard: dict[Path, list[str]] = {}
-        for name, found in names.items():
-            by_shard.setdefault(self.shard_of[found], []).append(name)
-        for path, group in by_shard.items():
-            with self._opened(path) as shard:
-                held = set(shard.keys())
-                for name in group:
-                    if names[name] not in held:
-                        raise self.failure(
-                            f"{printable(str(path))}: tensor {printable(names[name])} is not in this shard,"
-                            " though the index says so"
-                        )
-                    shape = tuple(shard.get_slice(names[name]).get_shape())
-                    if shape != expected[name]:
-                        raise self.failure(
-                            f"{printable(str(path))}: tensor {printable(names[name])} has shape {shape};"
-                            f" the config requires {expected[name]}"
-                        )
 
     def _decoder_layers(self) -> list[nn.Module]:
         """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""
@@ -156,7 +138,7 @@ class StreamedModel:
             for name, buffer in owner.named_buffers(recurse=False):
                 full = f"{prefix}.{name}" if prefix else name
                 if full in self.stored_as:
-                    with self._opened(self.shard_of[self.stored_as[full]]) as shard:
+                    with self._opened(self._file_of(full)) as shard:
                         buffer = shard.get_tensor(self.stored_as[full]).clone()
                 owner._buffers[name] = buffer.to(self.device)
 
@@ -202,10 +184,10 @@ class StreamedModel:
     def _read(self, names: list[str]) -> list[Tensor]:
         """The weights called `names`, on the device and in the dtype of the computation."""
         values: dict[str, Tensor] = {}
-        for path in dict.fromkeys(self.shard_of[self.stored_as[name]] for name in names):
-            with self._opened(path) as shard:
+        for file in dict.fromkeys(self._file_of(name) for name in names):
+            with self._opened(file) as shard:
                 for name in names:
-                    if self.shard_of[self.stored_as[name]] == path:
+                    if self._file_of(name) == file:
                         stored = shard.get_tensor(self.stored_as[name])
                         # A new tensor: the mapped one is unaligned and would keep the file mapped.
                         values[name] = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
@@ -220,8 +202,12 @@ class StreamedModel:
         halved = self.dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if halved and any(part in name for part in kept) else self.dtype
 
+    def _file_of(self, name: str) -> str:
+        return self.folder.tensors[self.stored_as[name]].file
+
     @contextmanager
-    def _opened(self, path: Path) -> Iterator[Any]:
+    def _opened(self, file: str) -> Iterator[Any]:
+        path = self.folder.path / file
         try:
             with safe_open(path, framework="pt") as shard:
                 yield shard
@@ -241,29 +227,3 @@ def _digest(hidden: Tensor) -> bytes:
     made = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=16)
     made.update(values.view(torch.uint8).numpy().data)
     return made.digest()
-
-
-def _shards(folder: Path) -> dict[str, Path]:
-    """For every stored tensor, its shard; a single file is preferred to an index, as in transformers."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
-        try:
-            with safe_open(single, framework="pt") as shard:
-                return dict.fromkeys(shard.keys(), single)
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"{printable(str(single))}: cannot be read: {first_line(error)}") from error
-    if not index.is_file():
-        raise BadInput(f"{printable(str(folder))}: neither {SINGLE_FILE} nor {INDEX_FILE} is here")
-    try:
-        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = {str(name): str(shard) for name, shard in weights.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{printable(str(index))}: not a safetensors index: {first_line(error)}") from error
-    for entry in set(entries.values()):
-        if Path(entry).name != entry or not entry.endswith(".safetensors"):
-            raise BadInput(f"{printable(str(index))}: {printable(entry)!r} is not the plain name of a shard")
-        if not (folder / entry).is_file():
-            raise BadInput(f"{printable(str(folder / entry))}: the index names this shard, but it is not a file here")
-    if not entries:
-        raise BadInput(f"{printable(str(index))}: the index lists no tensor")
-    return {name: folder / shard for name, shard in entries.items()}

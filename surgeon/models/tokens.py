@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,76 +29,14 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 
-
 # Enough characters for the tokens asked for, in any script, without reading all of a large file.
 _CHARACTERS_A_TOKEN = 32
 
 
-PROBE_TEXT = (
-    """\
-The ferry left the harbour a little after six, when the fog had thinned enough for the pilot to see the
-second buoy. There were eleven passengers, two bicycles and a crate of seed potatoes addressed to a school
-on the island. Nobody spoke much. A woman in a yellow coat asked the mate whether the bakery would be open,
-and he told her that it opened when the flour came, and that the flour was on board. By half past seven the
-sun had climbed over the hills, the gulls had found the stern, and the water had turned from grey to green.
-""",
-    """\
-How to replace the filter: 1. Turn the pump off and close both valves. 2. Unscrew the bowl by hand, a quarter
-of a turn at a time; if it does not move, use the wrench that came with the kit. 3. Wash the bowl in cold
-water. Never use soap. 4. Put the new cartridge in with the arrow pointing down, check that the O-ring (12 mm)
-is clean, and tighten the bowl until it stops. If it still drips after 10 minutes, repeat steps 2 to 4.
-""",
-    """\
-Un système d'exploitation partage la mémoire, le processeur et les disques entre plusieurs programmes. Quand
-deux d'entre eux veulent écrire dans le même fichier, il faut décider lequel passe le premier ; sinon, ce qui
-reste à la fin n'est ni l'un ni l'autre. C'est pourquoi l'on pose un verrou, l'on écrit, puis on le retire.
-""",
-    """\
-Am Abend las der Großvater aus dem alten Atlas vor. Er kannte jede Hauptstadt, jeden Fluss und die Höhe von
-mehr Bergen, als wir zählen konnten. „Länder ändern sich“, sagte er und strich mit dem Finger über eine
-Grenze, die es längst nicht mehr gab, „aber das Wasser findet immer denselben Weg.“
-""",
-    """\
-El mercado abre los martes y los sábados. Se venden naranjas, aceitunas, pan de maíz, cuchillos y, a veces,
-libros usados. ¿Cuánto cuesta este diccionario? Dos monedas; tres, si lleva también el mapa.
-""",
-    """\
-Поезд пришёл на станцию в четыре часа утра. На платформе стоял один человек с чемоданом и собакой. Он
-посмотрел на часы, потом на небо, и сказал: «Сегодня будет снег».
-""",
-    """\
-从前有一位老人住在山脚下，他每天清晨都去河边取水。有人问他为什么不搬到城里去，他笑着说：“城里没有这条河。”
-図書館は午前九時に開き、午後六時に閉まります。本を借りるには、住所の書いてあるものを持ってきてください。
-افتتحت المدرسة الجديدة أبوابها في أول الشهر، وجلس الأطفال تحت الشجرة ينتظرون المعلم.
-""",
-    """\
-def moving_average(values: list[float], width: int) -> list[float]:
-    \"\"\"Mean of each run of `width` neighbours; empty when there are fewer than `width` values.\"\"\"
-    if width < 1:
-        raise ValueError(f"width must be at least 1, not {width}")
-    total = sum(values[:width])
-    means = [total / width] if len(values) >= width else []
-    for old, new in zip(values, values[width:]):
-        total += new - old
-        means.append(total / width)
-    return means
-
-
-for (int i = 0; i < n; ++i) { sum += a[i] * b[n - 1 - i]; }
-SELECT name, COUNT(*) AS orders FROM customers JOIN sales USING (id) GROUP BY name HAVING orders > 3;
-{"id": 42, "tags": ["north", "winter"], "price": 19.95, "stock": null, "note": "50 % off until 2031-02-28"}
-""",
-    """\
-If a triangle has sides 5, 12 and 13, then 5² + 12² = 25 + 144 = 169 = 13², so it has a right angle. The area
-is ½ · 5 · 12 = 30, and the radius of the inscribed circle is (5 + 12 − 13) / 2 = 2. What is the distance from
-the right angle to the longest side? Twice the area divided by 13, which is 60/13 ≈ 4.615.
-""",
-    """\
-"Is this seat taken?" — "It was, until the last stop." He sat down, opened his newspaper and began to read
-the weather for a town he had left thirty years ago. Cloudy, it said, with a light wind from the west. It had
-always been cloudy there. He turned the page, and the train went into the tunnel.
-""",
-)
+@functools.cache
+def probe_text() -> tuple[str, ...]:
+    """The built-in documents: prose in several languages, code and mathematics."""
+    return tuple((files("surgeon.models") / "probe.txt").read_text(encoding="utf-8").split("=====\n"))
 
 
 @dataclass(frozen=True)
@@ -143,7 +83,7 @@ def token_batches(
             made = torch.Generator().manual_seed(seed)
             ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
             return TokenBatches(ids, f"random tokens (seed {seed}), because {why_not}")
-        documents, source = iter(PROBE_TEXT), "the built-in probe text (several languages and code)"
+        documents, source = iter(probe_text()), "the built-in probe text (several languages and code)"
     stream = _token_stream(tokenizer, documents)
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window

@@ -13,8 +13,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.report.history import History
 
 MAX_LOG_BYTES = 64_000_000
-
-
 # The name of a source's held-out loss in a trainer's log.
 _BEFORE, _AFTER = "eval_", "_loss"
 
@@ -54,10 +52,14 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
             surgery=number,
             steps=entry.steps,
             tokens=entry.tokens,
-            losses={name: (found[0], found[-1]) for name, found in entry.losses.items() if found and _finite(found)},
+            losses={
+                name: (found[0], found[-1])
+                for name, found in entry.losses.items()
+                if found and all(map(math.isfinite, found))
+            },
             changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
         )
-        for number, manifest in enumerate(history.surgeries, history.first)
+        for number, manifest in history.surgeries.items()
         for entry in manifest.training
     )
 
@@ -125,13 +127,9 @@ def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _losses(entry: dict[str, Any]) -> dict[Any, Any]:
     """Losses of one entry by source."""
     if entry.get("source") is not None and entry.get("loss") is not None:
-        return {str(entry["source"]) if isinstance(entry["source"], str) else None: entry["loss"]}
+        return {entry["source"] if isinstance(entry["source"], str) else None: entry["loss"]}
     return {
         key.removeprefix(_BEFORE).removesuffix(_AFTER): value
         for key, value in entry.items()
         if key.startswith(_BEFORE) and key.endswith(_AFTER) and len(key) > len(_BEFORE + _AFTER)
     }
-
-
-def _finite(values: list[float]) -> bool:
-    return all(map(math.isfinite, values))

@@ -1,22 +1,35 @@
-"""Everything that a report shows of an output, gathered in one place. Runs a model only on request."""
+"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families.anatomy import Anatomy
+from surgeon.common import devices
+from surgeon.common.listener import Listener
+from surgeon.errors import BadInput
+from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import Manifest
-from surgeon.report.alignment import Probing
-from surgeon.report.budget import Budget, parameter_budget
-from surgeon.report.curves import Curve, TrainingRun, training_runs
-from surgeon.report.history import History, layer_history
-from surgeon.report.maps import MapFact, map_facts
-from surgeon.report.routing_record import RoutingReport
-from surgeon.report.spectra import Spectrum, gate_spectra
+from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
+from surgeon.report.history import Budget, History, layer_history, parameter_budget
+from surgeon.report.measurements import Probing, Spectrum, branch_alignment, gate_spectra
+from surgeon.report.routing import RoutingReport, read_routing, routing_report
+from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
 from surgeon.verify.verify import Verification
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A heat map in the page has at most this many cells a side.
+_CELLS = 192
+# The findings that are plain data already.
+_PLAIN = (
+    *("name", "model_type", "dtypes", "budget", "maps", "spectra"),
+    *("heat_maps", "probing", "runs", "curves", "notes"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,43 +58,95 @@ class Findings:
     budget: Budget
     maps: tuple[MapFact, ...]
     spectra: tuple[Spectrum, ...]
-    verification: Verification | None = None
-    heat_maps: tuple[HeatMap, ...] = ()
-    routing: RoutingReport | None = None
-    probing: Probing | None = None
-    runs: tuple[TrainingRun, ...] = ()
-    curves: tuple[Curve, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    verification: Verification | None
+    heat_maps: tuple[HeatMap, ...]
+    routing: RoutingReport | None
+    probing: Probing | None
+    runs: tuple[TrainingRun, ...]
+    curves: tuple[Curve, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`: every number that the page shows."""
+        return {
+            "layers": [asdict(layer) for layer in self.history.layers],
+            "promise": self.manifest.promise,
+            "verification": self.verification and self.verification.to_json(),
+            "routing": self.routing and self.routing.to_json(),
+            **{name: _plain(getattr(self, name)) for name in _PLAIN},
+        }
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def gather(
     folder: CheckpointFolder,
-    anatomy: Anatomy,
     manifest: Manifest,
     *,
-    verification: Verification | None = None,
-    heat_maps: tuple[HeatMap, ...] = (),
-    routing: RoutingReport | None = None,
-    probing: Probing | None = None,
-    curves: tuple[Curve, ...] = (),
-    progress: Callable[[str], None] = lambda line: None,
+    verification: Verification | None,
+    texts: Mapping[str, Path | None],
+    routing: str | Path | None,
+    log: str | Path | None,
+    maps: Sequence[str],
+    window: int,
+    windows: int,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
 ) -> Findings:
-    """Combine facts from headers, manifest and gating matrices with results of running. Raises BadInput as `find`."""
+    """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
+    if texts and routing is not None:
+        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
+    device = devices.resolve(device)
+    # Files are read first, so that a wrong path is reported before any work.
+    recorded = read_routing(Path(routing)) if routing is not None else None
+    curves = read_curves(Path(log)) if log is not None else ()
+    anatomy = dissect(folder.config, folder.tensors)
+    heat_maps: list[HeatMap] = []
+    if maps:
+
+        def keep(name: str, matrix: Tensor) -> None:
+            heat_maps.append(_heat_map(name, matrix))
+
+        transport_report(folder.path, maps=maps, keep=keep, device=device, progress=listener.say)
+    if texts:
+        recorded = routing_report(
+            folder.path,
+            texts,
+            window=window,
+            windows=windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            listener=listener,
+        )
+    surgery = folder.config.get("surgery")
+    branches = isinstance(surgery, dict) and bool(surgery.get("control"))
+    probing = branch_alignment(folder, device, trust_remote_code, listener.say) if branches else None
     history = layer_history(folder, manifest)
     return Findings(
-        name=Path(folder.path).resolve().name,
+        name=folder.path.resolve().name,
         model_type=anatomy.family.model_type,
         dtypes=tuple(sorted({info.dtype for info in folder.tensors.values()})),
         manifest=manifest,
         history=history,
         budget=parameter_budget(folder, manifest, history),
         maps=map_facts(history),
-        spectra=gate_spectra(folder, anatomy, progress=progress),
+        spectra=gate_spectra(folder, anatomy, listener.say),
         verification=verification,
-        heat_maps=heat_maps,
-        routing=routing,
+        heat_maps=tuple(heat_maps),
+        routing=recorded,
         probing=probing,
         runs=training_runs(history),
         curves=curves,
         notes=tuple(folder.notes),
     )
+
+
+def _heat_map(name: str, matrix: Tensor) -> HeatMap:
+    rows, columns = matrix.shape
+    cells, block = by_blocks(matrix.float().cpu() * rows, _CELLS)
+    return HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist()))

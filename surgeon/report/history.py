@@ -1,4 +1,4 @@
-"""The layer stack of an output through all its surgeries: the origin of each layer, and its grafts."""
+"""An output through all its surgeries: the origin of each layer, its grafts, and how many parameters came when."""
 
 from __future__ import annotations
 
@@ -58,23 +58,14 @@ class History:
     layers: tuple[StackLayer, ...]
 
     @property
-    def surgeries(self) -> tuple[Manifest, ...]:
-        """The manifests that are known, oldest first."""
-        return self.lineage.surgeries
-
-    @property
-    def first(self) -> int:
-        """The number of the oldest surgery that is known, from 1."""
-        return self.lineage.first
+    def surgeries(self) -> dict[int, Manifest]:
+        """The manifests that are known by the surgery's number, from 1, oldest first."""
+        return dict(enumerate(self.lineage.surgeries, self.lineage.first))
 
     @property
     def base_layers(self) -> int:
         """How many layers the first base had."""
-        return self.surgeries[0].base.layers
-
-    def places(self, nth: int) -> dict[int, int]:
-        """For each layer of the output of known surgery `nth` (from 0), its number in the output of the last."""
-        return self.lineage.layers(self.first + nth)
+        return self.lineage.surgeries[0].base.layers
 
 
 def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
@@ -172,3 +163,47 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
         )
         for graft in last
     )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
+
+    `earlier` come from surgeries before the last. `stored_bytes` are those of the files.
+    """
+
+    base: int
+    earlier: int
+    new: int
+    trainable: int
+    stored_bytes: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the output."""
+        return self.base + self.earlier + self.new
+
+
+def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
+    """Count the output's parameters from its headers, manifest and lineage."""
+    counts = {"base": 0, "earlier": 0, "new": 0}
+    for name, info in folder.tensors.items():
+        counts[_origin(name, manifest, history)] += info.numel
+    total = sum(counts.values())
+    everything = any(entry.trains == "all" for entry in manifest.operations)
+    return Budget(
+        **counts,
+        trainable=total if everything else counts["new"],
+        stored_bytes=sum(info.nbytes for info in folder.tensors.values()),
+    )
+
+
+def _origin(name: str, manifest: Manifest, history: History) -> str:
+    if name in manifest.new_tensors:
+        return "new"
+    place = layer_of(name)
+    if place is None:
+        return "earlier" if BANK in name else "base"
+    _, index, suffix = place
+    grafted = owner_of(suffix) is not None or history.layers[index].base is None
+    return "earlier" if grafted else "base"

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.formatting import PROMISE_STYLES, count, listed
+from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, listed
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import Manifest, manifest_of
@@ -73,9 +73,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     if manifest is None:
         facts.add_row("surgery", "none (no surgery.json)")
         return facts
-    facts.add_row(
-        "base", printable(manifest.base.id + (f"@{manifest.base.revision}" if manifest.base.revision else ""))
-    )
+    facts.add_row("base", printable(at_revision(manifest.base.id, manifest.base.revision)))
     facts.add_row("promise", PROMISE_STYLES[manifest.promise])
     facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
     for number, entry in enumerate(manifest.operations):

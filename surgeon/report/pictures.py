@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from surgeon.errors import BadInput, printable
+from surgeon.report.curves import Curve
 from surgeon.report.findings import Findings
 from surgeon.report.history import History
 from surgeon.report.page.stack import origin_words
-from surgeon.report.routing_record import RoutingReport
+from surgeon.report.routing import RouterPlace, RoutingReport
 
 _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
 
@@ -20,21 +22,20 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
     Raises BadInput without matplotlib, or where the folder cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
         raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
-    drawn: dict[str, Any] = {}
-    drawn["stack"] = _stack(Figure, findings.history)
+    drawn = {"stack": _stack(findings.history)}
     routing = findings.routing
-    if routing is not None and routing.router_layer is not None:
-        drawn["router"] = _router(Figure, routing)
+    if routing is not None and routing.router is not None:
+        drawn["router"] = _router(routing, routing.router)
     if routing is not None and routing.sites:
         for nth, name in enumerate(routing.texts):
-            drawn[f"control-states-{nth}"] = _states(Figure, routing, name)
-    if routing is not None and any(text.gates for text in routing.texts.values()):
-        drawn["gates"] = _gates(Figure, routing)
+            drawn[f"control-states-{nth}"] = _states(routing, name)
+    if routing is not None and routing.gates:
+        drawn["gates"] = _gates(routing)
     if findings.curves:
-        drawn["losses"] = _losses(Figure, findings)
+        drawn["losses"] = _losses(findings.curves)
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,14 +47,21 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
     return tuple(paths)
 
 
+def _empty(width: float, height: float) -> tuple[Any, Any]:
+    """A figure, its sides in inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    return figure, figure.add_subplot()
+
+
 def _plain(words: str, limit: int = 40) -> str:
     """Text of the data as a label: matplotlib would read dollar signs as mathematics."""
     return printable(words, limit).replace("$", r"\$")
 
 
-def _stack(figure_class: Any, history: History) -> Any:
-    figure = figure_class(figsize=(7, 1 + 0.3 * len(history.layers)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+def _stack(history: History) -> Any:
+    figure, axes = _empty(7, 1 + 0.3 * len(history.layers))
     offset = (len(history.layers) - history.base_layers) / 2
     for base in range(history.base_layers):
         axes.barh(base + offset, 0.8, height=0.8, color=_ORIGINS["base"], edgecolor="#525d6b")
@@ -71,33 +79,28 @@ def _stack(figure_class: Any, history: History) -> Any:
     return figure
 
 
-def _router(figure_class: Any, routing: RoutingReport) -> Any:
+def _router(routing: RoutingReport, place: RouterPlace) -> Any:
     means = {name: text.router.mean for name, text in routing.texts.items() if text.router is not None}
-    title = f"PMoE's router above {routing.router_layer} layers: mean weight"
-    return _matrix(figure_class, title, list(means), [f"slot {s}" for s in range(routing.slots)], list(means.values()))
+    title = f"PMoE's router above {place.layer} layers: mean weight"
+    return _matrix(title, list(means), [f"slot {s}" for s in range(place.slots)], list(means.values()))
 
 
-def _states(figure_class: Any, routing: RoutingReport, name: str) -> Any:
+def _states(routing: RoutingReport, name: str) -> Any:
     names = [f"{layer}.{kind}" for layer, kind in routing.sites]
     rows = [list(row) for row in routing.texts[name].states]
-    return _matrix(figure_class, f"control states chosen on {_plain(name)}", names, names, rows)
+    return _matrix(f"control states chosen on {_plain(name)}", names, names, rows)
 
 
-def _gates(figure_class: Any, routing: RoutingReport) -> Any:
-    gates = list(dict.fromkeys(gate for text in routing.texts.values() for gate in text.gates))
+def _gates(routing: RoutingReport) -> Any:
     rows = [
         [text.gates[gate].mean if gate in text.gates else float("nan") for text in routing.texts.values()]
-        for gate in gates
+        for gate in routing.gates
     ]
-    return _matrix(figure_class, "gates: mean value", gates, list(routing.texts), rows, most=None)
+    return _matrix("gates: mean value", routing.gates, list(routing.texts), rows, most=None)
 
 
-def _matrix(
-    figure_class: Any, title: str, rows: list[str], columns: list[str], cells: Any, *, most: float | None = 1.0
-) -> Any:
-    size = (2.5 + 0.5 * max(4, len(columns)), 1.5 + 0.3 * max(3, len(rows)))
-    figure = figure_class(figsize=(min(16, size[0]), min(16, size[1])), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+def _matrix(title: str, rows: list[str], columns: list[str], cells: Any, *, most: float | None = 1.0) -> Any:
+    figure, axes = _empty(min(16, 2.5 + 0.5 * max(4, len(columns))), min(16, 1.5 + 0.3 * max(3, len(rows))))
     image = axes.imshow(cells, vmin=0, vmax=most, aspect="auto", interpolation="nearest", cmap="viridis")
     axes.set_xticks(range(len(columns)), [_plain(name, 20) for name in columns], fontsize=7, rotation=60, ha="right")
     axes.set_yticks(range(len(rows)), [_plain(name, 20) for name in rows], fontsize=7)
@@ -106,10 +109,9 @@ def _matrix(
     return figure
 
 
-def _losses(figure_class: Any, findings: Findings) -> Any:
-    figure = figure_class(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for curve in findings.curves:
+def _losses(curves: Sequence[Curve]) -> Any:
+    figure, axes = _empty(7, 4)
+    for curve in curves:
         axes.plot(*zip(*curve.points, strict=True), marker=".", label=_plain(curve.source))
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")

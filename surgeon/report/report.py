@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import Manifest, manifest_of
-from surgeon.report.alignment import Probing, branch_alignment
-from surgeon.report.curves import read_curves
-from surgeon.report.findings import Findings, HeatMap, gather
-from surgeon.report.routing_record import RoutingReport, read_routing
-from surgeon.report.transport import by_blocks, transport_report
-from surgeon.verify.verify import Verification, verify
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# The findings that are plain data already.
-_TOLD = (
-    "name",
-    "model_type",
-    "dtypes",
-    "budget",
-    "maps",
-    "spectra",
-    "heat_maps",
-    "probing",
-    "runs",
-    "curves",
-    "notes",
-)
+from surgeon.manifest.manifest import manifest_of
+from surgeon.report.findings import Findings, gather
+from surgeon.verify.verify import verify
 
 
 @dataclass(frozen=True)
@@ -54,22 +30,11 @@ class Reported:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`: the files, and every number they show."""
-        held = self.findings
         return {
             "html": None if self.html is None else str(self.html),
             "pictures": [str(path) for path in self.pictures],
-            "layers": [asdict(layer) for layer in held.history.layers],
-            "promise": held.manifest.promise,
-            "verification": held.verification and held.verification.to_json(),
-            "routing": held.routing and held.routing.to_json(),
-            **{name: _plain(getattr(held, name)) for name in _TOLD},
+            **self.findings.to_json(),
         }
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def report(
@@ -118,19 +83,19 @@ def report(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    findings = find(
+    findings = gather(
         folder,
         manifest,
         verification=verification,
         texts=texts or {},
-        routing=None if routing is None else Path(routing),
-        log=None if log is None else Path(log),
+        routing=routing,
+        log=log,
         maps=maps,
         window=window,
         windows=windows,
-        device=devices.resolve(device),
+        device=device,
         trust_remote_code=trust_remote_code,
-        progress=listener.say,
+        listener=listener,
     )
     pictures: tuple[Path, ...] = ()
     if png is not None:
@@ -140,52 +105,6 @@ def report(
     if html is not None:
         write_page(render(findings), Path(html))
     return Reported(None if html is None else Path(html), pictures, findings)
-
-
-# A heat map in the page has at most this many cells a side.
-_CELLS = 192
-
-
-def find(
-    folder: CheckpointFolder,
-    manifest: Manifest,
-    *,
-    verification: Verification | None,
-    texts: Mapping[str, Path | None],
-    routing: Path | None,
-    log: Path | None,
-    maps: Sequence[str],
-    window: int,
-    windows: int,
-    device: str,
-    trust_remote_code: bool,
-    progress: Callable[[str], None],
-) -> Findings:
-    """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
-    if texts and routing is not None:
-        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    # Files are read first, so that a wrong path is reported before any work.
-    recorded = read_routing(routing) if routing is not None else None
-    curves = read_curves(log) if log is not None else ()
-    anatomy = dissect(folder.config, folder.tensors)
-    heat_maps: list[HeatMap] = []
-    if maps:
-
-        def keep(name: str, matrix: Tensor) -> None:
-            heat_maps.append(_heat_map(name, matrix))
-
-        transport_report(folder.path, maps=maps, keep=keep, device=device, progress=progress)
-    return gather(
-        folder,
-        anatomy,
-        manifest,
-        verification=verification,
-        heat_maps=tuple(heat_maps),
-        routing=recorded or _record(folder, texts, window, windows, device, trust_remote_code, progress),
-        probing=_probe(folder, device, trust_remote_code, progress),
-        curves=curves,
-        progress=progress,
-    )
 
 
 def check_place(html: Path) -> None:
@@ -211,42 +130,3 @@ def write_page(page: str, to: Path) -> None:
             raise
     except OSError as error:
         raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
-
-
-def _record(
-    folder: CheckpointFolder,
-    texts: Mapping[str, Path | None],
-    window: int,
-    windows: int,
-    device: str,
-    trust_remote_code: bool,
-    progress: Callable[[str], None],
-) -> RoutingReport | None:
-    if not texts:
-        return None
-    from surgeon.report.routing import record_choices
-
-    return record_choices(
-        folder.path,
-        texts,
-        window=window,
-        windows=windows,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
-
-
-def _probe(
-    folder: CheckpointFolder, device: str, trust_remote_code: bool, progress: Callable[[str], None]
-) -> Probing | None:
-    surgery = folder.config.get("surgery")
-    if not isinstance(surgery, dict) or not surgery.get("control"):
-        return None
-    return branch_alignment(folder, device=device, trust_remote_code=trust_remote_code, progress=progress)
-
-
-def _heat_map(name: str, matrix: Tensor) -> HeatMap:
-    rows, columns = matrix.shape
-    cells, block = by_blocks(matrix.float().cpu() * rows, _CELLS)
-    return HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist()))

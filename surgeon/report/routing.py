@@ -10,24 +10,156 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect, is_grafted
+from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model
 from surgeon.models.tokens import find_tokenizer, token_batches
-from surgeon.report.routing_record import GateChoices, RouterChoices, RoutingReport, TextChoices
+
+# How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
+_EXAMPLES = 256
+_BATCH = 4
+_MAX_BYTES = 64_000_000
+
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0)]
+Site = tuple[Index, Literal["attention", "ffn"]]
+
+
+class _Entry:
+    """A record's part; its annotations are what a file of it must hold, and nothing more."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+@dataclass(frozen=True)
+class RouterChoices(_Entry):
+    """PMoE's router on one text: mean weight of each slot, share of tokens it is the largest for, and some tokens.
+
+    `examples` are (token, its slot of largest weight).
+    """
+
+    mean: tuple[Share, ...]
+    largest: tuple[Share, ...]
+    examples: tuple[tuple[str, Index], ...]
+
+
+@dataclass(frozen=True)
+class GateChoices(_Entry):
+    """A gate on one text: its mean value (α of an interpolator), and the share of tokens for which it is zero.
+
+    `loudness` is the mean of what an adapter adds, ‖·‖₁ over the width; None for an interpolator.
+    """
+
+    mean: Number
+    closed: Share
+    loudness: Number | None
+
+
+@dataclass(frozen=True)
+class TextChoices(_Entry):
+    """The choices on one text of `tokens` tokens.
+
+    `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
+    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`).
+    """
+
+    tokens: Index
+    router: RouterChoices | None
+    states: tuple[tuple[Share, ...], ...]
+    gates: dict[str, GateChoices]
+
+
+@dataclass(frozen=True)
+class RouterPlace(_Entry):
+    """A router: the number of layers below it, and its slots."""
+
+    layer: Index
+    slots: Annotated[int, Field(ge=1, le=10_000)]
+
+
+@dataclass(frozen=True)
+class RoutingReport(_Entry):
+    """The choices of routers and gates, text by text; `sites` are (layer, block) of the control states.
+
+    `surgeon_routing` is the version of the format in which it is written.
+    """
+
+    surgeon_routing: Literal[1]
+    model: str
+    router: RouterPlace | None
+    sites: tuple[Site, ...]
+    texts: dict[str, TextChoices]
+
+    def __repr__(self) -> str:
+        return f"RoutingReport({self.model!r}, {self.slots} slots, {len(self.sites)} sites, texts {list(self.texts)})"
+
+    @property
+    def slots(self) -> int:
+        """How many slots the router weighs; 0 without one."""
+        return self.router.slots if self.router else 0
+
+    @property
+    def gates(self) -> list[str]:
+        """The names of all gates."""
+        return list(dict.fromkeys(gate for text in self.texts.values() for gate in text.gates))
+
+    def most_used(self, text: TextChoices, most: int) -> str:
+        """The control states that get most of a text's weight, with their shares of it, as words."""
+        sums = [sum(row[state] for row in text.states) for state in range(len(self.sites))]
+        total = sum(sums) or 1.0
+        order = sorted(range(len(sums)), key=lambda state: -sums[state])[:most]
+        return ", ".join(f"{self.sites[s][0]}.{self.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data: the file's content and `--json`."""
+        plain: dict[str, Any] = TypeAdapter(RoutingReport).dump_python(self, mode="json")
+        return plain
+
+
+def read_routing(file: Path) -> RoutingReport:
+    """The report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
+    shown = printable(str(file))
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
+    try:
+        read = TypeAdapter(RoutingReport).validate_python(
+            parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES)
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
+        raise BadInput(
+            f"{shown}: not a routing report ({where}: {printable(problem['msg'])}); `surgeon routing-report --to FILE`"
+            " writes one"
+        ) from None
+    for name, text in read.texts.items():
+        if text.states and {len(text.states), *map(len, text.states)} != {len(read.sites)}:
+            raise BadInput(f"{shown}: states of {printable(name)} are not {len(read.sites)} × {len(read.sites)}")
+        router = text.router
+        if router and (
+            {len(router.mean), len(router.largest)} != {read.slots} or any(s >= read.slots for _, s in router.examples)
+        ):
+            raise BadInput(f"{shown}: the router of {printable(name)} has other slots than the {read.slots} named")
+    return read
 
 
 def routing_report(
@@ -46,16 +178,23 @@ def routing_report(
     `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
     for a checkpoint without routers and gates, and for texts that cannot be read.
     """
-
-    report = record_choices(
-        out,
-        texts,
-        window=window,
-        windows=windows,
-        device=devices.resolve(device),
-        trust_remote_code=trust_remote_code,
-        progress=(listener or Quiet()).say,
-    )
+    device = devices.resolve(device)
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
+    if not isinstance(surgery, Mapping):
+        raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
+    anatomy = dissect(folder.config, folder.tensors)
+    observer = _observer(folder, anatomy, window, device, trust_remote_code)
+    # None: there is no tokenizer, and tokens are shown by number.
+    tokenizer, _ = find_tokenizer(folder.path) if observer.router else (None, "")
+    choices: dict[str, TextChoices] = {}
+    for name, text in texts.items():
+        (listener or Quiet()).say(f"routing on {printable(name)}")
+        tokens = token_batches(
+            folder.path, text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary
+        )
+        choices[name] = observer.run(tokens.ids.to(device), tokenizer)
+    report = RoutingReport(1, Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
         try:
             to.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -64,60 +203,24 @@ def routing_report(
     return report
 
 
-# How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
-_EXAMPLES = 256
-
-
-_BATCH = 4
-
-
-def record_choices(
-    out: str | Path,
-    texts: Mapping[str, Path | None],
-    *,
-    window: int = 128,
-    windows: int = 8,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
-) -> RoutingReport:
-    """Run the checkpoint `out` over each text, by its domain's name (None: the built-in probe), and record the choices.
-
-    `windows` of `window` tokens are taken of each text, 0 for all of it. Raises BadInput for a checkpoint without
-    grafts that choose, and for texts that cannot be read.
-    """
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    shown = printable(str(out))
-    surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
-    if not isinstance(surgery, Mapping):
-        raise BadInput(f"{shown}: no grafts here, so no routers or gates; give an output that has some")
-    anatomy = dissect(folder.config, folder.tensors)
-    vocabulary = anatomy.sizes.vocabulary
+def _observer(
+    folder: CheckpointFolder, anatomy: Anatomy, window: int, device: str, trust_remote_code: bool
+) -> _Observer:
+    """The checkpoint's model, loaded to be observed. Raises BadInput where nothing in it chooses."""
     trusted = trust_remote_code or folder.code == "shipped"
     if anatomy.family.encoder:
         auto = auto_class(folder.config)
-        model = load_encoder(Path(out), device=device, trust_remote_code=trusted, auto=auto)
+        model = load_encoder(folder.path, device=device, trust_remote_code=trusted, auto=auto)
         check_window(model.config, window)
     else:
-        model = load_model(Path(out), device=device, trust_remote_code=trusted)
+        model = load_model(folder.path, device=device, trust_remote_code=trusted)
     observer = _Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
         raise BadInput(
-            f"{shown}: its grafts have neither router nor gate, so there is nothing to record; give another output"
+            f"{printable(str(folder.path))}: its grafts have neither router nor gate, so there is nothing to record;"
+            " give another output"
         )
-    # None: there is no tokenizer, and tokens are shown by number.
-    tokenizer, _ = find_tokenizer(Path(out)) if observer.slots else (None, "")
-    report = RoutingReport(
-        model=Path(out).resolve().name,
-        slots=observer.slots,
-        router_layer=observer.router_layer,
-        sites=observer.sites,
-    )
-    for name, text in texts.items():
-        progress(f"routing on {printable(name)}")
-        tokens = token_batches(Path(out), text=text, window=window, windows=windows, vocabulary=vocabulary)
-        report.texts[name] = observer.run(tokens.ids.to(device), tokenizer)
-    return report
+    return observer
 
 
 class _Observer:
@@ -132,11 +235,10 @@ class _Observer:
         # An encoder has no cache and no logits to leave out, and its layers have no gates.
         self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
         router = surgery.of["experts"].router if "experts" in surgery.of else None
-        self.slots = 0 if router is None else len(router.slots)
-        self.router_layer = None if router is None else router.layer
+        self.router = None if router is None else RouterPlace(router.layer, len(router.slots))
         self.bank: Any = getattr(trunk, "control_bank", None)
         routed = self.bank is not None and self.bank.spec.top_k > 0
-        self.sites: tuple[tuple[int, str], ...] = tuple(surgery.of["states"].sites) if routed else ()
+        self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
         for layer, module in enumerate(() if encoder else trunk.layers):
@@ -147,7 +249,7 @@ class _Observer:
     @property
     def chooses(self) -> bool:
         """Whether the model has routers or gates."""
-        return bool(self.slots or self.sites or self._gates)
+        return bool(self.router or self.sites or self._gates)
 
     def run(self, ids: Tensor, tokenizer: Any) -> TextChoices:
         """Run one text's windows (windows, window) and return the choices."""
@@ -160,7 +262,7 @@ class _Observer:
             flow = self._flow(records_choices=True)
             with torch.inference_mode():
                 self.model(batch, **self._asked, surgery_flow=flow)
-            if self.slots:
+            if self.router:
                 routing.append(flow.routing.flatten(0, 1).double().cpu())
             if self.sites:
                 self._add(states, flow.mixing.choices)
@@ -226,58 +328,42 @@ def _router_choices(weights: Tensor, ids: list[int], tokenizer: Any) -> RouterCh
     )
 
 
-_SHOWN = 8
-
-
 def routing_view(report: RoutingReport) -> RenderableType:
     """Slots by text; the control states each text uses most; gates by text."""
     parts: list[RenderableType] = []
-    if report.router_layer is not None:
-        parts += [Text(f"router above {report.router_layer} layers: mean weight of each slot"), _slot_rows(report)]
+    if report.router is not None:
+        parts += [Text(f"router above {report.router.layer} layers: mean weight of each slot"), _slot_rows(report)]
     if report.sites:
-        parts += [Text("control states: where each text's weight goes, mean over sites"), _state_rows(report)]
-    gates = dict.fromkeys(gate for text in report.texts.values() for gate in text.gates)
-    if gates:
-        parts += [
-            Text("gates: mean, and for adapters the share of tokens they are closed for"),
-            _gate_rows(report, gates),
-        ]
+        states = _table("text")
+        states.add_column("control states, most used first")
+        for name, text in report.texts.items():
+            states.add_row(printable(name), report.most_used(text, 8))
+        parts += [Text("control states: where each text's weight goes, mean over sites"), states]
+    if report.gates:
+        parts += [Text("gates: mean, and for adapters the share of tokens they are closed for"), _gate_rows(report)]
     return Group(*parts)
 
 
-def _slot_rows(report: RoutingReport) -> Table:
+def _table(first: str, *numbers: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("text")
-    for slot in range(report.slots):
-        table.add_column(f"slot {slot}", justify="right")
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _slot_rows(report: RoutingReport) -> Table:
+    table = _table("text", *(f"slot {slot}" for slot in range(report.slots)))
     for name, text in report.texts.items():
         if text.router is not None:
             table.add_row(printable(name), *(f"{mean:.3f}" for mean in text.router.mean))
     return table
 
 
-def _state_rows(report: RoutingReport) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("text")
-    table.add_column("control states, most used first")
-    for name, text in report.texts.items():
-        sums = [sum(row[state] for row in text.states) for state in range(len(report.sites))]
-        total = sum(sums) or 1.0
-        order = sorted(range(len(sums)), key=lambda state: -sums[state])[:_SHOWN]
-        used = [f"{report.sites[s][0]}.{report.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s]]
-        table.add_row(printable(name), ", ".join(used))
-    return table
-
-
-def _gate_rows(report: RoutingReport, gates: dict[str, None]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("gate")
-    for name in report.texts:
-        table.add_column(printable(name), justify="right")
-    for gate in gates:
-        cells = []
-        for text in report.texts.values():
-            chosen = text.gates[gate]
-            cells.append(f"{chosen.mean:.4f}" + (f" ({chosen.closed:.0%})" if chosen.loudness is not None else ""))
-        table.add_row(gate, *cells)
+def _gate_rows(report: RoutingReport) -> Table:
+    table = _table("gate", *map(printable, report.texts))
+    for gate in report.gates:
+        chosen = [text.gates[gate] for text in report.texts.values()]
+        closed = [f" ({one.closed:.0%})" if one.loudness is not None else "" for one in chosen]
+        table.add_row(gate, *(f"{one.mean:.4f}{share}" for one, share in zip(chosen, closed, strict=True)))
     return table

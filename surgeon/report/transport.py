@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ from rich.text import Text
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import parse_plan
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
-
-
+# How a manifest names the maps of new layers.
+_LABEL = re.compile(
+    r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>\w+)"
+)
 # The longer side of a heat map, in cells; of a larger map it shows the largest value of each block.
 _CELLS = 1024
 
@@ -63,6 +66,24 @@ class MapReport:
     def name(self) -> str:
         """The map's name: `12.below.query`."""
         return f"{self.layer}.{self.neighbour}.{self.module}"
+
+
+@dataclass(frozen=True)
+class MapFact:
+    """One map that was solved to make a layer, between the two layers it was fused from.
+
+    `layer` is the made layer's number in this output, as text (its label where that is not known). `entropy` is in
+    nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
+    """
+
+    layer: str
+    module: str
+    entropy: float
+    uniform: float
+    row_error: float
+    column_error: float
+    iterations: int
+    converged: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,7 @@ def transport_report(
     `keep` with their names. Raises BadInput where nothing was inserted, and for checkpoints and maps that do not fit.
     """
     folder = CheckpointFolder.open(Path(out))
-    manifest = _manifest(folder)
+    manifest = manifest_of(folder)
     pairs = _pairs(layer_history(folder, manifest))
     if not pairs:
         raise BadInput(
@@ -140,7 +161,7 @@ def transport_report(
                 neighbour=name.split(".")[1],
                 module=name.split(".")[2],
                 trained=after[name]["entropy"] if after else None,
-                uniform=_uniform(found),
+                uniform=math.log(found["rows"] * found["columns"]),
                 **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
             )
             for name, found in before.items()
@@ -149,22 +170,15 @@ def transport_report(
     )
 
 
-def _uniform(found: dict[str, Any]) -> float:
-    return math.log(found["rows"] * found["columns"])
-
-
-def _manifest(folder: CheckpointFolder) -> Manifest:
-    if folder.manifest is None:
-        raise BadInput(f"{printable(str(folder.path))}: no {MANIFEST_FILE}, so this is not an output of surgeon")
-    return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
-
-
 def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
     """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
 
     In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
-    plans = [parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan for manifest in history.surgeries]
+    plans = {
+        number: parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
+        for number, manifest in history.surgeries.items()
+    }
     kept = [layer.index for layer in history.layers if layer.base is not None]
     pairs = []
     for layer in history.layers:
@@ -174,7 +188,7 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
         if layer.base is not None or layer.operation is None or below is None or above is None:
             continue
         assert layer.surgery is not None
-        operation = plans[layer.surgery - history.first].operations[layer.operation]
+        operation = plans[layer.surgery].operations[layer.operation]
         settings = operation.transport_settings or OtFusion(kind="ot_fusion").transport_settings
         pairs += [(index, "below", below, index, settings), (index, "above", index, above, settings)]
     return pairs
@@ -198,7 +212,8 @@ def _solve(
         draft.layers = [draft.layers[lower], draft.layers[upper]]
         label = f"{layer}.{neighbour}"
         fuse_layers(draft, below=0, label=label, flow="opt_deus", heads="free", settings=settings, skip=frozenset())
-        workshop = Workshop(_couplings_only(draft), folder, device=device, stopwatch=Stopwatch())
+        only_maps = Blueprint(0, (), draft.couplings, (), (), draft.config)
+        workshop = Workshop(only_maps, folder, device=device, stopwatch=Stopwatch())
         for module in MODULES:
             name = f"{label}.{module}"
             solved = workshop.map_of(name)
@@ -208,16 +223,66 @@ def _solve(
     return found
 
 
-def _couplings_only(draft: Draft) -> Blueprint:
-    return Blueprint(0, (), draft.couplings, (), (), draft.config)
-
-
 def _check_names(wanted: Sequence[str], names: list[str]) -> None:
     for name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
             raise BadInput(f"--maps {printable(name)}: there is no such map; {hint}")
+
+
+def map_facts(history: History) -> tuple[MapFact, ...]:
+    """Every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
+    found: list[MapFact] = []
+    for surgery, manifest in history.surgeries.items():
+        numbers, places = _numbers(manifest), history.lineage.layers(surgery)
+        for name, recorded in manifest.transport_maps.items():
+            label = _LABEL.fullmatch(name)
+            if label is None:
+                layer, module = printable(name), ""
+            else:
+                index = numbers.get((int(label["operation"]), label["place"]))
+                layer = label["place"] if index not in places else str(places[index])
+                module = label["module"]
+            if (fact := _fact(layer, module, recorded)) is not None:
+                found.append(fact)
+    return tuple(found)
+
+
+def _numbers(manifest: Manifest) -> dict[tuple[int, str], int]:
+    """Layers by (operation, place in its labels): an operation's labels, in order, are its new layers, in order."""
+    labels: dict[int, set[tuple[int, int, str]]] = {}
+    for name in manifest.transport_maps:
+        if label := _LABEL.fullmatch(name):
+            known = labels.setdefault(int(label["operation"]), set())
+            known.add((int(label["gap"]), int(label["nth"]), label["place"]))
+    numbers: dict[tuple[int, str], int] = {}
+    for operation, places in labels.items():
+        made = [i for i, layer in enumerate(manifest.layers) if layer.base is None and layer.operation == operation]
+        if len(made) == len(places):
+            numbers |= {(operation, place): i for (_, _, place), i in zip(sorted(places), made, strict=True)}
+    return numbers
+
+
+def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
+    values = {
+        key: recorded.get(key) for key in ("entropy", "row_error", "column_error", "rows", "columns", "iterations")
+    }
+    numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+    if len(numbers) < len(values) or not all(map(math.isfinite, numbers.values())):
+        return None
+    if numbers["rows"] < 1 or numbers["columns"] < 1:
+        return None
+    return MapFact(
+        layer=layer,
+        module=module,
+        entropy=numbers["entropy"],
+        uniform=math.log(numbers["rows"] * numbers["columns"]),
+        row_error=numbers["row_error"],
+        column_error=numbers["column_error"],
+        iterations=int(numbers["iterations"]),
+        converged=bool(recorded.get("converged")),
+    )
 
 
 class _Drawer:

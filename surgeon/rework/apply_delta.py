@@ -22,8 +22,7 @@ from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import size
-from surgeon.common.listener import Listener, Quiet
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import Manifest, places_of

@@ -33,8 +33,7 @@ from surgeon.checkpoint.folder import (
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common.formatting import size
-from surgeon.common.listener import Listener, Quiet
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of, places_of

@@ -22,10 +22,10 @@ from rich.text import Text
 from surgeon._version import __version__
 from surgeon.apply.write import disk_trouble
 from surgeon.blueprint.grafts import grafts_of
-from surgeon.checkpoint.copying import copy_range, reserve, write_all
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, build_header
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from surgeon.checkpoint.ranges import copy_range, reserve, write_all
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet

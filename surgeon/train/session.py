@@ -19,13 +19,11 @@ from transformers import TrainerCallback
 
 from surgeon._version import __version__
 from surgeon.apply.write import execute
-from surgeon.checkpoint.durable import working_in, write_durably
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.checkpoint.staging import check_destination, check_space, working_in, write_durably
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
-from surgeon.common.listener import Listener
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
-from surgeon.checkpoint.durable import sync
+from surgeon.checkpoint.staging import sync
 from surgeon.common.distributed import is_sharded
 from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence

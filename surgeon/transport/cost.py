@@ -62,14 +62,11 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 # the difference itself.
 _CANCELLED = 1e-2
 
-
 # Where more pairs of a block than this, and this share of it, must be recomputed, its product in float64 is cheaper.
 _MANY, _MANY_SHARE = 1000, 1 / 64
 
-
 # Numbers in a row block; without a bound given, large results are cut into no more pieces than so many.
 _BLOCK_ELEMENTS, _PIECES = 1 << 22, 16
-
 
 # Rows whose largest entry is outside these would leave the floats when squared.
 _LARGE, _SMALL = 2.0**30, 2.0**-30

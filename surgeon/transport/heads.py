@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.cost import distances, transposed_product
-from surgeon.transport.problem import Solution, TransportMap, TransportSettings
+from surgeon.transport.maps import Solution, TransportMap, TransportSettings
 from surgeon.transport.solving import check_rows, solve_cost
 
 
@@ -102,8 +102,8 @@ def head_maps(
     key = _head_map(groups, head_dim, settings, between.solution, like)
     solution = dataclasses.replace(
         between.solution,
-        iterations=between.iterations + within.iterations,
-        converged=between.converged and within.converged,
+        iterations=between.solution.iterations + within.iterations,
+        converged=between.solution.converged and within.converged,
     )
     return HeadMaps(query=_head_map(heads, head_dim, settings, solution, like), key=key, value=key)
 
@@ -131,8 +131,8 @@ def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) ->
         for h in range(groups):
             solved = solve_cost(cost_GAGA[g, :, h].clone, inner)
             plans[g, :, h] = solved.matrix()
-            iterations = max(iterations, solved.iterations)
-            converged = converged and solved.converged
+            iterations = max(iterations, solved.solution.iterations)
+            converged = converged and solved.solution.converged
     return _Within(plans, iterations, converged)
 
 

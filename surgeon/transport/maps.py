@@ -1,14 +1,107 @@
-"""Transport maps by how T is held: dense, as a permutation, as the identity, as ½ (T + I)."""
+"""Settings of a transport problem, its solution, and the map by how T is held: dense, a permutation, ½ (T + I)."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from surgeon.transport.cost import product, transposed_product
-from surgeon.transport.problem import Solution, TransportMap
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """How transport maps are solved and applied.
+
+    `reg`: entropic regularisation in the unit of the (scaled) cost; OpT-DeUS §5.5 takes 0.06. `cost_scale`:
+    divide the cost by nothing, its maximum or its mean. `rescale`: apply T unscaled, with entries that sum to 1
+    (`paper`, as the public code does), or times the number of its columns, so that each aligned row is a
+    convex combination of rows (`marginal`). `tolerance`: L1 distance of T's row sums from 1/n (column sums from
+    1/m) at which Sinkhorn stops; 0 means as near as rounding allows. Raises ValueError for a setting out of range.
+    """
+
+    reg: float = 0.06
+    solver: Literal["sinkhorn", "emd"] = "sinkhorn"
+    cost_scale: Literal["none", "max", "mean"] = "none"
+    rescale: Literal["paper", "marginal"] = "marginal"
+    max_iterations: int = 10_000
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.reg) and 0 < self.reg <= 1e12):
+            raise ValueError(f"reg must be a finite number above 0 and at most 1e12, not {self.reg}")
+        if self.solver not in ("sinkhorn", "emd"):
+            raise ValueError(f"solver must be sinkhorn or emd, not {self.solver!r}")
+        if self.cost_scale not in ("none", "max", "mean"):
+            raise ValueError(f"cost_scale must be none, max or mean, not {self.cost_scale!r}")
+        if self.rescale not in ("paper", "marginal"):
+            raise ValueError(f"rescale must be paper or marginal, not {self.rescale!r}")
+        if self.max_iterations < 1:
+            raise ValueError(f"max_iterations must be at least 1, not {self.max_iterations}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be at least 0 and below 1, not {self.tolerance}")
+
+    def factor(self, columns: int) -> float:
+        """The factor by which T is scaled when it is applied: 1, or the number of its columns."""
+        return float(columns) if self.rescale == "marginal" else 1.0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The numbers of a solved problem, all measured on T as it is applied.
+
+    `iterations`: passes over the kernel, every stage of ε counted. `row_error`, `column_error`: L1 distances of
+    T's marginals from uniform; `converged`: both are within the tolerance asked for. `entropy`: of T, in nats, at
+    most log(n·m) (OpT-DeUS, Table 8). `cost`: ⟨T, C⟩ with C in its own unit, before `cost_scale`.
+    """
+
+    rows: int
+    columns: int
+    iterations: int
+    converged: bool
+    row_error: float
+    column_error: float
+    entropy: float
+    cost: float
+
+    def to_report(self) -> dict[str, Any]:
+        """As JSON data, for the manifest."""
+        return asdict(self)
+
+
+class TransportMap(ABC):
+    """A map T from n rows onto m rows, solved and ready to be applied; s is 1 or m by `rescale`.
+
+    Products are taken in T's dtype (float32, or float64 where the problem was) on T's device.
+    """
+
+    solution: Solution
+
+    @abstractmethod
+    def align_rows(self, weight_ND: Tensor) -> Tensor:
+        """s · Tᵀ · W, (m, d): each row an average of rows of W (Algorithm 1, line 8)."""
+
+    @abstractmethod
+    def align_columns(self, weight_RN: Tensor) -> Tensor:
+        """s · W · T, (r, m): the input side follows an earlier module's map (Algorithm 1, line 6)."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """T itself, (n, m), its entries summing to 1, in a new buffer."""
+
+    @property
+    def n(self) -> int:
+        """Rows of T: of the source."""
+        return self.solution.rows
+
+    @property
+    def m(self) -> int:
+        """Columns of T: rows of the target."""
+        return self.solution.columns
 
 
 class DenseMap(TransportMap):
@@ -58,31 +151,10 @@ class AssignmentMap(TransportMap):
         return full
 
 
-class IdentityMap(TransportMap):
-    """Changes nothing: T = I/n with s = n."""
-
-    def __init__(self, n: int) -> None:
-        if n < 1:
-            raise ValueError(f"an identity map needs at least one row, not {n}")
-        self.solution = Solution(n, n, 0, True, 0.0, 0.0, math.log(n), 0.0)
-
-    def align_rows(self, weight_ND: Tensor) -> Tensor:
-        """W."""
-        return weight_ND
-
-    def align_columns(self, weight_RN: Tensor) -> Tensor:
-        """W."""
-        return weight_RN
-
-    def matrix(self) -> Tensor:
-        """I/n."""
-        return torch.eye(self.n) / self.n
-
-
 class HalfIdentity(TransportMap):
     """½ (s·T + I): the mean of a residual stream's two paths (OpT-DeUS, Table 1, normalisation before the MLP).
 
-    Its solution is that of the map inside.
+    Its solution is that of the map inside. Raises ValueError for a map that is not square.
     """
 
     def __init__(self, inner: TransportMap) -> None:
@@ -104,13 +176,3 @@ class HalfIdentity(TransportMap):
         half = self._inner.matrix().mul_(0.5)
         half.diagonal().add_(0.5 / self.n)
         return half
-
-
-def identity(n: int) -> IdentityMap:
-    """The identity map of n rows or columns. Raises ValueError for n below 1."""
-    return IdentityMap(n)
-
-
-def half_identity(inner: TransportMap) -> HalfIdentity:
-    """½ (T + I) of a square map. Raises ValueError for any other."""
-    return HalfIdentity(inner)

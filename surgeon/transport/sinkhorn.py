@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.transport.maps import DenseMap
+from surgeon.transport.maps import DenseMap, Solution
 from surgeon.transport.passes import TORCH, Passes
-from surgeon.transport.problem import Solution
 
 _MEMORY = 8
-
 
 # Keeps the small linear system solvable when past residuals are multiples of each other.
 _RIDGE = 1e-10
@@ -60,35 +58,21 @@ class Anderson:
 # |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
 # of K at most one the sums of a cut scaling stay inside.
 _ABSORB_AT = 30.0
-
-
 _CUT_AT = 40.0
-
 
 # The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
 # saves fewer passes over K than recomputing the cost takes.
 _FIRST_EPSILON = 0.01
-
-
 _EPSILON_STEP = 8.0
-
-
 _COARSE_TOLERANCE = 1e-2
-
-
 _COARSE_ITERATIONS = 100
-
 
 # An accelerated step that makes the error this much worse than the best is undone.
 _WORSE = 2.0
 
-
 # Near the rounding error: after this many passes without a smaller error, more would not help.
 _NEAR_ROUNDING = 3e-6
-
-
 _STAGNANT = 100
-
 
 # On a GPU the error is read back once in this many passes: reading waits for all earlier work.
 _CHECK_EVERY_ON_DEVICE = 10

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.cost import distances
-from surgeon.transport.maps import AssignmentMap, DenseMap
-from surgeon.transport.problem import Solution, TransportMap, TransportSettings
+from surgeon.transport.maps import AssignmentMap, DenseMap, Solution, TransportMap, TransportSettings
 from surgeon.transport.sinkhorn import sinkhorn
 
 _MOST_PIVOTS = 10_000_000

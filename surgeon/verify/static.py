@@ -14,9 +14,9 @@ from itertools import islice
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
-from surgeon.checkpoint.digest import zeros_sha256
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.ranges import zeros_sha256
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.lineage import Lineage, State

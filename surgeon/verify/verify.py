@@ -188,7 +188,9 @@ class _Comparing:
         """Hidden states and logits of causal models, one layer of each held at a time."""
         from surgeon.models.compare import compare_streamed
 
-        return compare_streamed(*self._compared, dtype=dtype, layer_of_base=layer_of_base, **self._options)
+        return compare_streamed(
+            self.base, self.out, self.ids, dtype=dtype, layer_of_base=layer_of_base, **self._options
+        )
 
     def encoders(self, dtype: str) -> OutputComparison:
         """Outputs of encoders, each held whole."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.checkpoint.copying import ReadAhead, WriteBehind
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
+from surgeon.checkpoint.ranges import WriteBehind
 from surgeon.errors import BadInput
 from tests import tiny
 

@@ -440,7 +440,7 @@ def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
-from surgeon.checkpoint.copying import reserve, write_all
+from surgeon.checkpoint.ranges import reserve, write_all
 from surgeon.checkpoint.staging import Staging
 
 def write(out):

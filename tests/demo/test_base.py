@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from surgeon.demo import base as demo
-from surgeon.demo.base import DemoBase, make_base, sample
-from surgeon.demo.corpus import documentation
+from surgeon.demo.base import DemoBase, documentation, make_base, sample
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 
@@ -71,9 +70,9 @@ def test_only_the_seed_decides(little_text: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_base_writes_words(tmp_path: Path) -> None:
-    made = make_base(tmp_path)
-    assert made.validation_loss < 4.2 < 7 < made.validation_loss_before
+def test_half_the_demos_training_writes_words(tmp_path: Path) -> None:
+    made = make_base(tmp_path, seconds=12)
+    assert made.validation_loss < 4.5 < 7 < made.validation_loss_before
     words = {word for text in WHOLE() for word in re.findall(r"[a-z]+", text.lower())}
     for prompt in ("Return the", "This module provides"):
         written = sample(tmp_path, prompt, 48).removeprefix(prompt)

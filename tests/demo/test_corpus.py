@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.demo import corpus
-from surgeon.demo.corpus import documentation
+from surgeon.demo import base
+from surgeon.demo.base import documentation
 from surgeon.errors import BadInput
 
 LONG = "This sentence is there to be longer than the least length of a documentation string: {}."
@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> None:
 
 
 def test_documentation_strings_in_the_order_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_LEAST_CHARACTERS", 1)
+    monkeypatch.setattr(base, "_LEAST_CHARACTERS", 1)
     # Parsed, never run: the module would leave the test run.
     write(tmp_path / "b.py", f'"""{LONG.format("b")}"""\nraise SystemExit\n')
     write(

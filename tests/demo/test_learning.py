@@ -10,9 +10,8 @@ from rich.console import Console
 from surgeon.common.listener import Quiet
 from surgeon.data.encoding import Encoder
 from surgeon.demo import demo
-from surgeon.demo.corpus import code
-from surgeon.demo.demo import demo_view, run_demo
-from surgeon.demo.learning import KNOWN, NEW, _batches, _write_config
+from surgeon.demo.base import code
+from surgeon.demo.demo import KNOWN, NEW, _write_config, demo_view, run_demo
 from surgeon.train.config import load_config
 from surgeon.train.settings import settle
 from surgeon.train.training_data import TrainingData
@@ -45,19 +44,16 @@ def test_what_only_has_documentation_stays_code(tmp_path: Path) -> None:
     assert code(tmp_path) == [f"class {'A' * 80}:\n    pass"]
 
 
-def test_the_comparison_reads_what_training_reads(tmp_path: Path) -> None:
+def test_only_the_new_text_is_trained_on(tmp_path: Path) -> None:
     base = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
     loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
-    encoder = Encoder(base, vocabulary=128)
-    theirs = TrainingData.open(loaded, settings, encoder, lambda _words: None)
-    assert theirs.validation.keys() == {NEW, KNOWN}
-    for _, batch in zip(range(9), _batches(loaded, settings, encoder), strict=False):
-        rows = [theirs.mixture.next() for _ in range(settings.batch)]
-        assert batch["input_ids"].tolist() == [row.ids for row in rows]
+    data = TrainingData.open(loaded, settings, Encoder(base, vocabulary=128), lambda _words: None)
+    assert data.validation.keys() == {NEW, KNOWN}
+    for _ in range(9 * settings.batch):
         # Of what the base knows nothing is trained on.
-        assert int(batch["input_ids"][batch["input_ids"] >= 10].min()) >= 60
+        assert min(token for token in data.mixture.next().ids if token >= 10) >= 60
 
 
 @pytest.mark.slow

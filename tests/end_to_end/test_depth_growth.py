@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,25 +27,49 @@ DEPTH_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("plan", ["opt-deus", "llama-pro"])
-def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_path: Path) -> None:
-    base = tiny.checkpoint(tmp_path / "base", family)
-    out = tmp_path / "out"
-    before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
+GROWN = [(plan, family) for plan in ("opt-deus", "llama-pro") for family in FAMILIES]
 
-    shown = surgeon.preview(plan, str(base))
-    applied = surgeon.apply(plan, str(base), out)
-    assert [layer.base for layer in applied.preview.blueprint.layers] == [
-        layer.base for layer in shown.blueprint.layers
-    ]
 
-    native, grown = load_elsewhere(base, out, cache=tmp_path)
-    assert grown["class"] == native["class"]
-    assert grown["layers"] == len(shown.blueprint.layers) > native["layers"]
-    assert grown["logits"] == native["logits"]
-    assert grown["told"] == native["told"]
-    assert grown["told_uncached"] == native["told_uncached"]
+@dataclass(frozen=True)
+class Grown:
+    """A base and its output: where both lie, the base's digests before, previews, what both did elsewhere."""
+
+    base: Path
+    out: Path
+    before: dict[str, str]
+    shown: Any
+    applied: Any
+    elsewhere: tuple[dict[str, Any], dict[str, Any]]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Grown]:
+    """Both plans on every family, all loaded in one process without surgeon."""
+    folder = tmp_path_factory.mktemp("grown")
+    made: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for plan, family in GROWN:
+        base = tiny.checkpoint(folder / f"base-{family}", family)
+        out, before = folder / f"{plan}-{family}", digests(base)
+        made[plan, family] = (base, out, before, surgeon.preview(plan, str(base)), surgeon.apply(plan, str(base), out))
+    told = iter(load_elsewhere(*(path for base, out, *_ in made.values() for path in (base, out)), cache=folder))
+    return {case: Grown(*parts, elsewhere=(next(told), next(told))) for case, parts in made.items()}
+
+
+@pytest.mark.parametrize(("plan", "family"), GROWN)
+def test_every_family_from_preview_to_generation(plan: str, family: str, grown: dict[tuple[str, str], Grown]) -> None:
+    here = grown[plan, family]
+    base, out, (native, larger) = here.base, here.out, here.elsewhere
+    layers = here.shown.blueprint.layers
+    assert [layer.base for layer in here.applied.preview.blueprint.layers] == [layer.base for layer in layers]
+    assert larger["class"] == native["class"]
+    assert larger["layers"] == len(layers) > native["layers"]
+    assert larger["logits"] == native["logits"]
+    assert larger["told"] == native["told"]
+    assert larger["told_uncached"] == native["told_uncached"]
 
     for dtypes in (["auto"], ["float32"]):
         verification = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
@@ -52,7 +78,7 @@ def test_every_family_from_preview_to_generation(family: str, plan: str, tmp_pat
     streamed = surgeon.verify(base, out, window=24, windows=2, streamed=True)
     assert streamed.holds
     assert streamed.identical
-    assert before == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in base.iterdir()}
+    assert here.before == digests(base)
 
 
 @pytest.mark.parametrize("plan", DEPTH_PLANS)

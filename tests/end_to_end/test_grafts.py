@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,45 @@ STATES: dict[str, Any] = {"op": "mixture_of_control", "rank": 4}
 INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "average"}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_from_preview_to_generation(family: str, plan: Callable[..., Path], tmp_path: Path) -> None:
-    """Inserted layer, control blocks (stacked and beside), adapters, slots and control states in one plan."""
-    base = tiny.checkpoint(tmp_path / "base", family)
-    out = tmp_path / "out"
-    chosen = plan(INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS, EXPERTS, STATES)
-    shown = surgeon.preview(chosen, str(base))
-    assert not shown.blueprint.native
-    applied = surgeon.apply(chosen, str(base), out)
-    assert applied.manifest.promise == "exact"
+@dataclass(frozen=True)
+class Grown:
+    """A base and its output: where both lie, what was previewed and applied, what both did elsewhere."""
 
-    (native,) = load_elsewhere(base, cache=tmp_path)
-    (grown,) = load_elsewhere(out, cache=tmp_path, trust=True)
-    assert grown["class"].startswith("Upcycled")
-    assert grown["layers"] == len(shown.blueprint.layers) == 6 + 1 + 2
-    assert grown["logits"] == native["logits"]
-    assert grown["told"] == native["told"]
-    assert grown["told_uncached"] == native["told_uncached"]
+    base: Path
+    out: Path
+    shown: Any
+    applied: Any
+    elsewhere: tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grown]:
+    """One plan with every graft on every family, all loaded in one process without surgeon."""
+    folder = tmp_path_factory.mktemp("grown")
+    operations = [INSERT, CONTROL | {"layers": {"every": 2}, "expansion": "hybrid"}, ADAPTERS, EXPERTS, STATES]
+    plan = folder / "plan.yaml"
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}, indent=1))
+    made: dict[str, tuple[Path, Path, Any, Any]] = {}
+    for family in FAMILIES:
+        base, out = tiny.checkpoint(folder / f"base-{family}", family), folder / f"out-{family}"
+        made[family] = (base, out, surgeon.preview(plan, str(base)), surgeon.apply(plan, str(base), out))
+    folders = [path for base, out, *_ in made.values() for path in (base, out)]
+    told = iter(load_elsewhere(*folders, cache=folder, trust=True))
+    return {family: Grown(*paths, elsewhere=(next(told), next(told))) for family, paths in made.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_from_preview_to_generation(family: str, grown: dict[str, Grown]) -> None:
+    """Inserted layer, control blocks (stacked and beside), adapters, slots and control states in one plan."""
+    here = grown[family]
+    base, out, (native, upcycled) = here.base, here.out, here.elsewhere
+    assert not here.shown.blueprint.native
+    assert here.applied.manifest.promise == "exact"
+    assert upcycled["class"].startswith("Upcycled")
+    assert upcycled["layers"] == len(here.shown.blueprint.layers) == 6 + 1 + 2
+    assert upcycled["logits"] == native["logits"]
+    assert upcycled["told"] == native["told"]
+    assert upcycled["told_uncached"] == native["told_uncached"]
 
     for dtypes in (["auto"], ["float32"]):
         verification = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)

@@ -57,12 +57,12 @@ def test_a_disk_that_is_full_while_layers_are_computed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed tensors are written by a thread: its error ends the run, and what it left out is written later."""
-    from surgeon.checkpoint import copying
+    from surgeon.checkpoint import ranges
 
     expected, out = tmp_path / "expected", tmp_path / "out"
     arguments = ["apply", "opt-deus", str(base), str(out), "--max-shard-size", "20KB"]
     surgeon.apply("opt-deus", str(base), expected, max_shard_bytes=20_000)
-    real, left = copying.write_all, [9]
+    real, left = ranges.write_all, [9]
 
     def full(*arguments: Any) -> None:
         left[0] -= 1
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_while_layers_are_computed(
         real(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(copying, "write_all", full)
+        patched.setattr(ranges, "write_all", full)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "the disk is full" in result.stderr

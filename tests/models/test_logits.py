@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models import compare
 from surgeon.models.compare import CACHED_DECODE, PREFILL, compare_logits, compare_models, compare_streamed
@@ -192,7 +193,8 @@ def test_code_in_a_checkpoint_is_not_run_unless_asked(llama: Path, tmp_path: Pat
     with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
         compare_logits(llama, foreign, IDS)
     with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
-        compare_streamed(llama, foreign, IDS, layer_of_base=range(6))
+        opened = CheckpointFolder.open(foreign, trust_remote_code=True)
+        compare_streamed(CheckpointFolder.open(llama), opened, IDS, layer_of_base=range(6))
 
 
 def test_loaded_weights_are_aligned(llama: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.compare import compare_logits, compare_streamed
+from surgeon.models.compare import StreamedComparison, compare_logits, compare_streamed
 from surgeon.models.load import load_model
 from surgeon.models.stream import StreamedModel
 from tests import tiny
@@ -22,6 +23,10 @@ SAME = range(6)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def compared(base: Path, out: Path, ids: torch.Tensor, **options: Any) -> StreamedComparison:
+    return compare_streamed(CheckpointFolder.open(base), CheckpointFolder.open(out), ids, **options)
 
 
 def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
@@ -38,7 +43,7 @@ def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path, family)
-    whole, streamed = load_model(base, dtype=dtype), StreamedModel(base, dtype=dtype).module
+    whole, streamed = load_model(base, dtype=dtype), StreamedModel(CheckpointFolder.open(base), dtype=dtype).module
     with torch.inference_mode():
         ordinary = whole(input_ids=IDS, use_cache=False).logits
         assert ordinary.isfinite().all()
@@ -51,7 +56,7 @@ def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype
 def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     images = grow(base, tmp_path / "out", after=[0, 3, 5])
-    found = compare_streamed(base, tmp_path / "out", IDS, layer_of_base=images, batch_size=2)
+    found = compared(base, tmp_path / "out", IDS, layer_of_base=images, batch_size=2)
     assert found.identical and found.first_difference is None and found.layers_compared == 6
     # The numbers are those of the comparison that loads everything.
     assert list(found.logits) == compare_logits(base, tmp_path / "out", IDS, decode_tokens=4, batch_size=2)
@@ -76,7 +81,7 @@ def test_at_most_one_unit_is_in_memory_at_any_time(llama: Path, tmp_path: Path) 
 
     handle = register_module_forward_pre_hook(look)
     try:
-        found = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images, decode_tokens=2)
+        found = compared(llama, tmp_path / "out", IDS, layer_of_base=images, decode_tokens=2)
     finally:
         handle.remove()
     assert found.identical and len(roots) == 2
@@ -90,7 +95,7 @@ def test_the_first_layer_that_differs_is_named(layer: int, llama: Path, tmp_path
     out = tmp_path / "out"
     images = grow(llama, out, after=[2])
     edit(out, f"model.layers.{images[layer]}.mlp.up_proj.weight", lambda value: value * 1.5)
-    found = compare_streamed(llama, out, IDS, layer_of_base=images)
+    found = compared(llama, out, IDS, layer_of_base=images)
     assert not found.identical and not any(mode.identical for mode in found.logits)
     apart = found.first_difference
     assert apart is not None and (apart.base_layer, apart.out_layer) == (layer, images[layer])
@@ -101,7 +106,7 @@ def test_the_first_layer_that_differs_is_named(layer: int, llama: Path, tmp_path
 def test_a_new_layer_that_writes_is_among_the_suspects(llama: Path, tmp_path: Path) -> None:
     images = grow(llama, tmp_path / "out", after=[2, 5])
     edit(tmp_path / "out", "model.layers.3.mlp.down_proj.weight", lambda value: value + 1)
-    apart = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images).first_difference
+    apart = compared(llama, tmp_path / "out", IDS, layer_of_base=images).first_difference
     assert apart is not None and apart.base_layer == 3 and apart.suspects == (3, 4)
 
 
@@ -119,7 +124,7 @@ def test_what_differs_outside_the_base_layers(
 ) -> None:
     images = grow(llama, tmp_path / "out", after=[2, 5])
     edit(tmp_path / "out", tensor, lambda value: value + 1)
-    found = compare_streamed(llama, tmp_path / "out", IDS, layer_of_base=images)
+    found = compared(llama, tmp_path / "out", IDS, layer_of_base=images)
     apart = found.first_difference
     assert not found.identical and apart is not None
     assert (apart.where, apart.base_layer, apart.suspects) == (where, None, suspects)
@@ -131,14 +136,14 @@ def test_a_head_stored_beside_a_tie_is_used(family: str, tmp_path: Path) -> None
     base = tiny.checkpoint(tmp_path / "base", family, tie_word_embeddings=False)
     config = base / "config.json"
     config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
-    whole, streamed = load_model(base), StreamedModel(base).module
+    whole, streamed = load_model(base), StreamedModel(CheckpointFolder.open(base)).module
     with torch.inference_mode():
         assert torch.equal(whole(input_ids=IDS).logits, streamed(input_ids=IDS).logits)
 
 
 def test_progress_counts_every_layer(llama: Path) -> None:
     calls: list[tuple[int, int]] = []
-    compare_streamed(
+    compared(
         llama,
         llama,
         IDS,
@@ -153,57 +158,39 @@ def test_progress_counts_every_layer(llama: Path) -> None:
 def test_a_wrong_map_of_layers_is_refused(llama: Path) -> None:
     for wrong in (range(5), [0, 1, 2, 3, 4, 6]):
         with pytest.raises(ValueError, match="layer_of_base"):
-            compare_streamed(llama, llama, IDS, layer_of_base=wrong)
+            compared(llama, llama, IDS, layer_of_base=wrong)
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    """What disagrees within the checkpoint itself is found when it is opened (tests/checkpoint)."""
     name = "model.layers.3.mlp.up_proj.weight"
-    lost = tiny.checkpoint(tmp_path / "lost", "llama")
-    edit(lost, name, lambda value: None)
-    with pytest.raises(PromiseBroken, match=f"{name} is not in this shard"):
-        compare_streamed(llama, lost, IDS, layer_of_base=SAME)
-    with pytest.raises(BadInput, match=f"{name} is not in this shard"):
-        compare_streamed(lost, llama, IDS, layer_of_base=SAME)
-    unlisted = tiny.checkpoint(tmp_path / "unlisted", "llama")
-    index = unlisted / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace(name, f"{name}_"))
-    with pytest.raises(PromiseBroken, match=f"tensor {name}, the checkpoint lacks it"):
-        compare_streamed(llama, unlisted, IDS, layer_of_base=SAME)
-    extra = tiny.checkpoint(tmp_path / "extra", "llama")
-    config = extra / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 6', '"num_hidden_layers": 5'))
-    with pytest.raises(PromiseBroken, match=r"tensor model\.layers\.5\.\S+, the model has no place"):
-        compare_streamed(llama, extra, IDS, layer_of_base=SAME)
+    for layers, words in (
+        (7, r"model has the tensor model\.layers\.6\.\S+, the checkpoint lacks it"),
+        (5, r"tensor model\.layers\.5\.\S+, the model has no place"),
+    ):
+        other = tiny.checkpoint(tmp_path / str(layers), "llama")
+        config = other / "config.json"
+        config.write_text(config.read_text().replace('"num_hidden_layers": 6', f'"num_hidden_layers": {layers}'))
+        with pytest.raises(PromiseBroken, match=words):
+            compared(llama, other, IDS, layer_of_base=SAME)
+        with pytest.raises(BadInput, match=words):
+            compared(other, llama, IDS, layer_of_base=SAME)
     shape = tiny.checkpoint(tmp_path / "shape", "llama")
     edit(shape, name, lambda value: value[:-1])
     with pytest.raises(PromiseBroken, match=r"shape \(47, 32\); the config requires \(48, 32\)"):
-        compare_streamed(llama, shape, IDS, layer_of_base=SAME)
+        compared(llama, shape, IDS, layer_of_base=SAME)
 
 
-def test_broken_shards_and_indexes(llama: Path, tmp_path: Path) -> None:
-    cut = tiny.checkpoint(tmp_path / "cut", "llama")
+def test_a_shard_that_is_cut_after_it_was_opened(llama: Path, tmp_path: Path) -> None:
+    cut = tiny.checkpoint(tmp_path, "llama")
+    opened = CheckpointFolder.open(cut)
     shard = shard_of(cut, "model.norm.weight")
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(PromiseBroken, match=f"{shard.name}: cannot be read"):
-        compare_streamed(llama, cut, IDS, layer_of_base=SAME)
-    index = cut / "model.safetensors.index.json"
-    good = index.read_text()
-    for text, words in (
-        (good.replace(shard.name, f"../{shard.name}"), "plain name"),
-        (good.replace(shard.name, "other.safetensors"), "not a file here"),
-        ("[]", "not a safetensors index"),
-        ("{", "not a safetensors index"),
-        ('{"weight_map": {}}', "lists no tensor"),
-    ):
-        index.write_text(text)
-        with pytest.raises(BadInput, match=words):
-            StreamedModel(cut)
-    index.unlink()
-    with pytest.raises(BadInput, match="neither"):
-        StreamedModel(cut)
+        compare_streamed(CheckpointFolder.open(llama), opened, IDS, layer_of_base=SAME)
 
 
 def test_a_checkpoint_in_one_file_streams_too(llama: Path, tmp_path: Path) -> None:
     single = tiny.checkpoint(tmp_path, "llama", shard="1GB")
     assert (single / "model.safetensors").is_file()
-    assert compare_streamed(llama, single, IDS, layer_of_base=SAME).identical
+    assert compared(llama, single, IDS, layer_of_base=SAME).identical

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surgeon.errors import BadInput
-from surgeon.models.tokens import PROBE_TEXT, token_batches
+from surgeon.models.tokens import probe_text, token_batches
 
 EOS = 1
 VOCABULARY = 2 + 256
@@ -116,8 +116,8 @@ def test_texts_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
 def test_the_probe_text_serves_when_none_is_given(folder: Path) -> None:
     found = token_batches(folder, text=None, vocabulary=VOCABULARY)
     assert found.ids.shape == (8, 128) and "built-in" in found.source
-    assert spelled(folder, found.ids[0]) == PROBE_TEXT[0][:128]
-    assert sum(len(part.split()) for part in PROBE_TEXT) > 400
+    assert spelled(folder, found.ids[0]) == probe_text()[0][:128]
+    assert sum(len(part.split()) for part in probe_text()) > 400
 
 
 def test_without_a_tokenizer_the_tokens_are_random_and_said_to_be(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import load_plan, parse_plan
 from surgeon.plan.shipped import find_plan, names
-from surgeon.report.page.document import STYLE
 from tests import tiny
+from tests.house import PACKAGE
 
 PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
 
@@ -70,9 +70,10 @@ def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) 
 
 
 def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
+    style = (PACKAGE / "report" / "page" / "style.css").read_text(encoding="utf-8")
     assert len(legends()) == sum(len(operation.legend) for operation in OPERATIONS.values())
     for letter, legend in legends().items():
-        assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in STYLE
+        assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in style
 
 
 def _kinds(surgery: Mapping[str, Any]) -> set[str]:

@@ -63,7 +63,7 @@ assert applied.manifest.promise == "exact"
 for dtypes in (["auto"], ["float32"]):
     checked = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
     assert checked.holds and checked.identical, checked
-surgeon.inspect(out), surgeon.report(out)
+surgeon.inspect(out), surgeon.report(out, html=out + ".html")
 print(text)
 """
 TRAIN = """
@@ -101,6 +101,11 @@ def test_the_manifest_names_the_package_and_its_code_ships(grown: Path) -> None:
         assert mark in code
     assert "class GatedAdapter" in code and "class ExpertRouter" not in code
     assert not any(line.startswith(("from surgeon", "import surgeon", "from .")) for line in code.splitlines())
+
+
+def test_the_report_explains_its_sign_in_its_colour(grown: Path) -> None:
+    page = (grown / "out.html").read_text(encoding="utf-8")
+    assert "<span>F learned scale of the FFN</span>" in page and 'class="pill c4 trains"' in page
 
 
 def test_it_loads_generates_trains_and_saves_where_neither_is_installed(grown: Path, tmp_path: Path) -> None:
@@ -175,6 +180,26 @@ def test_what_a_plugin_took_no_part_in_names_none(tmp_path: Path, grown: Path) -
         tmp_path / "out",
         site=None,
     )
+
+
+def test_a_family_of_the_package_carries_grafts(grown: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 128}
+    config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.5)
+    GraniteForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [SCALE, CONTROL]}))
+    out = tmp_path / "out"
+    run(GROW, plan, tmp_path / "base", out, site=grown / "site")
+    (found,) = load_elsewhere(out, cache=tmp_path, trust=True)
+    (native,) = load_elsewhere(tmp_path / "base", cache=tmp_path)
+    assert found["class"] == "UpcycledGraniteForCausalLM"
+    assert found["logits"] == native["logits"] and found["told"] == native["told"]
+    told = run(COMMAND, "preview", plan, tmp_path / "base", site=None, expect=2)
+    assert "unknown op" in told
 
 
 BROKEN = {

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from surgeon.transport import fused, passes, sinkhorn
+from surgeon.transport.maps import TransportSettings
 from surgeon.transport.passes import TORCH
-from surgeon.transport.problem import TransportSettings
 from surgeon.transport.solving import solve
 from tests.transport.problems import PROBLEMS, seeded
 
@@ -86,13 +86,13 @@ def test_solutions(
     monkeypatch.setattr(sinkhorn, "passes_for", lambda matrix: used.append(matrix) or fused.PASSES)
     found = solve(source, target, settings)
     assert used
-    assert abs(found.iterations - expected.iterations) <= slack
-    assert found.converged
-    assert expected.converged
-    assert max(found.row_error, found.column_error) <= tolerance
+    assert abs(found.solution.iterations - expected.solution.iterations) <= slack
+    assert found.solution.converged
+    assert expected.solution.converged
+    assert max(found.solution.row_error, found.solution.column_error) <= tolerance
     assert (found.matrix() - expected.matrix()).abs().sum() < 50 * tolerance
-    assert found.cost == pytest.approx(expected.cost, rel=tolerance)
-    assert found.entropy == pytest.approx(expected.entropy, abs=50 * tolerance)
+    assert found.solution.cost == pytest.approx(expected.solution.cost, rel=tolerance)
+    assert found.solution.entropy == pytest.approx(expected.solution.entropy, abs=50 * tolerance)
     assert torch.equal(solve(source, target, settings).matrix(), found.matrix())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.problem import TransportSettings
+from surgeon.transport.maps import TransportSettings
 from tests.transport.problems import seeded
 
 HEAD_DIM, WIDTH = 8, 24
@@ -145,7 +145,7 @@ def test_map_is_its_matrix(rescale: str, solver: str) -> None:
         torch.testing.assert_close(found.align_rows(rows), factor * plan.T @ rows)
         torch.testing.assert_close(found.align_columns(rows.T), factor * rows.T @ plan)
         torch.testing.assert_close(found.align_rows(rows[:, 0]), factor * plan.T @ rows[:, 0])  # a bias
-        assert found.entropy == pytest.approx(-float(torch.xlogy(plan, plan).sum()), abs=1e-3)
+        assert found.solution.entropy == pytest.approx(-float(torch.xlogy(plan, plan).sum()), abs=1e-3)
         # Numbers of a head stay at their place: rotary pairs are never torn apart.
         places = plan.view(n // HEAD_DIM, HEAD_DIM, n // HEAD_DIM, HEAD_DIM).sum((0, 2))
         assert torch.equal(places, places.diagonal().diag())
@@ -159,7 +159,7 @@ def test_groups_go_whole() -> None:
     keys = maps.key.matrix().view(2, HEAD_DIM, 2, HEAD_DIM).sum((1, 3))
     torch.testing.assert_close(queries, keys)
     assert maps.value.matrix().equal(maps.key.matrix())
-    assert maps.query.entropy == pytest.approx(math.log(8 * HEAD_DIM))
+    assert maps.query.solution.entropy == pytest.approx(math.log(8 * HEAD_DIM))
 
 
 @pytest.mark.parametrize(

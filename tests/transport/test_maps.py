@@ -10,8 +10,7 @@ import ot
 import pytest
 import torch
 
-from surgeon.transport.maps import half_identity, identity
-from surgeon.transport.problem import TransportMap, TransportSettings
+from surgeon.transport.maps import HalfIdentity, TransportSettings
 from surgeon.transport.solving import solve
 from tests.transport.problems import cost64, gaussian, permuted, seeded, uneven
 
@@ -56,8 +55,8 @@ def test_permuted_copies_are_recovered(solver: str, dtype: torch.dtype) -> None:
     assert aligned.dtype == working
     torch.testing.assert_close(aligned, target.to(working), rtol=0, atol=tolerance)
     torch.testing.assert_close(found.align_columns(source.T), target.T.to(working), rtol=0, atol=tolerance)
-    assert found.entropy == pytest.approx(math.log(40), abs=1e-3)
-    assert found.converged
+    assert found.solution.entropy == pytest.approx(math.log(40), abs=1e-3)
+    assert found.solution.converged
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -92,12 +91,12 @@ def test_exact_transport_agrees_with_pot() -> None:
         cost = cost64(source, target)
         expected = ot.emd2(np.full(n, 1 / n), np.full(m, 1 / m), cost)
         found = solve(source, target, TransportSettings(solver="emd"))
-        assert found.cost == pytest.approx(expected, rel=1e-6)
+        assert found.solution.cost == pytest.approx(expected, rel=1e-6)
         plan = found.matrix().double().numpy()
         assert (plan * cost).sum() == pytest.approx(expected, rel=1e-6)
         if n == m:
             assert sorted(np.unique(plan)) == pytest.approx([0, 1 / n])
-        assert found.entropy == pytest.approx(-(plan[plan > 0] * np.log(plan[plan > 0])).sum(), rel=1e-6)
+        assert found.solution.entropy == pytest.approx(-(plan[plan > 0] * np.log(plan[plan > 0])).sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -107,38 +106,27 @@ def test_degenerate_rows(solver: str, kind: str, scale: str) -> None:
     base, _ = gaussian(4, 1, 6)
     source = {"equal": base[:1].repeat(12, 1), "zero": torch.zeros(12, 6), "duplicated": base.repeat(3, 1)}[kind]
     found = solve(source, source.clone(), settings(solver, reg=0.01, cost_scale=scale))
-    assert found.converged
-    assert max(found.row_error, found.column_error) < 1e-6
+    assert found.solution.converged
+    assert max(found.solution.row_error, found.solution.column_error) < 1e-6
     # Whichever copy a row is sent to, the aligned rows are the rows.
     torch.testing.assert_close(found.align_rows(source), source, rtol=0, atol=1e-6)
     if solver == "sinkhorn":
         spread = {"equal": 12, "zero": 12, "duplicated": 3}[kind]
-        assert found.entropy == pytest.approx(math.log(12 * spread), abs=1e-3)
+        assert found.solution.entropy == pytest.approx(math.log(12 * spread), abs=1e-3)
 
 
 def test_half_identity() -> None:
     source, target = uneven(20, 20, 12)
     inner = solve(source, target, TransportSettings())
-    half = half_identity(inner)
+    half = HalfIdentity(inner)
     plan = (20 * inner.matrix() + torch.eye(20)) / 2
     weight = torch.randn(20, 3, generator=seeded(5))
     torch.testing.assert_close(half.align_rows(weight), plan.T @ weight)
     torch.testing.assert_close(half.align_columns(weight.T), weight.T @ plan)
     torch.testing.assert_close(half.matrix(), plan / 20)
-    assert half.to_report() == inner.to_report()
+    assert half.solution.to_report() == inner.solution.to_report()
     with pytest.raises(ValueError, match="square map, not one of 20 × 9"):
-        half_identity(solve(source, target[:9], TransportSettings()))
-
-
-def test_identity() -> None:
-    weight = torch.randn(6, 4, generator=seeded(5))
-    found: TransportMap = identity(6)
-    assert torch.equal(found.align_rows(weight), weight)
-    assert torch.equal(found.align_columns(weight.T), weight.T)
-    assert float(found.matrix().sum()) == pytest.approx(1)
-    assert found.entropy == math.log(6)
-    with pytest.raises(ValueError, match="at least one row"):
-        identity(0)
+        HalfIdentity(solve(source, target[:9], TransportSettings()))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -146,7 +134,7 @@ def test_maps_leave_their_inputs_alone(solver: str) -> None:
     source, target = uneven(16, 16, 8)
     kept = source.clone(), target.clone()
     found = solve(source, target, settings(solver))
-    for apply in (found, half_identity(found)):
+    for apply in (found, HalfIdentity(found)):
         apply.align_rows(source)
         apply.align_columns(source.T)
         apply.matrix().zero_()

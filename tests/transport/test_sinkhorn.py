@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.transport.problem import TransportSettings
+from surgeon.transport.maps import TransportSettings
 from surgeon.transport.sinkhorn import schedule
 from surgeon.transport.solving import solve
 from tests.transport.problems import PROBLEMS, cost64, permuted, pot_log, solved_by_pot, uneven
@@ -33,8 +33,8 @@ def test_plan_agrees_with_pot_in_float64(problem: str, norm: float, share: float
     found = solve(source, target, TransportSettings(reg=share * cost.mean(), tolerance=1e-7, max_iterations=2000))
     expected = solved_by_pot(problem, 60, 60, 40, share)
     assert np.abs(wide(found.matrix()) - expected).max() * len(cost) < 1e-4
-    assert found.cost == pytest.approx((expected * cost).sum(), rel=1e-5)
-    assert found.entropy == pytest.approx(-(expected * np.log(expected)).sum(), abs=1e-3)
+    assert found.solution.cost == pytest.approx((expected * cost).sum(), rel=1e-5)
+    assert found.solution.entropy == pytest.approx(-(expected * np.log(expected)).sum(), abs=1e-3)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -44,10 +44,10 @@ def test_cost_agrees_with_pot_at_equal_error(problem: str, norm: float, share: f
     source, target = PROBLEMS[problem](48, 64, 40, norm=norm)
     cost = cost64(source, target)
     found = solve(source, target, TransportSettings(reg=share * cost.mean()))
-    error = max(found.row_error, found.column_error)
+    error = max(found.solution.row_error, found.solution.column_error)
     # POT's error is an L2 norm, at most the L1 norm that ours is.
     expected = (solved_by_pot(problem, 48, 64, 40, share, error=2e-7) * cost).sum()
-    assert found.cost == pytest.approx(expected, rel=1e-4)
+    assert found.solution.cost == pytest.approx(expected, rel=1e-4)
     assert error < 5e-6
 
 
@@ -61,24 +61,24 @@ def test_nothing_under_or_overflows(share: float, norm: float) -> None:
     assert (plan >= 0).all()
     assert plan.sum() == pytest.approx(1, abs=1e-5)
     # Never far from feasible, however sharp: that is what a plain Sinkhorn loses first.
-    assert max(found.row_error, found.column_error) < 1e-3
-    assert math.isfinite(found.entropy)
-    assert math.log(50) - 1e-3 < found.entropy <= math.log(40 * 50)
+    assert max(found.solution.row_error, found.solution.column_error) < 1e-3
+    assert math.isfinite(found.solution.entropy)
+    assert math.log(50) - 1e-3 < found.solution.entropy <= math.log(40 * 50)
 
 
 def test_solution_tells_what_the_plan_is() -> None:
     source, target = uneven(30, 45, 20)
     found = solve(source, target, TransportSettings(reg=0.05))
     plan = wide(found.matrix())
-    assert found.converged
+    assert found.solution.converged
     assert (found.n, found.m) == plan.shape == (30, 45)
-    assert found.row_error == pytest.approx(np.abs(plan.sum(1) - 1 / 30).sum(), abs=1e-7)
-    assert found.column_error == pytest.approx(np.abs(plan.sum(0) - 1 / 45).sum(), abs=1e-7)
-    assert found.entropy == pytest.approx(-(plan * np.log(plan)).sum(), rel=1e-5)
-    assert found.cost == pytest.approx((plan * cost64(source, target)).sum(), rel=1e-5)
-    assert max(found.row_error, found.column_error) <= 1e-6
-    report = found.to_report()
-    assert report["iterations"] == found.iterations >= 1
+    assert found.solution.row_error == pytest.approx(np.abs(plan.sum(1) - 1 / 30).sum(), abs=1e-7)
+    assert found.solution.column_error == pytest.approx(np.abs(plan.sum(0) - 1 / 45).sum(), abs=1e-7)
+    assert found.solution.entropy == pytest.approx(-(plan * np.log(plan)).sum(), rel=1e-5)
+    assert found.solution.cost == pytest.approx((plan * cost64(source, target)).sum(), rel=1e-5)
+    assert max(found.solution.row_error, found.solution.column_error) <= 1e-6
+    report = found.solution.to_report()
+    assert report["iterations"] == found.solution.iterations >= 1
     assert report["converged"] is True
 
 
@@ -88,7 +88,7 @@ def test_float64_inputs_are_solved_in_float64() -> None:
     settings = TransportSettings(reg=0.02, cost_scale="mean", tolerance=1e-12)
     found = solve(source, target, settings)
     assert found.matrix().dtype == torch.float64
-    assert found.converged
+    assert found.solution.converged
     assert np.abs(wide(found.matrix()) - pot_log(cost, 0.02 * cost.mean(), error=1e-14)).max() * 40 < 1e-8
 
 
@@ -99,16 +99,16 @@ def test_cost_scale_divides_the_cost() -> None:
         found = solve(source, target, TransportSettings(reg=0.1, cost_scale=scale))
         plain = solve(source, target, TransportSettings(reg=0.1 * unit))
         assert np.abs(wide(found.matrix()) - wide(plain.matrix())).max() * 40 < 1e-4
-        assert found.cost == pytest.approx(plain.cost, rel=1e-5)  # in the unit of the cost itself
+        assert found.solution.cost == pytest.approx(plain.solution.cost, rel=1e-5)  # in the unit of the cost itself
 
 
 def test_too_few_iterations_are_told() -> None:
     source, target = uneven(64, 64, 40)
     for most in (1, 2, 10):
         found = solve(source, target, TransportSettings(reg=1e-3, max_iterations=most))
-        assert not found.converged
-        assert found.iterations <= most
-        assert max(found.row_error, found.column_error) > 1e-6
+        assert not found.solution.converged
+        assert found.solution.iterations <= most
+        assert max(found.solution.row_error, found.solution.column_error) > 1e-6
         assert np.isfinite(wide(found.matrix())).all()
 
 
@@ -119,10 +119,10 @@ def test_acceleration_beats_the_plain_iteration() -> None:
     source, target = uneven(200, 200, 100, norm=3.0)
     cost = cost64(source, target)
     found = solve(source, target, TransportSettings())
-    assert found.converged
+    assert found.solution.converged
     uniform = np.full(200, 1 / 200)
     _, log = ot.sinkhorn(
-        uniform, uniform, cost, 0.06, numItermax=4 * found.iterations, stopThr=1e-6, log=True, warn=False
+        uniform, uniform, cost, 0.06, numItermax=4 * found.solution.iterations, stopThr=1e-6, log=True, warn=False
     )
     assert log["err"][-1] > 1e-6
 
@@ -151,16 +151,16 @@ def test_plans_are_couplings(n: int, m: int, seed: int, reg: float, problem: str
     plan = wide(found.matrix())
     assert (plan >= 0).all()
     assert plan.sum() == pytest.approx(1, abs=1e-5)
-    assert np.abs(plan.sum(1) - 1 / n).sum() == pytest.approx(found.row_error, abs=1e-6)
-    assert max(found.row_error, found.column_error) < 1e-3
-    assert found.converged == (max(found.row_error, found.column_error) <= 1e-6)
+    assert np.abs(plan.sum(1) - 1 / n).sum() == pytest.approx(found.solution.row_error, abs=1e-6)
+    assert max(found.solution.row_error, found.solution.column_error) < 1e-3
+    assert found.solution.converged == (max(found.solution.row_error, found.solution.column_error) <= 1e-6)
 
 
 @pytest.mark.parametrize("share", [1e-2, 1e-3])
 def test_sharp_plans_of_permuted_copies_are_permutations(share: float) -> None:
     source, target, order = permuted(50, 40)
     found = solve(source, target, TransportSettings(reg=share, cost_scale="mean"))
-    assert found.converged
+    assert found.solution.converged
     torch.testing.assert_close(found.align_rows(source), target, rtol=0, atol=1e-5)
     assert torch.equal(found.matrix().argmax(0), order)
-    assert found.entropy == pytest.approx(math.log(50), abs=1e-3)
+    assert found.solution.entropy == pytest.approx(math.log(50), abs=1e-3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgeon.transport import solving
-from surgeon.transport.problem import TransportSettings
+from surgeon.transport.maps import TransportSettings
 from surgeon.transport.solving import solve
 from tests.transport.problems import uneven
 
@@ -109,5 +109,5 @@ def test_device_agrees_with_the_processor(reg: float) -> None:
     settings = TransportSettings(reg=reg, cost_scale="mean")
     here, there = solve(source, target, settings), solve(source, target, settings, device="cuda")
     assert there.matrix().is_cuda
-    assert there.cost == pytest.approx(here.cost, rel=1e-4)
+    assert there.solution.cost == pytest.approx(here.solution.cost, rel=1e-4)
     torch.testing.assert_close(there.matrix().cpu() * 300, here.matrix() * 300, rtol=0, atol=1e-3)

@@ -1,138 +1,37 @@
-"""The report as one HTML file that needs no network: its style, and its sections in order."""
+"""The report as one HTML file that needs no network: its sections in order, and those on what surgeries did."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from surgeon._version import __version__
+from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, size
+from surgeon.operations import papers_of
+from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings
-from surgeon.report.page.markup import el, join, raw
-from surgeon.report.page.routing import routing_section
-from surgeon.report.page.sections import (
+from surgeon.report.history import Budget
+from surgeon.report.page.charts import Bar, bars
+from surgeon.report.page.markup import Child, Markup, el, figure, folded, join, pair, raw, section, table
+from surgeon.report.page.markup import lines as text_lines
+from surgeon.report.page.measured import (
     alignment_section,
-    budget_section,
     curves_section,
-    headline,
-    lineage_section,
-    operations_section,
-    proof_section,
+    routing_section,
     spectra_section,
-    stack_section,
     transport_section,
 )
-
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --panel: #f5f6f8; --ink: #1a212b; --soft: #525d6b; --line: #d3d8df; --focus: #0b5fff;
-  --good: #1b7a3d; --bad: #b3261e; --warn: #8a5a00; --heat: #e58a3c; --cell: #b4500f;
-  --base: #dfe4ea; --fused: #b9e3d6; --copied: #c3d9f7; --made: #e2d2f5; --changed: #f3d9b8;
-  --c0: #1f6fc4; --c1: #c2571a; --c2: #1b7a5a; --c3: #8a3fb0; --c4: #a8203f; --c5: #5c6670;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #12161c; --panel: #1b212a; --ink: #e6eaf0; --soft: #a7b1be; --line: #38414d; --focus: #8ab4ff;
-    --good: #6fce8f; --bad: #ff8a80; --warn: #f0be62; --heat: #a9561c; --cell: #ffb070;
-    --base: #313a46; --fused: #17544a; --copied: #1d4578; --made: #4b3468; --changed: #5c431c;
-    --c0: #74b0f5; --c1: #f09a5e; --c2: #62c9a2; --c3: #cb95ea; --c4: #f58ba2; --c5: #a9b4c0;
-  }
-}
-* { box-sizing: border-box; }
-html { scroll-behavior: smooth; -webkit-text-size-adjust: 100%; }
-@media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main, header, footer { max-width: 72rem; margin: 0 auto; padding: 0 1rem; }
-header { padding-top: 1.5rem; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin: 0 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
-p { margin: .25rem 0 .75rem; max-width: 46rem; overflow-wrap: anywhere; }
-section { border-top: 1px solid var(--line); padding: 1.25rem 0; }
-.soft, figcaption, .tick { color: var(--soft); }
-a { color: var(--focus); }
-:focus-visible { outline: 3px solid var(--focus); outline-offset: 2px; border-radius: 3px; }
-.skip { position: absolute; left: -200vw; }
-.skip:focus { left: 1rem; top: .5rem; background: var(--paper); padding: .5rem; }
-nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: .75rem 0 1.25rem; list-style: none; }
-dl.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-dl.facts div { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .55rem .75rem; }
-dt { font-size: .8rem; color: var(--soft); }
-dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
-.good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
-.pair > * { min-width: 0; }
-.box { overflow-x: auto; margin: .5rem 0; max-width: 100%; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); padding-bottom: .25rem; }
-th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; }
-td.number { white-space: nowrap; }
-th { vertical-align: bottom; }
-th[scope=row] { vertical-align: top; }
-td.words { min-width: 12rem; overflow-wrap: anywhere; }
-.heated td.number, .heated th { padding: .3rem .55rem; }
-.heated td.number { background: color-mix(in srgb, var(--heat) calc(var(--v) * 90%), transparent); }
-details { margin: .5rem 0; }
-summary { cursor: pointer; width: fit-content; color: var(--focus); }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .75rem; overflow-x: auto;
-  font: .85rem/1.45 ui-monospace, monospace; margin: .5rem 0; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem;
-  align-items: start; }
-figure { margin: .5rem 0; min-width: 0; }
-figcaption { font-size: .875rem; margin-top: .25rem; max-width: 46rem; }
-svg.chart { display: block; width: 100%; max-width: 34rem; height: auto; }
-svg.stack { max-width: 36rem; }
-svg text { fill: var(--ink); font: 10.5px system-ui, sans-serif; }
-svg text.tick { fill: var(--soft); } svg text.small { font-size: 8px; }
-svg text.head { fill: var(--soft); font-weight: 600; }
-svg text.label { font-size: 11px; } svg text.number { font-weight: 600; }
-svg text.sign { font-size: 9.5px; font-weight: 700; }
-.layer { stroke: var(--line); stroke-width: 1; }
-.layer.base { fill: var(--base); } .layer.fused { fill: var(--fused); } .layer.copied { fill: var(--copied); }
-.layer.made { fill: var(--made); } .layer.changed { fill: var(--changed); }
-.path { fill: none; stroke: var(--soft); stroke-width: 1; opacity: .6; }
-.pill { fill: var(--paper); stroke: var(--soft); stroke-width: 1; }
-.pill.trains { stroke: var(--ink); stroke-width: 2.2; }
-.pill.c0 { fill: color-mix(in srgb, var(--c0) 35%, var(--paper)); }
-.pill.c1 { fill: color-mix(in srgb, var(--c1) 35%, var(--paper)); }
-.pill.c2 { fill: color-mix(in srgb, var(--c2) 35%, var(--paper)); }
-.pill.c3 { fill: color-mix(in srgb, var(--c3) 35%, var(--paper)); }
-.pill.c4 { fill: color-mix(in srgb, var(--c4) 35%, var(--paper)); }
-.pill.c5 { fill: color-mix(in srgb, var(--c5) 35%, var(--paper)); }
-.flag { fill: var(--ink); }
-.trough { fill: var(--panel); stroke: var(--line); stroke-width: .5; }
-.rule { stroke: var(--line); stroke-width: .7; } .link { stroke: var(--soft); stroke-width: .6; }
-.frame { fill: none; stroke: var(--line); stroke-width: .8; }
-.heat { fill: var(--cell); }
-.line { fill: none; stroke-width: 1.8; } .mark { stroke-width: 1.4; } .mark.open { fill: none; }
-.bar.s0, .mark.s0 { fill: var(--c0); } .line.s0, .mark.s0 { stroke: var(--c0); }
-.bar.s1, .mark.s1 { fill: var(--c1); } .line.s1, .mark.s1 { stroke: var(--c1); }
-.bar.s2, .mark.s2 { fill: var(--c2); } .line.s2, .mark.s2 { stroke: var(--c2); }
-.bar.s3, .mark.s3 { fill: var(--c3); } .line.s3, .mark.s3 { stroke: var(--c3); }
-.bar.s4 { fill: var(--c4); } .line.s4, .mark.s4 { stroke: var(--c4); }
-.bar.s5 { fill: var(--c5); } .line.s5, .mark.s5 { stroke: var(--c5); }
-.mark.open { fill: none; }
-.line.s1 { stroke-dasharray: 6 3; } .line.s2 { stroke-dasharray: 2 3; } .line.s3 { stroke-dasharray: 9 3 2 3; }
-.line.s4 { stroke-dasharray: 1 4; } .line.s5 { stroke-dasharray: 12 4; }
-ul.legend { list-style: none; padding: 0; margin: .25rem 0; font-size: .875rem; }
-ul.legend li { display: flex; gap: .6rem; align-items: center; margin: .2rem 0; }
-ul.legend svg { flex: none; }
-ul.plain { padding-left: 1.2rem; margin: .25rem 0 .75rem; }
-.tokens { font: .85rem/2 ui-monospace, monospace; overflow-wrap: anywhere; max-width: 60rem; }
-.tokens span { padding: .1rem .15rem; border-radius: 3px; white-space: pre-wrap; border-bottom: 2px solid;
-  display: inline-block; max-width: 100%; line-height: 1.3; margin: .1rem 0; }
-.tokens sub { font-size: .65rem; font-weight: 700; line-height: 1; margin-left: 1px; }
-.t0 { background: color-mix(in srgb, var(--c0) 22%, transparent); border-color: var(--c0) !important; }
-.t1 { background: color-mix(in srgb, var(--c1) 22%, transparent); border-color: var(--c1) !important; }
-.t2 { background: color-mix(in srgb, var(--c2) 22%, transparent); border-color: var(--c2) !important; }
-.t3 { background: color-mix(in srgb, var(--c3) 22%, transparent); border-color: var(--c3) !important; }
-.t4 { background: color-mix(in srgb, var(--c4) 22%, transparent); border-color: var(--c4) !important; }
-.t5 { background: color-mix(in srgb, var(--c5) 22%, transparent); border-color: var(--c5) !important; }
-img.map { width: 100%; max-width: 22rem; height: auto; image-rendering: pixelated;
-  border: 1px solid var(--line); display: block; }
-footer { border-top: 1px solid var(--line); padding: 1rem; font-size: .875rem; color: var(--soft); }
-"""
-
+from surgeon.report.page.stack import legend, origin_words, stack_figure
+from surgeon.verify.verify import Verification
 
 # The page loads nothing and runs nothing, even where a name in it is hostile.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_STYLE = files(__package__) / "style.css"
+_PROMISES = {promise: words.plain for promise, words in PROMISE_STYLES.items()}
+_BF16_BYTES = 2
+# AdamW keeps two moments of every trained parameter, in float32.
+_ADAMW_BYTES = 8
+# Checks that only training, or an edit of new tensors, makes fail.
+_AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
 
 
 def render(findings: Findings) -> str:
@@ -162,7 +61,7 @@ def render(findings: Findings) -> str:
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
         el("title", f"{findings.name}: surgeon's report"),
-        el("style", raw(STYLE)),
+        el("style", raw("\n" + _STYLE.read_text(encoding="utf-8"))),
     )
     surgeries = len(findings.manifest.lineage) + 1
     top = el(
@@ -185,3 +84,263 @@ def render(findings: Findings) -> str:
         el("footer", f"surgeon {__version__}. One file: no script, no network."),
     )
     return "<!DOCTYPE html>\n" + join(el("html", head, body, lang="en")) + "\n"
+
+
+def headline(findings: Findings) -> Markup:
+    """The most important facts, at the top."""
+    manifest, history, budget = findings.manifest, findings.history, findings.budget
+    oldest = history.lineage.surgeries[0].base
+    state, tone = _state(findings)
+    facts: list[tuple[str, Child, str | None]] = [
+        ("base", at_revision(oldest.id, oldest.revision), None),
+        ("layers", f"{history.base_layers} → {len(history.layers)}", None),
+        ("parameters", count(budget.total), None),
+        ("new in the last surgery", f"{count(budget.new)}, {budget.new / max(1, budget.total):.1%}", None),
+        ("trainable", count(budget.trainable), None),
+        (
+            "the base's function at birth",
+            _PROMISES[manifest.promise],
+            "good" if manifest.promise == "exact" else "warn",
+        ),
+        ("proof", state, tone),
+        ("loads", "without custom code" if manifest.native else "with its own code", None),
+    ]
+    return el(
+        "dl", *(el("div", el("dt", name), el("dd", value, class_=tone)) for name, value, tone in facts), class_="facts"
+    )
+
+
+def _state(findings: Findings) -> tuple[str, str]:
+    verification = findings.verification
+    if verification is None:
+        return "not run for this report", "warn"
+    if not verification.holds:
+        if _changed_since_birth(verification):
+            return "the base is kept; new tensors changed since birth", "warn"
+        return "a promise does not hold", "bad"
+    if verification.identical is None:
+        trained = ", also after training" if verification.trained else ""
+        return f"every static promise holds{trained}", "good"
+    if verification.identical:
+        return "every logit is bit-identical", "good"
+    return "logits differ, as training made them" if verification.trained else "logits differ, as promised", "warn"
+
+
+def _changed_since_birth(verification: Verification) -> bool:
+    failed = {check.name for check in verification.checks if not check.holds}
+    return bool(failed) and failed <= _AT_BIRTH and not verification.comparisons
+
+
+def stack_section(findings: Findings) -> Markup:
+    """Old and new layers, as a picture and as a table."""
+    history = findings.history
+    rows = [
+        (
+            layer.index,
+            "" if layer.base is None else layer.base,
+            origin_words(layer),
+            "" if layer.surgery is None else layer.surgery,
+            ", ".join(
+                f"{mark.text} (surgery {mark.surgery or '?'}{', trains' if mark.trains else ''})"
+                for mark in layer.marks
+            )
+            or "none",
+            "yes" if layer.trains else "",
+        )
+        for layer in reversed(history.layers)
+    ]
+    return section(
+        "stack",
+        "The layer stack",
+        pair(
+            figure(stack_figure(history), "Left the first base, right this output; the input enters at the bottom."),
+            legend(history),
+        ),
+        folded(
+            "The stack as a table",
+            table(
+                "Layers of the output, from the top down",
+                ("layer", "base layer", "origin", "made by surgery", "grafts", "own weights train"),
+                rows,
+                numbers=(0, 1, 3),
+                words=(4,),
+            ),
+        ),
+    )
+
+
+def budget_section(findings: Findings) -> Markup:
+    """Parameters by their origin, and the memory that training takes."""
+    budget = findings.budget
+    parts = [
+        Bar("base", budget.base, _share(budget.base, budget), 5),
+        *([Bar("earlier", budget.earlier, _share(budget.earlier, budget), 2)] if budget.earlier else []),
+        Bar("new", budget.new, _share(budget.new, budget), 0),
+        Bar("trainable", budget.trainable, _share(budget.trainable, budget), 1),
+    ]
+    rows = [
+        ("base", count(budget.base), size(_BF16_BYTES * budget.base)),
+        *([("earlier surgeries", count(budget.earlier), size(_BF16_BYTES * budget.earlier))] if budget.earlier else []),
+        ("new in the last surgery", count(budget.new), size(_BF16_BYTES * budget.new)),
+        ("all", count(budget.total), size(_BF16_BYTES * budget.total)),
+        ("trainable", count(budget.trainable), size(_BF16_BYTES * budget.trainable)),
+    ]
+    saved = f"; if everything trained: {size(_ADAMW_BYTES * budget.total)}" if budget.trainable < budget.total else ""
+    return section(
+        "budget",
+        "Parameters and memory",
+        pair(
+            figure(
+                bars("Parameters by origin", parts, full=budget.total, key="budget-bars"),
+                "Shares of all parameters; trainable ones are counted again.",
+            ),
+            el(
+                "div",
+                table("Parameters, and bytes in bf16", ("part", "parameters", "bf16"), rows, numbers=(1, 2)),
+                el(
+                    "p",
+                    f"Training with AdamW: {size(_BF16_BYTES * budget.trainable)} of gradients in bf16 and"
+                    f" {size(_ADAMW_BYTES * budget.trainable)} for its two moments in float32{saved}."
+                    f" Stored as {', '.join(findings.dtypes)}: {size(budget.stored_bytes)}."
+                    " Activations are not counted.",
+                ),
+            ),
+        ),
+    )
+
+
+def _share(number: int, budget: Budget) -> str:
+    return (
+        f"{number / 1e9:.3g}B" * (number >= 10**9)
+        or (f"{number / 1e6:.3g}M" if number >= 10**6 else f"{number:,}") + f" · {number / max(1, budget.total):.1%}"
+    )
+
+
+def operations_section(findings: Findings) -> Markup:
+    """The operations of each surgery, their papers, and the plans."""
+    history = findings.history
+    rows: list[tuple[Child, ...]] = [
+        (number, entry.op, entry.matched, _PROMISES[entry.promise], entry.reason, entry.trains)
+        for number, manifest in history.surgeries.items()
+        for entry in manifest.operations
+    ]
+    papers = papers_of(
+        (entry.op, [layer.init for layer in m.layers if layer.base is None and layer.operation == number])
+        for m in history.surgeries.values()
+        for number, entry in enumerate(m.operations)
+    )
+    plans = [
+        folded(f"Plan of surgery {number}", el("pre", text_lines(manifest.plan), tabindex=0))
+        for number, manifest in history.surgeries.items()
+    ]
+    return section(
+        "operations",
+        "Operations",
+        table(
+            "Operations in order",
+            ("surgery", "operation", "matched", "base's function", "why", "trains"),
+            rows,
+            numbers=(0,),
+            words=(2, 4),
+        ),
+        *(
+            [el("h3", "Papers"), el("ul", *(el("li", _cited(paper)) for paper in papers), class_="plain")]
+            if papers
+            else []
+        ),
+        *plans,
+    )
+
+
+def _cited(paper: Paper) -> Markup:
+    first = paper.authors.split(",")[0].split(" and ")[0]
+    where = f"arXiv:{paper.arxiv}" if paper.arxiv else paper.venue
+    return join(f"{first} et al., ", el("cite", paper.title), f" ({paper.year}). {where}")
+
+
+def proof_section(findings: Findings) -> Markup:
+    """Checks that were run for this page; without a base, the manifest's promise, marked as unchecked."""
+    verification, manifest = findings.verification, findings.manifest
+    if verification is None:
+        promised = {
+            "exact": "promises that at birth this output computes what its base computes, bit for bit",
+            "none": "says that this output does not keep its base's function",
+        }[manifest.promise]
+        return section(
+            "proof",
+            "Preservation",
+            el(
+                "p",
+                "Not checked for this page: no base was given (--base DIR; --verify compares logits too). The manifest",
+                f" {promised}. It names {len(manifest.base.tensors)} tensors of the base by digest.",
+            ),
+        )
+    return section("proof", "Preservation", *_verified(verification))
+
+
+def _verified(verification: Verification) -> list[Markup]:
+    rows = [
+        (
+            el("strong", "holds" if check.holds else "FAILS", class_="good" if check.holds else "bad"),
+            check.name,
+            check.detail,
+        )
+        for check in verification.checks
+    ]
+    parts = [table("Checks of bytes, run for this page", ("", "check", "found"), rows, words=(2,))]
+    if _changed_since_birth(verification):
+        words = (
+            "Every tensor of the base is in its place, byte for byte. New tensors changed since birth: they were"
+            " trained or edited by hand, so the promises about birth were not checked again."
+        )
+        return [*parts, el("p", words)]
+    if verification.comparisons:
+        compared = [
+            (
+                c.mode,
+                c.dtype,
+                f"{c.tokens:,}",
+                "yes" if c.identical else "no",
+                f"{c.max_abs_difference:.3g}",
+                *(
+                    ("",) * 4
+                    if (f := c.next_token) is None
+                    else (f"{f[0]:.3g}", f"{f[1]:.2%}", f"{f[2]:.4f}", f"{f[3]:.4f}")
+                ),
+            )
+            for c in verification.comparisons
+        ]
+        head = ("mode", "dtype", "tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
+        parts.append(table(f"Logits on {verification.tokens}", head, compared, numbers=range(2, 9)))
+    else:
+        parts.append(el("p", "Logits were not compared (--verify does)."))
+    return parts
+
+
+def lineage_section(findings: Findings) -> Markup:
+    """All surgeries so far, and the version of surgeon that carried out each."""
+    manifest = findings.manifest
+    rows: list[tuple[Child, ...]] = [
+        (nth, ", ".join(a.operations), at_revision(a.base, a.revision), a.tool, a.sha256[:16])
+        for nth, a in enumerate(manifest.lineage, 1)
+    ]
+    rows.append(
+        (
+            len(manifest.lineage) + 1,
+            ", ".join(entry.op for entry in manifest.operations),
+            at_revision(manifest.base.id, manifest.base.revision),
+            manifest.tool.version,
+            "this output",
+        )
+    )
+    return section(
+        "lineage",
+        "Lineage",
+        table(
+            "Surgeries, oldest first",
+            ("surgery", "operations", "on", "surgeon", "manifest's sha256"),
+            rows,
+            numbers=(0,),
+        ),
+        el("p", f"The base of the last surgery, all tensors: sha256 {manifest.base.digest[:16]}…", class_="soft"),
+    )

@@ -1,19 +1,13 @@
-"""HTML built from escaped pieces, and heat maps as embedded pictures."""
+"""HTML built from escaped pieces: elements, and the blocks that all sections are made of."""
 
 from __future__ import annotations
 
-import base64
 import html
-import math
-import struct
-import zlib
+from collections.abc import Iterable, Sequence
 
 from surgeon.errors import printable
-from surgeon.report.findings import HeatMap
 
 _VOID = frozenset({"br", "col", "hr", "img", "link", "meta"})
-
-
 # Longer than any sensible name; `lines` is for texts of several lines.
 _LIMIT = 2_000
 
@@ -25,8 +19,6 @@ class Markup(str):
 
 
 Child = Markup | str | int | None
-
-
 Value = Markup | str | int | float | bool | None
 
 
@@ -66,6 +58,69 @@ def raw(ours: str) -> Markup:
     return Markup(ours)
 
 
+def section(key: str, title: str, *children: Child) -> Markup:
+    """One section with its heading; the table of contents links to it."""
+    return el("section", el("h2", title, id=f"{key}-head"), *children, id=key, aria_labelledby=f"{key}-head")
+
+
+def figure(drawn: Markup, caption: str) -> Markup:
+    """A picture with its caption."""
+    return el("figure", drawn, el("figcaption", caption))
+
+
+def pair(*children: Child) -> Markup:
+    """Pictures and tables side by side, where the page is wide enough."""
+    return el("div", *children, class_="pair")
+
+
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[Child]],
+    *,
+    numbers: Sequence[int] = (),
+    words: Sequence[int] = (),
+) -> Markup:
+    """A table in a box that scrolls, by keyboard too; columns in `numbers` are right-aligned."""
+
+    def kind(column: int) -> str | None:
+        return "number" if column in numbers else "words" if column in words else None
+
+    body = [el("tr", *(el("td", cell, class_=kind(nth)) for nth, cell in enumerate(row))) for row in rows]
+    heads = [el("th", name, scope="col", class_=kind(nth)) for nth, name in enumerate(head)]
+    return _box(caption, el("tr", *heads), body)
+
+
+def shaded_table(
+    caption: str,
+    corner: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float | None]]],
+    *,
+    full: float = 1.0,
+) -> Markup:
+    """A matrix as a table of numbers, each shaded by its share of `full`."""
+    body = []
+    for name, values in rows:
+        cells = [
+            el(
+                "td",
+                "" if value is None else f"{value:.3g}",
+                class_="number",
+                style=f"--v:{0.0 if value is None or full <= 0 else min(1.0, max(0.0, value / full)):.3f}",
+            )
+            for value in values
+        ]
+        body.append(el("tr", el("th", name, scope="row"), *cells))
+    head = el("tr", el("th", corner, scope="col"), *(el("th", name, scope="col", class_="number") for name in columns))
+    return _box(caption, head, body, "heated")
+
+
+def folded(summary: str, *children: Child) -> Markup:
+    """Content that opens on a click."""
+    return el("details", el("summary", summary), *children)
+
+
 def _child(child: Markup | str | int) -> str:
     return child if isinstance(child, Markup) else text(str(child))
 
@@ -78,39 +133,6 @@ def _value(value: Markup | str | int | float) -> str:
     return text(str(value))
 
 
-# From no mass to most, dark to light: readable on either background, and in grey.
-_STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
-
-
-def heat_image(heat: HeatMap) -> Markup:
-    """The map on a logarithmic scale, from its smallest cell (at least a millionth of the largest) to its largest."""
-    low, high = heat_range(heat)
-    pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
-    width = len(heat.cells[0]) if heat.cells else 1
-    encoded = base64.b64encode(_png(pixels, width, max(1, len(heat.cells)))).decode("ascii")
-    words = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
-    return el(
-        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=words, class_="map", width=width, height=len(heat.cells)
-    )
-
-
-def heat_range(heat: HeatMap) -> tuple[float, float]:
-    """The shares of the darkest and the lightest colour."""
-    values = [value for row in heat.cells for value in row if value > 0]
-    high = max(values, default=1.0)
-    return max(min(values, default=high), high * 1e-6), high
-
-
-def _colour(value: float, low: float, high: float) -> bytes:
-    share = 0.0 if value <= low else 1.0 if value >= high else math.log(value / low) / math.log(high / low)
-    at = min(share, 1.0) * (len(_STOPS) - 1)
-    low = min(int(at), len(_STOPS) - 2)
-    return bytes(round(a + (b - a) * (at - low)) for a, b in zip(_STOPS[low], _STOPS[low + 1], strict=True))
-
-
-def _png(pixels: bytes, width: int, height: int) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(pixels, 9)) + chunk(b"IEND", b"")
+def _box(caption: str, head: Markup, body: Iterable[Markup], class_: str | None = None) -> Markup:
+    held = el("table", el("caption", caption), el("thead", head), el("tbody", *body), class_=class_)
+    return el("div", held, class_="box", tabindex=0, role="region", aria_label=caption)

@@ -9,17 +9,9 @@ from surgeon.report.page.charts import WIDTH, drawing
 from surgeon.report.page.markup import Markup, el, join
 
 _ROW, _TALL = 24.0, 20.0
-
-
 _OLD_WIDTH, _NEW_LEFT = 42.0, 84.0
-
-
 _HEAD = 20.0
-
-
 _MARKS_RIGHT = 336.0
-
-
 # A mark's width, and how much wider each letter after the second makes it.
 _PILL, _LETTER = 28.0, 6.0
 
@@ -57,13 +49,8 @@ def origin_words(layer: StackLayer) -> str:
     if layer.base is not None:
         return layer.init.partition(",")[0] if layer.origin == "changed" else "kept"
     of = f" {'+'.join(map(str, layer.sources))}" if layer.sources else ""
-    match layer.origin:
-        case "fused":
-            return f"fused{of}"
-        case "copied":
-            return f"copied{of}"
-        case _:
-            return f"{layer.init.partition(',')[0] or 'new'}{of}"
+    made = layer.origin if layer.origin in ("fused", "copied") else layer.init.partition(",")[0] or "new"
+    return f"{made}{of}"
 
 
 def legend(history: History) -> Markup:

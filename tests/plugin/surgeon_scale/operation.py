@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from surgeon_scale.rules import SCALE, ScaleSpec
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
-from surgeon.operations.operation import Operation, TrainingDefaults
+from surgeon.operations.operation import Legend, Operation, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers, show
 
 
@@ -18,6 +19,7 @@ class ScaleFeedForward(Operation):
 
     training: ClassVar[TrainingDefaults] = TrainingDefaults("a guess", lr=1e-3)
     grafts: ClassVar[tuple[str, ...]] = ("scales",)
+    legend: ClassVar[Mapping[str, Legend]] = {"F": Legend("learned scale of the FFN", 4)}
 
     op: Literal["scale_ffn"]
     layers: Annotated[LayerSelector, Field(description="the layers that get a scale")] = "all"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.control_rules import InterpolatorRule, log_odds
+from surgeon.runtime.natives import Native
 from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
 
 SCALE = "mlp.scale."
@@ -37,6 +38,10 @@ class ScaleKind(Kind):
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`scale of the FFN`."""
         return f"scale of the FFN{where}"
+
+    def sign(self, entry: Mapping[str, Any]) -> str:
+        """F."""
+        return "F"
 
     def claims(self, suffix: str) -> bool:
         """What stands at `mlp.scale`."""
@@ -86,4 +91,5 @@ class ChannelRule(InterpolatorRule):
 
 
 SCALE_RULES = ScaleRules()
+NATIVE_GRANITE = Native("granite", "Granite", own_classifier=False)
 CHANNELS = ChannelRule("channels", "Channels", part="surgeon_scale.modules")

@@ -1,28 +1,107 @@
-"""Bytes from shard to shard: copied by the kernel where it can, else read ahead of computations and written behind."""
+"""Ranges of bytes in open files: hashed, compared, copied by the kernel where it can, written behind computations.
+
+Reading and hashing release the interpreter's lock, so that another thread copies meanwhile.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from surgeon.checkpoint.durable import name_of
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 
+# Two of them fit a core's cache, so that a block is still there when it is hashed and compared.
+_CHUNK = 512 * 1024
+# A model's zero tensors have only a few sizes.
+_KNOWN_ZEROS = 256
 # The most bytes of one kernel copy, so that progress is reported and an interrupt is noticed.
 _KERNEL_CHUNK = 64 * 1024 * 1024
-
-
 _BUFFER = 8 * 1024 * 1024
-
-
 # The errors of a kernel, or a pair of file systems, that cannot copy so.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
+# How many tensors may wait while one is written.
+_WAITING = 2
+
+
+def _pieces(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
+    """The bytes `begin` to `end` in pieces of at most `most`, one after the other in one buffer.
+
+    A mapping would count as this process's memory. Raises BadInput when the file ends before `end`.
+    """
+    buffer = memoryview(bytearray(min(most, end - begin)))
+    while begin < end:
+        count = os.preadv(fd, [buffer[: end - begin]], begin)
+        if count == 0:
+            raise _ends_early(fd, end - begin)
+        yield buffer[:count]
+        begin += count
+
+
+def _ends_early(fd: int, missing: int) -> BadInput:
+    """The error names the file's path where the system knows it (Linux), else its inode number."""
+    try:
+        name = printable(str(Path(f"/proc/self/fd/{fd}").readlink()))
+    except OSError:
+        name = f"file with inode {os.fstat(fd).st_ino}"
+    return BadInput(f"{name}: ends {missing:,} bytes early; was it cut meanwhile?")
+
+
+def sha256_range(fd: int, begin: int, end: int) -> str:
+    """Hex sha256 of the bytes `begin` to `end` of the open file. Raises BadInput when the file ends before `end`."""
+    digest = hashlib.sha256()
+    for piece in _pieces(fd, begin, end, _CHUNK):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def compare_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: int) -> str | None:
+    """Hex sha256 of `count` bytes at `begin` if the other file holds the same bytes at `other_begin`, else None.
+
+    One pass over both. Raises BadInput when a file ends early.
+    """
+    digest = hashlib.sha256()
+    size = min(_CHUNK, count)
+    ours, theirs = bytearray(size), bytearray(size)
+    while count:
+        if count < size:
+            size = count
+            ours, theirs = bytearray(size), bytearray(size)
+        _fill(fd, ours, begin)
+        _fill(other_fd, theirs, other_begin)
+        if ours != theirs:
+            return None
+        digest.update(ours)
+        begin, other_begin, count = begin + size, other_begin + size, count - size
+    return digest.hexdigest()
+
+
+def _fill(fd: int, buffer: bytearray, position: int) -> None:
+    """Fill the whole buffer from the file, starting at `position`."""
+    view = memoryview(buffer)
+    while view:
+        count = os.preadv(fd, [view], position)
+        if count == 0:
+            raise _ends_early(fd, len(view))
+        view, position = view[count:], position + count
+
+
+@functools.lru_cache(maxsize=_KNOWN_ZEROS)
+def zeros_sha256(n: int) -> str:
+    """Hex sha256 of `n` zero bytes."""
+    digest = hashlib.sha256()
+    block = bytes(min(n, _CHUNK))
+    for _ in range(n // _CHUNK):
+        digest.update(block)
+    digest.update(block[: n % _CHUNK])
+    return digest.hexdigest()
 
 
 def copy_range(
@@ -39,7 +118,12 @@ def copy_range(
     Raises BadInput when the source ends before; OSError (ENOSPC, EIO, …) is passed on.
     """
     copied = _copy_in_kernel(source_fd, target_fd, source_offset, target_offset, count, progress)
-    _copy_through_buffer(source_fd, target_fd, source_offset + copied, target_offset + copied, count - copied, progress)
+    begin, target_offset = source_offset + copied, target_offset + copied
+    for piece in _pieces(source_fd, begin, source_offset + count, _BUFFER):
+        write_all(target_fd, piece, target_offset)
+        target_offset += len(piece)
+        if progress is not None:
+            progress(len(piece))
 
 
 def _copy_in_kernel(
@@ -78,29 +162,6 @@ def _copy_in_kernel(
     return copied
 
 
-def _copy_through_buffer(
-    source_fd: int,
-    target_fd: int,
-    source_offset: int,
-    target_offset: int,
-    count: int,
-    progress: Callable[[int], None] | None,
-) -> None:
-    if count == 0:
-        return
-    buffer = memoryview(bytearray(min(_BUFFER, count)))
-    while count:
-        read = os.preadv(source_fd, [buffer[: min(len(buffer), count)]], source_offset)
-        if read == 0:
-            raise BadInput(f"{name_of(source_fd)}: ends {count:,} bytes early; was it cut meanwhile?")
-        write_all(target_fd, buffer[:read], target_offset)
-        source_offset += read
-        target_offset += read
-        count -= read
-        if progress is not None:
-            progress(read)
-
-
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`, however often the system writes less than it is given."""
     rest = memoryview(data).cast("B") if data else memoryview(b"")
@@ -113,61 +174,6 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
 def reserve(fd: int, size: int) -> None:
     """Make the file `size` bytes long; ranges that are never written stay holes: zeros that take no disk space."""
     os.ftruncate(fd, size)
-
-
-# How many tensors may wait while one is written.
-_WAITING = 2
-
-
-class ReadAhead:
-    """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
-
-    It holds at most the larger of the two sets given to the last `expect`.
-    """
-
-    def __init__(self, base: CheckpointFolder) -> None:
-        self._base = base
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._waiting: deque[str] = deque()
-        self._coming: dict[str, Future[bytearray]] = {}
-        self._room = 0
-
-    def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
-        """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
-        self._room = max(self._bytes(now), self._bytes(then))
-        wanted = list(dict.fromkeys([*now, *then]))
-        for name in self._coming.keys() - set(wanted):
-            self._coming.pop(name).cancel()
-        self._waiting = deque(name for name in wanted if name not in self._coming)
-        self._fill()
-
-    def read(self, name: str) -> bytearray:
-        """The bytes of one tensor: read ahead (returned once), or read now. Raises BadInput where reading fails."""
-        coming = self._coming.pop(name, None)
-        if coming is None:
-            # Needed before its turn: nobody will need it again later.
-            if name in self._waiting:
-                self._waiting.remove(name)
-            return self._base.read(name)
-        content = coming.result()
-        self._fill()
-        return content
-
-    def close(self) -> None:
-        """Drop everything; errors of tensors that nobody needed are ignored."""
-        self._waiting.clear()
-        self._coming.clear()
-        self._reader.shutdown(wait=True, cancel_futures=True)
-
-    def _fill(self) -> None:
-        free = self._room - self._bytes(self._coming)
-        while self._waiting and self._base.tensors[self._waiting[0]].nbytes <= free:
-            name = self._waiting.popleft()
-            free -= self._base.tensors[name].nbytes
-            self._coming[name] = self._reader.submit(self._base.read, name)
-
-    def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
-        return sum(self._base.tensors[name].nbytes for name in names)
 
 
 class WriteBehind:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.checkpoint import copying
-from surgeon.checkpoint.copying import copy_range, reserve, write_all
-from surgeon.checkpoint.digest import sha256_range, zeros_sha256
+from surgeon.checkpoint import ranges
+from surgeon.checkpoint.ranges import copy_range, reserve, sha256_range, write_all, zeros_sha256
 from surgeon.errors import BadInput
 
 CONTENT = bytes(os.urandom(300_001))
@@ -66,7 +65,7 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_all_bytes_arrive(kernel: str, files: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "copy_file_range", KERNELS[kernel]())
-    monkeypatch.setattr(copying, "_BUFFER", 50_000)
+    monkeypatch.setattr(ranges, "_BUFFER", 50_000)
     source, target = files
     heard: list[int] = []
     copy_range(source, target, source_offset=1, target_offset=13, count=300_000, progress=heard.append)

@@ -164,7 +164,7 @@ def in_a_process(hub: Hub, home: Path, *arguments: str, **environment: str) -> s
 ASK = """
 import json, sys
 from surgeon.errors import BadInput
-from surgeon.data.tables import HubDataset
+from surgeon.data.sources import HubDataset
 for repo, config, revision, split in json.loads(sys.argv[1]):
     try:
         dataset = HubDataset(repo, config=config, revision=revision)

@@ -1,0 +1,371 @@
+"""The page's sections on what was measured: transport maps, routers and gates, singular values, branches, losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from surgeon.report.curves import TrainingRun, curves_of
+from surgeon.report.findings import Findings, HeatMap
+from surgeon.report.page.charts import Bar, Series, bars, grid, heat_image, heat_range, lines, points
+from surgeon.report.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
+from surgeon.report.routing import RouterPlace, RoutingReport
+from surgeon.report.transport import MapFact
+
+# How many styles there are of lines, and colours of slots.
+_STYLES = 6
+# How many names one line shows; the table below it has them all.
+_MOST_NAMED = 5
+_SHORT = {"attention": "attn"}
+
+
+def transport_section(findings: Findings) -> Markup | None:
+    """Entropies and marginal errors of transport maps, and the requested heat maps."""
+    maps = findings.maps
+    if not maps and not findings.heat_maps:
+        return None
+    parts: list[Child] = [
+        el(
+            "p",
+            "New layers were fused from their neighbours along transport maps T. The entropy of T, in nats, shows how"
+            " widely neurons correspond: at most log(n·m), where every neuron corresponds to every other equally.",
+        )
+    ]
+    if maps:
+        parts.append(pair(*_map_bars(maps)))
+        rows = [
+            (
+                m.layer,
+                m.module,
+                f"{m.entropy:.3f}",
+                f"{m.uniform:.3f}",
+                f"{m.row_error:.1e}",
+                f"{m.column_error:.1e}",
+                m.iterations,
+                "yes" if m.converged else "NO",
+            )
+            for m in maps
+        ]
+        head = ("layer", "module", "entropy", "at most", "row error", "column error", "iterations", "converged")
+        parts.append(folded("Every map", table("Transport maps", head, rows, numbers=range(2, 7))))
+    if findings.heat_maps:
+        images = [el("figure", heat_image(m), el("figcaption", _map_words(m))) for m in findings.heat_maps]
+        parts += [el("h3", "Heat maps"), pair(*images)]
+    return section("transport", "Transport maps", *parts)
+
+
+def _map_words(heat: HeatMap) -> str:
+    low, high = heat_range(heat)
+    each = "" if heat.block == 1 else f"; a dot is the largest of {heat.block} × {heat.block}"
+    return (
+        f"{heat.name}: {heat.rows} neurons of the lower layer (down) × {heat.columns} of the upper (across); the share"
+        f" of a lower neuron's mass, {low:.2g} (dark) to {high:.2g} (light), logarithmic{each}"
+    )
+
+
+def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
+    by_module: dict[str, list[MapFact]] = {}
+    for fact in maps:
+        by_module.setdefault(fact.module or "map", []).append(fact)
+    means = {module: sum(m.entropy for m in held) / len(held) for module, held in by_module.items()}
+    share = {
+        module: sum(m.entropy / m.uniform if m.uniform else 1 for m in held) / len(held)
+        for module, held in by_module.items()
+    }
+    entropy = [Bar(module, share[module], f"{means[module]:.2f} · {share[module]:.1%}", 2) for module in by_module]
+    worst = {module: max(max(m.row_error, m.column_error) for m in held) for module, held in by_module.items()}
+    # Errors span decades: the bar's length is log10 between 1e-12 and 1.
+    error = [Bar(module, 12 + math.log10(max(value, 1e-12)), f"{value:.1e}", 4) for module, value in worst.items()]
+    stuck = sum(not m.converged for m in maps)
+    converged = "all converged" if not stuck else f"{stuck} of {len(maps)} did not converge"
+    return [
+        figure(
+            bars("Mean entropy by module", entropy, full=1.0, key="entropies", cap="log(n·m)"),
+            f"Mean over {len(maps) // max(1, len(by_module))} maps a module: nats, and share of the largest possible.",
+        ),
+        figure(
+            bars("Largest marginal error by module", error, full=12.0, key="errors", cap="1"),
+            f"L1 distance of T's rows and columns from uniform, from 1e-12 (left) to 1, logarithmic; {converged}.",
+        ),
+    ]
+
+
+def routing_section(report: RoutingReport | None) -> Markup | None:
+    """PMoE's router, Mixture-of-Control's sites and the gates, from the record; None without one."""
+    if report is None or not report.texts:
+        return None
+    parts: list[Child] = [
+        el("p", "Recorded on " + ", ".join(f"{name} ({text.tokens:,} tokens)" for name, text in report.texts.items()))
+    ]
+    if report.router is not None:
+        parts += _router(report, report.router)
+    if report.sites:
+        parts += _mixture(report)
+    if report.gates:
+        parts += _gates(report)
+    return section("routing", "What routers and gates choose", *parts)
+
+
+def _router(report: RoutingReport, place: RouterPlace) -> list[Markup]:
+    routers = [(name, text.router) for name, text in report.texts.items() if text.router is not None]
+    slots = [f"slot {slot}" for slot in range(place.slots)]
+    parts = [
+        el("h3", f"PMoE's router, above {place.layer} layers"),
+        pair(
+            shaded_table("Mean weight of each slot", "text", slots, [(name, list(r.mean)) for name, r in routers]),
+            shaded_table(
+                "Share of tokens by slot of most weight",
+                "text",
+                slots,
+                [(name, list(r.largest)) for name, r in routers],
+            ),
+        ),
+    ]
+    for name, router in routers:
+        spans = [
+            el("span", _token(token), el("sub", slot), class_=f"t{slot % _STYLES}") for token, slot in router.examples
+        ]
+        parts.append(folded(f"Tokens of {name} by their slot of most weight", el("p", *spans, class_="tokens")))
+    return parts
+
+
+def _token(token: str) -> str:
+    return token.replace("\n", "⏎") or "∅"
+
+
+def _mixture(report: RoutingReport) -> list[Markup]:
+    names = [f"{layer}.{_SHORT.get(kind, kind)}" for layer, kind in report.sites]
+    every = [value for text in report.texts.values() for row in text.states for value in row]
+    largest = max(every, default=0.0) or 1.0
+    figures = []
+    for nth, (name, text) in enumerate(report.texts.items()):
+        if text.states:
+            most = f"most used: {report.most_used(text, 3)}"
+            figures.append(
+                figure(
+                    grid(
+                        f"Control states chosen on {name}",
+                        text.states,
+                        key=f"mixture-{nth}",
+                        down="site",
+                        across="control state",
+                        rows=names,
+                        columns=names,
+                        full=largest,
+                        summary=most,
+                    ),
+                    f"{name}: {most}.",
+                )
+            )
+    words = (
+        "Rows: the site that chooses; columns: the control state. A fuller cell is more of the site's"
+        f" weight; a full cell is {largest:.0%}, the largest here."
+    )
+    return [el("h3", "Control states (Mixture-of-Control)"), el("p", words), pair(*figures)]
+
+
+def _gates(report: RoutingReport) -> list[Markup]:
+    names = list(report.texts)
+    held = [text.gates for text in report.texts.values()]
+    adapters = [gate for gate in report.gates if any(g.get(gate) and g[gate].loudness is not None for g in held)]
+    shares = [gate for gate in report.gates if gate not in adapters]
+
+    def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
+        rows = [(gate, [getattr(gates_of.get(gate), field, None) for gates_of in held]) for gate in chosen]
+        largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
+        return shaded_table(caption, "gate", names, rows, full=full or largest)
+
+    parts = []
+    if adapters:
+        parts += [
+            matrix("Adapters: mean of the gate", adapters, "mean", None),
+            matrix("Adapters: share of tokens with a closed gate", adapters, "closed", 1.0),
+            matrix("Adapters: mean ‖output‖₁ over the width", adapters, "loudness", None),
+        ]
+    if shares:
+        parts.append(matrix("Interpolators: mean α, the expanded branch's share", shares, "mean", 1.0))
+    return [el("h3", "Gates by layer and text"), pair(*parts)]
+
+
+def spectra_section(findings: Findings) -> Markup | None:
+    """Neutral Residues' Figure 3 for this output."""
+    held = [s for s in findings.spectra if s.adapter and s.backbone]
+    if not held:
+        return None
+
+    def mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
+        count = min(map(len, rows))
+        span = max(1, count - 1)
+        step = max(1, count // 64)
+        kept = sorted({*range(0, count, step), count - 1})
+        return [(k / span, sum(row[k] for row in rows) / len(rows)) for k in kept]
+
+    adapters, backbone = mean([s.adapter for s in held]), mean([s.backbone for s in held])
+    series = [Series("adapters' W_g", adapters, 0), Series("the backbone's W_g in the same layers", backbone, 1)]
+    rows = [
+        (
+            f"{s.layer}{' (branch)' if s.in_branch else ''}",
+            len(s.adapter),
+            f"{_effective(s.adapter):.1f}",
+            len(s.backbone),
+            f"{_effective(s.backbone):.1f}",
+        )
+        for s in held
+    ]
+    head = ("layer", "adapter's values", "of them effective", "backbone's values", "of them effective")
+    return section(
+        "spectra",
+        "Singular values of gating matrices",
+        pair(
+            figure(
+                lines(
+                    "Singular values of adapters and backbone",
+                    series,
+                    key="spectra-lines",
+                    across="rank, as a share of all",
+                    up="σ over the largest",
+                    low=0.0,
+                    high=1.0,
+                ),
+                f"Mean over layers {', '.join(str(s.layer) for s in held)}. A spectrum that falls more steeply than the"
+                " backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
+            ),
+            table("Effective values: exp of the entropy of σ² as shares", head, rows, numbers=range(5)),
+        ),
+    )
+
+
+def _effective(values: tuple[float, ...]) -> float:
+    squares = [value * value for value in values]
+    total = sum(squares)
+    return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))
+
+
+def alignment_section(findings: Findings) -> Markup | None:
+    """How far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
+    probing = findings.probing
+    if probing is None:
+        return None
+    if not probing.layers:
+        return section("alignment", "Alignment of branches", el("p", probing.missing))
+    layers = probing.layers
+    cosine = [Series("pre-trained and expanded branch", [(a.layer, a.cosine) for a in layers], 0)]
+    distance = [
+        Series("distance of the branches", [(a.layer, a.distance) for a in layers], 1),
+        Series("length of the pre-trained states", [(a.layer, a.norm) for a in layers], 2),
+    ]
+    last = layers[-1]
+    flat = points(
+        f"Final tokens' states of layer {last.layer}, both branches",
+        [
+            ("pre-trained", [(x, y) for x, y, _, _ in last.points], 0),
+            ("expanded", [(x, y) for _, _, x, y in last.points], 4),
+        ],
+        key="alignment-points",
+        across="first principal component",
+        up="second",
+        summary=f"{len(last.points)} sentences; a line joins the two states of one; mean distance {last.distance:.3g}",
+        links=last.points,
+    )
+    rows = [(a.layer, f"{a.cosine:.6f}", f"{a.distance:.4g}", f"{a.norm:.4g}") for a in layers]
+    return section(
+        "alignment",
+        "Alignment of branches",
+        el(
+            "p",
+            f"States of the last token of {len(probing.sentences)} probe sentences (“{probing.sentences[0]}”, Table 6"
+            " of Control LLM) in both branches of every control block.",
+        ),
+        pair(
+            figure(
+                lines(
+                    "Cosine similarity by layer", cosine, key="alignment-cosine", across="layer", up="cosine", high=1.0
+                ),
+                "Mean over sentences; 1: the same direction.",
+            ),
+            figure(
+                lines(
+                    "Euclidean distance by layer",
+                    distance,
+                    key="alignment-distance",
+                    across="layer",
+                    up="length",
+                    low=0.0,
+                ),
+                "Mean over sentences; 0: the branches agree.",
+            ),
+            figure(flat, f"Layer {last.layer}, both branches on two principal axes of their states."),
+            table("Branches by layer", ("layer", "cosine", "distance", "length"), rows, numbers=range(4)),
+        ),
+    )
+
+
+def curves_section(findings: Findings) -> Markup | None:
+    """Losses by source over training, from the given log, else from the manifests: learning and forgetting."""
+    curves = findings.curves or curves_of(findings.runs)
+    if not curves and not findings.runs:
+        return None
+    parts: list[Child] = []
+    if findings.runs:
+        head = ("surgery", "steps", "tokens", "tensors", "held-out losses, before → after")
+        rows = [
+            (run.surgery, f"{run.steps:,}", f"{run.tokens:,}", len(run.changes), _losses(run)) for run in findings.runs
+        ]
+        parts.append(table("Training, from the manifests", head, rows, numbers=range(4), words=(4,)))
+        parts += _changes(findings.runs)
+    if curves:
+        series = [Series(c.source, c.points, nth % _STYLES) for nth, c in enumerate(curves)]
+        source = (
+            "From the given log."
+            if findings.curves
+            else "Held-out losses where each training run began and ended, one run after the other."
+        )
+        changes = [
+            (c.source, c.points[0][0], f"{first:.4f}", c.points[-1][0], f"{last:.4f}", f"{last - first:+.4f}")
+            for c in curves
+            for first, last in [(c.points[0][1], c.points[-1][1])]
+        ]
+        columns = ("source", "first step", "loss", "last step", "loss", "change")
+        parts.append(
+            pair(
+                figure(
+                    lines("Loss by source", series, key="curves-lines", across="step", up="loss, nats a token"),
+                    f"{source} Rising: forgetting.",
+                ),
+                table("First and last losses", columns, changes, numbers=range(1, 6)),
+            )
+        )
+    return section("curves", "Learning and forgetting", *parts)
+
+
+def _changes(runs: Sequence[TrainingRun]) -> list[Child]:
+    """How much each run changed each tensor, and a line for trained tensors that did not change."""
+    parts: list[Child] = []
+    for nth, run in enumerate(runs, 1):
+        if run.unchanged:
+            names = ", ".join(run.unchanged[:_MOST_NAMED])
+            more = f" and {len(run.unchanged) - _MOST_NAMED} more" if len(run.unchanged) > _MOST_NAMED else ""
+            parts.append(
+                el("p", f"Run {nth} trained these tensors without changing them: {names}{more}.", class_="warn")
+            )
+        rows = [
+            (name, f"{largest:.3g}", "was zero" if relative is None else f"{relative:.3g}")
+            for name, (largest, relative) in run.changes.items()
+        ]
+        parts.append(
+            folded(
+                f"Changes by run {nth}, tensor by tensor",
+                table(
+                    f"Tensors that trained in run {nth}",
+                    ("tensor", "max |Δ|", "‖Δ‖ ÷ ‖before‖"),
+                    rows,
+                    numbers=(1, 2),
+                    words=(0,),
+                ),
+            )
+        )
+    return parts
+
+
+def _losses(run: TrainingRun) -> str:
+    return ", ".join(f"{name} {before:.3f} → {after:.3f}" for name, (before, after) in run.losses.items()) or "none"
