@@ -18,8 +18,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.listener import Quiet
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput
 from tests import tiny
 
