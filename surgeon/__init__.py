@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from surgeon.continual.continual import continual
     from surgeon.errors import BadInput, PromiseBroken, SurgeonError
     from surgeon.evaluate.evaluate import evaluate
-    from surgeon.plan.loading import parse_plan
-    from surgeon.plan.schema import json_schema
+    from surgeon.plan.plan import json_schema, parse_plan
     from surgeon.report.inspect import inspect
     from surgeon.report.report import report
     from surgeon.report.routing import routing_report
@@ -53,10 +52,10 @@ _HOMES = {
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
     "inspect": "report.inspect",
-    "json_schema": "plan.schema",
+    "json_schema": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
-    "parse_plan": "plan.loading",
+    "parse_plan": "plan.plan",
     "preview": "apply.preview",
     "push": "share.push",
     "report": "report.report",

@@ -28,7 +28,7 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import printable
 from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
 

@@ -87,7 +87,7 @@ class Job:
 
 def copied(name: str, info: TensorInfo) -> Output:
     """The output `name`, copied from the tensor that `info` describes."""
-    return Output(name, Copy(info.name, info.dtype, info.shape), False, None)
+    return Output(name, Copy(info.name, info.dtype, info.shape), None)
 
 
 def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:

@@ -24,8 +24,7 @@ from surgeon.families.anatomy import dissect
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
-from surgeon.plan.drafting import draw
-from surgeon.plan.loading import LoadedPlan, load_plan
+from surgeon.plan.plan import LoadedPlan, draw, load_plan
 from surgeon.plan.shipped import find_plan
 
 

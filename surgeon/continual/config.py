@@ -21,7 +21,7 @@ from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_sectio
 from surgeon.data.specs import ORIGINAL, Entry, SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
-from surgeon.plan.loading import LoadedPlan, load_plan, parse_plan
+from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
 from surgeon.train.config import SHARE_TOLERANCE, LoadedConfig, OptimizerSpec, TrainConfig, first_doubled, settle
 

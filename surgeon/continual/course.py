@@ -27,7 +27,7 @@ from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import manifest_of
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.session import run_training
 

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import dissect, is_grafted
 from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of

@@ -25,10 +25,9 @@ from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import renumbered
-from surgeon.families.grafted import native_config
+from surgeon.families.anatomy import native_config, renumbered
 from surgeon.operations import OPERATIONS
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 from surgeon.runtime.known import plugins_in
 

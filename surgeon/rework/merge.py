@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from surgeon.apply.apply import Applied, applied_view, apply
 from surgeon.common.listener import Listener
 from surgeon.common.plain import plain_fields
-from surgeon.plan.loading import LoadedPlan, parse_plan
+from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verify import Verification, verification_view, verify
 
 

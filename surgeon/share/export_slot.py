@@ -28,8 +28,7 @@ from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations import OPERATIONS

@@ -52,7 +52,6 @@ from surgeon.train.training_data import TrainingData
 
 RUN_FILE = "run.json"
 
-
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
 

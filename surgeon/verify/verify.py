@@ -18,8 +18,7 @@ from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
-from surgeon.plan.drafting import draw
-from surgeon.plan.loading import parse_plan
+from surgeon.plan.plan import draw, parse_plan
 from surgeon.verify.static import Check, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:

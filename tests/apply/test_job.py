@@ -45,7 +45,7 @@ def joined(first: CheckpointFolder, second: CheckpointFolder) -> Job:
 
     outputs = [copied(name, info) for name, info in first.tensors.items() if name != SILENT]
     zeros = first.tensors[SILENT]
-    outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), True, 0))
+    outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), 0))
     shards = (Shard("model.safetensors", tuple(outputs), None),)
     origins = {output.name: Origin(first.source, first.tensors[output.name]) for output in outputs[:-1]}
     return Job(
