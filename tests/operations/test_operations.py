@@ -19,12 +19,10 @@ from surgeon.operations.operation import Operation
 from surgeon.plan.loading import load_plan, parse_plan
 from surgeon.plan.shipped import find_plan, names
 from surgeon.report.page.document import STYLE
+from surgeon.runtime.known import kinds
 from tests import tiny
 
 PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
-
-# Kinds of grafts as `config.surgery` calls them.
-GRAFTS = ("control", "adapters", "experts", "expert_router", "control_states", "mixture")
 
 
 def shipped_with(op: str) -> list[str]:
@@ -76,7 +74,7 @@ def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
 
 
 def _kinds(surgery: Mapping[str, Any]) -> set[str]:
-    return {kind for kind in GRAFTS if surgery.get(kind)}
+    return {kind for kind in kinds() if surgery.get(kind)}
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name.count("/") < 1])
