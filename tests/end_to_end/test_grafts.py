@@ -18,6 +18,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
+from surgeon.plan.loading import load_plan
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
@@ -26,11 +27,13 @@ from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 from tests.runtime.test_interpolators import CLASSES
 
+# The paper's own initialisation of a next slot changes what a trained base computes, and says so.
+NOT_EXACT = ("pmoe/next-task-paper",)
 GRAFT_PLANS = [
     name
     for name in shipped.names()
-    if name.startswith(("control-llm", "neutral-residues", "pmoe", "mixture-of-control"))
-    and name not in ("control-llm/merge", "pmoe/next-task-paper")
+    if name not in NOT_EXACT
+    and any(operation.grafts for operation in load_plan(shipped.find_plan(name)).plan.operations)
 ]
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
@@ -205,12 +208,9 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
                 lambda kind=kind, more=more: CLASSES[kind](InterpolatorSpec(kind=kind, **more), 32),
             )
             for kind, more in [
-                ("lerp", {"learnable": True, "alpha": 0.3}),
+                *((kind, {"learnable": True, "alpha": 0.7}) for kind in CLASSES),
                 ("dlerp", {}),
-                ("dlerp_in", {"learnable": True, "alpha": 0.7}),
-                ("moe", {"learnable": True, "alpha": 0.7}),
                 ("plerp", {}),
-                ("slerp", {}),
             ]
         ),
         *(

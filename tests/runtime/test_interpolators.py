@@ -116,6 +116,14 @@ def test_forward_and_gradients_follow_the_equation(kind: str, learnable: bool) -
             torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", [rule.key for rule in INTERPOLATORS if "logit" in rule.learned(0.5)])
+def test_a_tensor_called_logit_is_the_log_odds_of_alpha(kind: str) -> None:
+    """`merge_branches` takes σ(logit) for the learned α, whatever the interpolator."""
+    module = made(kind, learnable=True)
+    _, alpha = module(*states())
+    torch.testing.assert_close(alpha, sigmoid(module.logit))
+
+
 @pytest.mark.parametrize("learnable", [False, True])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) -> None:
