@@ -16,13 +16,16 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
+from surgeon.operations import merge_branches
 from surgeon.plan import shipped
 from surgeon.plan.loading import load_plan
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import AdapterSpec
+from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.control_rules import InterpolatorSpec
+from surgeon.runtime.control_rules import InterpolatorRule, InterpolatorSpec
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 from tests.runtime.test_interpolators import CLASSES
@@ -196,6 +199,24 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     assert elsewhere["class"] == "LlamaForCausalLM"
     config, native = (json.loads((folder / "config.json").read_text()) for folder in (merged, base))
     assert config == native
+
+
+class Tanh(InterpolatorRule):
+    """A learned α that is no logit's sigmoid: ½ (1 + tanh c)."""
+
+    def learned(self, alpha: float) -> dict[str, Birth]:
+        return {"c": Fill((1,), math.atanh(2 * alpha - 1))}
+
+
+def test_merge_asks_for_the_share_where_a_learned_alpha_is_no_logit(
+    base: Path, plan: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surgeon.apply(plan(CONTROL | {"interpolator": {"learnable": True}}), str(base), tmp_path / "out")
+    monkeypatch.setattr(merge_branches, "INTERPOLATORS", {"lerp": Tanh("lerp", "Lerp")})
+    with pytest.raises(BadInput, match="learns its α in another form than a logit; say which fixed share"):
+        surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=2)
+    merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=2)
+    assert merged.applied.manifest.native
 
 
 @pytest.mark.parametrize(
