@@ -14,10 +14,9 @@ from typing import Any
 from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted import in_branch, is_grafted, owner_of
-from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.known import GRAFTS, NATIVES, kinds
 from surgeon.runtime.natives import PREFIX, Native
-from surgeon.runtime.rules import BRANCH, Kind
+from surgeon.runtime.rules import BRANCH, Birth, Fill, Kind, Normal
 
 # Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model. Where a config
 # names no class, it is the first.

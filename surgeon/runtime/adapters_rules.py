@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .rules import BRANCH, Birth, Fill, GraftRules, Kind, Normal, Surgery, built, by_layer, check_layers, one_of, weight
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")

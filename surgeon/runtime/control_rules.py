@@ -15,8 +15,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, Normal, Values
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight
+from .rules import (
+    BRANCH,
+    Birth,
+    Fill,
+    GraftRules,
+    Kind,
+    Normal,
+    Surgery,
+    Values,
+    built,
+    by_layer,
+    check_layers,
+    fraction,
+    one_of,
+    weight,
+)
 
 INTERPOLATOR = "interpolator."
 DIVERGENCES = ("mse", "cosine", "none")

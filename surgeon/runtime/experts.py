@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .births import Birth
 from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
-from .frames import Frame, current_frame
-from .graft import Graft
+from .graft import Frame, Graft, current_frame
 from .newborn import LowRank, Newborn, at_least_fp32
-from .rules import Surgery
+from .rules import Birth, Surgery
 
 
 class LoraSlot(LowRank):

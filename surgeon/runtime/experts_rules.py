@@ -17,8 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, as_linear, low_rank_births
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, check_layers, weight, without_numbers
+from .rules import (
+    BRANCH,
+    Birth,
+    Fill,
+    GraftRules,
+    Kind,
+    Surgery,
+    as_linear,
+    built,
+    check_layers,
+    low_rank_births,
+    weight,
+    without_numbers,
+)
 
 ROUTER = "expert_router."
 _SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")

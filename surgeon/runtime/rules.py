@@ -1,12 +1,14 @@
-"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
+"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors, what trains.
 
 A graft is a module that the native architecture lacks. `Kind` is one key of `config.surgery`; `GraftRules` is a
 graft, which may have several. Both know neither torch nor weights; the graft's modules (`Graft`) build on its rules.
+A `Birth` is what a graft's tensor holds at birth: the planner makes a recipe of it, a module its first values.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -14,6 +16,43 @@ from typing import Any, ClassVar, Literal
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One value everywhere."""
+
+    shape: tuple[int, ...]
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal values around zero."""
+
+    shape: tuple[int, ...]
+    std: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """These values."""
+
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+Birth = Fill | Normal | Values
+
+
+def as_linear(rows: int, columns: int) -> Normal:
+    """A matrix of variance 1/(3 · columns), as `nn.Linear` and LoRA's A have it."""
+    return Normal((rows, columns), math.sqrt(1 / (3 * columns)))
+
+
+def low_rank_births(rank: int, width_in: int, width_out: int) -> dict[str, Birth]:
+    """A product B A of two narrow matrices that adds nothing at birth, as B is zero."""
+    return {"lora_A": as_linear(rank, width_in), "lora_B": Fill((width_out, rank))}
 
 
 class Kind:

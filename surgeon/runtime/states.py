@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .frames import Frame
-from .graft import Graft
+from .graft import Frame, Graft
 from .losses import Flow, valid_tokens
 from .newborn import LowRank, Newborn, at_least_fp32, product
 from .rules import Surgery

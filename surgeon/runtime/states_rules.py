@@ -12,8 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .births import Birth, as_linear, low_rank_births
-from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight, without_numbers
+from .rules import (
+    Birth,
+    GraftRules,
+    Kind,
+    Surgery,
+    as_linear,
+    built,
+    by_layer,
+    check_layers,
+    fraction,
+    low_rank_births,
+    one_of,
+    weight,
+    without_numbers,
+)
 
 # Stands beside `layers.` in names.
 BANK = "control_bank."
