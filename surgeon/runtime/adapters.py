@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from .adapters_rules import AdapterRules, Adapters, AdapterSpec, LocalLossSpec
+from .births import Birth
 from .graft import Frame, Graft
 from .losses import masked_mean
 from .newborn import Newborn, Projection, at_least_fp32
-from .rules import Birth, Surgery
+from .rules import Surgery
 
 # By the gate's kind: how open it is for its score.
 OPENINGS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "sigmoid": torch.sigmoid}

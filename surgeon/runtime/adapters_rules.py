@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .rules import BRANCH, Birth, Fill, GraftRules, Kind, Normal, Surgery, built, by_layer, check_layers, one_of, weight
+from .births import Birth, Fill, Normal
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")
@@ -79,16 +80,13 @@ class AdapterKind(Kind):
     """A gated adapter beside the layer's FFN."""
 
     key = "adapters"
+    mark = "A"
     in_twin = "copied"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`adapter of 512, relu gate`."""
         gate = entry.get("gate", "relu")
         return f"adapter of {entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """A."""
-        return "A"
 
     def claims(self, suffix: str) -> bool:
         """What stands at `mlp.adapter`."""

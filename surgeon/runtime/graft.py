@@ -3,9 +3,9 @@
 A layer asks the grafts of its config, in their order: first which blocks must be able to carry something, then to put
 their modules in. In a forward those that did so run `before` it, `beside` its blocks and `after` it.
 
-A layer's own modules see its frame while it runs: native code passes nothing of ours to its MLP or projections. The
-layer's forward sets the frame and puts it back after it, in this thread alone. It is built from the layer's arguments,
-so that gradient checkpointing, which runs the layer again, sees the same.
+While a layer runs its own modules see its frame: native code passes nothing of ours to its MLP or projections. The
+layer's forward sets the frame and puts back the one before, in this thread alone. A frame is built from the layer's
+arguments, so that gradient checkpointing, which runs the layer again, sees the same.
 """
 
 from __future__ import annotations

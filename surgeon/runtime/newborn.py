@@ -10,7 +10,7 @@ import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .rules import Birth, Fill, Normal, low_rank_births
+from .births import Birth, Fill, Normal, low_rank_births
 
 
 class Newborn(nn.Module):

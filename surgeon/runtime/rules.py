@@ -1,58 +1,23 @@
-"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors, what trains.
+"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
 
 A graft is a module that the native architecture lacks. `Kind` is one key of `config.surgery`; `GraftRules` is a
 graft, which may have several. Both know neither torch nor weights; the graft's modules (`Graft`) build on its rules.
-A `Birth` is what a graft's tensor holds at birth: the planner makes a recipe of it, a module its first values.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
 
-
-@dataclass(frozen=True)
-class Fill:
-    """One value everywhere."""
-
-    shape: tuple[int, ...]
-    value: float = 0.0
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Independent normal values around zero."""
-
-    shape: tuple[int, ...]
-    std: float
-
-
-@dataclass(frozen=True)
-class Values:
-    """These values."""
-
-    shape: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-Birth = Fill | Normal | Values
-
-
-def as_linear(rows: int, columns: int) -> Normal:
-    """A matrix of variance 1/(3 · columns), as `nn.Linear` and LoRA's A have it."""
-    return Normal((rows, columns), math.sqrt(1 / (3 * columns)))
-
-
-def low_rank_births(rank: int, width_in: int, width_out: int) -> dict[str, Birth]:
-    """A product B A of two narrow matrices that adds nothing at birth, as B is zero."""
-    return {"lora_A": as_linear(rank, width_in), "lora_B": Fill((width_out, rank))}
+# A dataclass that holds an entry.
+Spec = TypeVar("Spec", bound=Any)
 
 
 class Kind:
@@ -64,6 +29,7 @@ class Kind:
     """
 
     key: ClassVar[str]
+    mark: ClassVar[str] = "+"
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
@@ -73,8 +39,8 @@ class Kind:
         raise NotImplementedError
 
     def sign(self, entry: Mapping[str, Any]) -> str:
-        """One or two characters for it in pictures of the layers."""
-        return "+"
+        """One or two characters for it in pictures of the layers: its kind's `mark`, where nothing else is said."""
+        return self.mark
 
     def claims(self, suffix: str) -> bool:
         """Whether a tensor of a layer, by what follows `layers.{i}.` (in a twin: its prefix too), is of this kind."""
@@ -264,20 +230,19 @@ def known_keys(entry: Iterable[str], keys: Iterable[str], name: str) -> None:
         raise ValueError(f"config.surgery: {name} has unknown keys {unknown}; known are {', '.join(keys)}")
 
 
-def built(kind: Any, entry: Mapping[str, Any], name: str) -> Any:
+def built(kind: type[Spec], entry: Mapping[str, Any], name: str) -> Spec:
     """The dataclass `kind` made of an entry; ValueError for a key that is no field of it."""
-    known_keys(entry, tuple(kind.__dataclass_fields__), name)
-    return kind(**entry)
+    known_keys(entry, inspect.signature(kind).parameters, name)
+    made: Spec = kind(**entry)
+    return made
 
 
-def by_layer(specs: Iterable[Any], name: str) -> dict[int, Any]:
+def by_layer(specs: Sequence[Spec], name: str) -> dict[int, Spec]:
     """Specs by their `layer`; ValueError where two name the same."""
-    found: dict[int, Any] = {}
-    for spec in specs:
-        if spec.layer in found:
-            raise ValueError(f"config.surgery: two {name} entries name the same layer")
-        found[spec.layer] = spec
-    return found
+    layers: list[int] = [spec.layer for spec in specs]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"config.surgery: two {name} entries name the same layer")
+    return dict(zip(layers, specs, strict=True))
 
 
 def check_layers(named: Iterable[int], bound: int, name: str) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.control_rules import InterpolatorRule, log_odds
 from surgeon.runtime.natives import Native
-from surgeon.runtime.rules import BRANCH, Birth, Fill, GraftRules, Kind, Surgery, built, by_layer, check_layers
+from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
 
 SCALE = "mlp.scale."
 
