@@ -19,11 +19,6 @@ from surgeon.runtime.known import GRAFTS, NATIVES, kinds
 from surgeon.runtime.natives import PREFIX, Native
 from surgeon.runtime.rules import BRANCH, Kind
 
-# Heads of a base that have an upcycled twin; a checkpoint without a head is its family's base model. Where a config
-# names no class, it is the first.
-_HEADS = ("ForCausalLM", "ForSequenceClassification", "Model")
-_ENCODER_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
-
 
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
     """The recipe of a tensor that is born so; `key` seeds it where it is random."""
@@ -160,11 +155,11 @@ def grafted_config(
 
 
 def _architecture(config: Mapping[str, Any], native: Native) -> str:
-    heads = _ENCODER_HEADS if native.encoder else _HEADS
-    named = [str(name) for name in config.get("architectures") or ()] or [heads[0]]
-    head = next((head for head in heads if named[0].endswith(head)), None)
+    """The upcycled twin of the class that a config names; where it names none, of what its kind of model mostly is."""
+    named = [str(name) for name in config.get("architectures") or ()] or ["Model" if native.encoder else "ForCausalLM"]
+    head = next((head for head in native.heads if named[0].endswith(head)), None)
     if len(named) > 1 or head is None:
-        with_head = ", ".join(head for head in heads if head != "Model")
+        with_head = ", ".join(head for head in native.heads if head != "Model")
         raise BadInput(
             f"config.json: `architectures` is {printable(repr(named))}; grafts are made for models with"
             f" {with_head} or no head (Model)"

@@ -20,8 +20,7 @@ from transformers.activations import ACT2FN
 
 from .adapters_rules import AdapterRules, Adapters, AdapterSpec, LocalLossSpec
 from .births import Birth
-from .frames import Frame
-from .graft import Graft
+from .graft import Frame, Graft
 from .losses import masked_mean
 from .newborn import Newborn, Projection, at_least_fp32
 from .rules import Surgery

@@ -80,16 +80,13 @@ class AdapterKind(Kind):
     """A gated adapter beside the layer's FFN."""
 
     key = "adapters"
+    mark = "A"
     in_twin = "copied"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`adapter of 512, relu gate`."""
         gate = entry.get("gate", "relu")
         return f"adapter of {entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """A."""
-        return "A"
 
     def claims(self, suffix: str) -> bool:
         """What stands at `mlp.adapter`."""

@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from .known import GRAFTS, NATIVES
-from .natives import PREFIX, Native
-from .template import Use, classes_of
+from .natives import PREFIX, Native, Use, classes_of
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"

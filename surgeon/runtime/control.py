@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .control_rules import ControlRules, ControlSpec
-from .frames import Frame
-from .graft import Graft
+from .graft import Frame, Graft
 from .interpolators import Interpolator
 from .layers import BranchLayer
 from .losses import masked_mean

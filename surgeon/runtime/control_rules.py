@@ -174,16 +174,13 @@ class ControlKind(Kind):
     """A control block: an expanded twin of the layer, and an interpolator."""
 
     key = "control"
+    mark = "C"
     in_twin = "refused"
     branching = True
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`control block, lerp`."""
         return f"control block, {entry['interpolator']['kind']}"
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """C."""
-        return "C"
 
     def claims(self, suffix: str) -> bool:
         """All of a twin that no other graft claims, and the interpolator."""
@@ -211,17 +208,14 @@ class ControlRules(GraftRules):
 
     def read(self, raw: Mapping[str, Any]) -> dict[int, ControlSpec]:
         """Control blocks by trunk layer."""
-        blocks: dict[int, ControlSpec] = by_layer([self._block(entry) for entry in raw.get("control", ())], "control")
-        return blocks
+        return by_layer([self._block(entry) for entry in raw.get("control", ())], "control")
 
     def _block(self, entry: Mapping[str, Any]) -> ControlSpec:
-        interpolator: InterpolatorSpec = built(InterpolatorSpec, entry.get("interpolator", {}), "interpolator")
+        interpolator = built(InterpolatorSpec, entry.get("interpolator", {}), "interpolator")
         one_of("interpolator kind", interpolator.kind, self.interpolators)
         self.interpolators[interpolator.kind].check(interpolator, self.interpolators.values())
         divergence = built(DivergenceSpec, entry.get("divergence", {}), "divergence")
-        parts = {"interpolator": interpolator, "divergence": divergence}
-        block: ControlSpec = built(ControlSpec, dict(entry) | parts, "control")
-        return block
+        return built(ControlSpec, {**entry, "interpolator": interpolator, "divergence": divergence}, "control")
 
     def branches(self, found: Any) -> list[tuple[int, int]]:
         """Each block's."""

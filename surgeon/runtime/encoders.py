@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
-from .frames import Frame, current_frame, enter_frame
+from .graft import Frame, current_frame, enter_frame
 from .losses import Flow, close_flow
 from .pretrained import UpcycledBase, UpcycledPreTrained, attach_surgery, given_inputs
 from .rules import read_surgery

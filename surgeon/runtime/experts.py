@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from .births import Birth
 from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
-from .frames import Frame, current_frame
-from .graft import Graft
+from .graft import Frame, Graft, current_frame
+from .losses import masked_mean
 from .newborn import LowRank, Newborn, at_least_fp32
 from .rules import Surgery
 
@@ -190,5 +190,4 @@ def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Ten
         )
     chosen = tokens & (domains > 0)
     slot = (domains - 1).clamp(min=0).unsqueeze(-1)
-    losses = -log_probabilities.gather(-1, slot).squeeze(-1)
-    return torch.where(chosen, losses, torch.zeros_like(losses)).sum().reshape(1) / chosen.sum().clamp(min=1)
+    return masked_mean(-log_probabilities.gather(-1, slot).squeeze(-1), chosen).reshape(1)

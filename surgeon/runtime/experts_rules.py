@@ -193,14 +193,11 @@ class RouterKind(_SlotKind):
     """Columns of the router, which reads what goes into the layer."""
 
     key = "expert_router"
+    mark = "R"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`router column 0, column 1`."""
         return "router " + ", ".join(f"column {slot['slot']}" for slot in entry["slots"])
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """R."""
-        return "R"
 
     def claims(self, suffix: str) -> bool:
         """A column, or a group's mass."""
@@ -296,14 +293,12 @@ def _experts(entry: Mapping[str, Any]) -> ExpertsSpec:
         built(SlotSpec, dict(slot) | {"targets": tuple(slot.get("targets", ()))}, "slot")
         for slot in entry.get("slots", ())
     )
-    experts: ExpertsSpec = built(ExpertsSpec, dict(entry) | {"slots": slots}, "experts")
-    return experts
+    return built(ExpertsSpec, dict(entry) | {"slots": slots}, "experts")
 
 
 def _columns(entry: Mapping[str, Any]) -> RouterSpec:
     slots = tuple(built(RouterSlotSpec, slot, "expert_router slot") for slot in entry.get("slots", ()))
-    router: RouterSpec = built(RouterSpec, dict(entry) | {"slots": slots}, "expert_router")
-    return router
+    return built(RouterSpec, dict(entry) | {"slots": slots}, "expert_router")
 
 
 def _joined(entries: list[ExpertsSpec]) -> dict[int, ExpertsSpec]:

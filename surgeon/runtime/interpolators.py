@@ -83,16 +83,14 @@ class Plerp(ScalarInterpolator):
         return torch.lerp(pretrained + F.linear(pretrained, self.weight), expanded, alpha), alpha
 
 
-class Proj(ScalarInterpolator):
-    """Lerp whose divergence compares e with W p; `weight` is W − I. From the public code, not the paper."""
+class Proj(Lerp):
+    """Lerp whose divergence compares e with W p; `weight` is W − I. From the public code, not the paper.
+
+    W takes no part in the combined states.
+    """
 
     rule = _RULES["proj"]
     weight: nn.Parameter
-
-    def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
-        """Linear interpolation with one α; W takes no part in it."""
-        alpha = self.share(pretrained)
-        return torch.lerp(pretrained, expanded, alpha), alpha
 
     def anchor(self, pretrained: Tensor) -> Tensor:
         """W p, with p detached: the loss trains W and the expanded branch."""

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .frames import Frame, current_frame, enter_frame
-from .graft import Graft
+from .graft import Frame, Graft, current_frame, enter_frame
 from .losses import Flow
 from .rules import Surgery, read_surgery
 

@@ -69,11 +69,25 @@ class UpcycledModel(UpcycledBase):
         return output
 
 
-class UpcycledCausalLM(UpcycledPreTrained):
-    """The language-modelling head; its loss in training holds the auxiliary losses."""
+class UpcycledHead(UpcycledPreTrained):
+    """A native head over the upcycled base; its loss in training holds the auxiliary losses."""
 
     base_class: ClassVar[type[UpcycledModel]]
     output_class: ClassVar[type[Any]]
+
+    def _head_forward(self, domain_ids: Tensor | None, scale: float | Tensor = 1.0, **given: Any) -> Any:
+        """The native forward, given what it is to have by name; `scale` is by how much auxiliary losses count."""
+        flow: Flow | None = None
+        if self.training and given["labels"] is not None:
+            inputs = given_inputs(given["input_ids"], given["inputs_embeds"])
+            flow = open_flow(self.surgery, inputs, given["attention_mask"], domain_ids)
+            given["surgery_flow"] = flow or Flow()
+        output = super().forward(return_dict=True, **given)
+        return self.output_class(**close_flow(output, flow, scale))
+
+
+class UpcycledCausalLM(UpcycledHead):
+    """The language-modelling head."""
 
     def __init__(self, config: Any) -> None:
         # The native head would build the native base model.
@@ -99,14 +113,12 @@ class UpcycledCausalLM(UpcycledPreTrained):
         **kwargs: Any,
     ) -> Any:
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        flow: Flow | None = None
         scale: float | Tensor = 1.0
-        asked = False
         if self.training and labels is not None:
-            asked = True
-            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
             scale = accumulation_scale(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
-        output = super().forward(
+        return self._head_forward(
+            domain_ids,
+            scale,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -115,20 +127,15 @@ class UpcycledCausalLM(UpcycledPreTrained):
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            return_dict=True,
-            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
+            **kwargs,
         )
-        return self.output_class(**close_flow(output, flow, scale))
 
 
-class UpcycledSequenceClassifier(UpcycledPreTrained):
-    """The classification head; its loss in training holds the auxiliary losses.
+class UpcycledSequenceClassifier(UpcycledHead):
+    """The classification head.
 
     `freeze_base` freezes `score` too, as no surgery made it: let it train by itself where it is new.
     """
-
-    base_class: ClassVar[type[UpcycledModel]]
-    output_class: ClassVar[type[Any]]
 
     def __init__(self, config: Any) -> None:
         # The generic head would ask AutoModel, which does not know this model type.
@@ -153,12 +160,8 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
         **kwargs: Any,
     ) -> Any:
         """The native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        flow = None
-        asked = False
-        if self.training and labels is not None:
-            asked = True
-            flow = open_flow(self.surgery, given_inputs(input_ids, inputs_embeds), attention_mask, domain_ids)
-        output = super().forward(
+        return self._head_forward(
+            domain_ids,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -166,7 +169,5 @@ class UpcycledSequenceClassifier(UpcycledPreTrained):
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
-            return_dict=True,
-            **(kwargs | {"surgery_flow": flow or Flow()} if asked else kwargs),
+            **kwargs,
         )
-        return self.output_class(**close_flow(output, flow, 1.0))

@@ -13,14 +13,9 @@ from .rules import Surgery, read_surgery
 
 
 def attach_surgery(config: Any, surgery: dict[str, Any] | None, heads: tuple[str, ...]) -> None:
-    """Give a config its `surgery`, checked, and the `auto_map` by which remote loading finds its classes."""
+    """Give a config its `surgery`, checked, and an `auto_map` by which remote loading finds classes, if it has none."""
     config.surgery = surgery
     read_surgery(config)
-    add_auto_map(config, heads)
-
-
-def add_auto_map(config: Any, heads: tuple[str, ...]) -> None:
-    """Name the classes beside the config's own in `auto_map`, where it has none."""
     kind = type(config)
     file, prefix = kind.__module__.rpartition(".")[2], kind.__name__.removesuffix("Config")
     if getattr(config, "auto_map", None) is None:

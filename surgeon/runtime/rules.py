@@ -7,13 +7,17 @@ graft, which may have several. Both know neither torch nor weights; the graft's 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
+
+# A dataclass that holds an entry.
+Spec = TypeVar("Spec", bound=Any)
 
 
 class Kind:
@@ -25,6 +29,7 @@ class Kind:
     """
 
     key: ClassVar[str]
+    mark: ClassVar[str] = "+"
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
@@ -34,8 +39,8 @@ class Kind:
         raise NotImplementedError
 
     def sign(self, entry: Mapping[str, Any]) -> str:
-        """One or two characters for it in pictures of the layers."""
-        return "+"
+        """One or two characters for it in pictures of the layers: its kind's `mark`, where nothing else is said."""
+        return self.mark
 
     def claims(self, suffix: str) -> bool:
         """Whether a tensor of a layer, by what follows `layers.{i}.` (in a twin: its prefix too), is of this kind."""
@@ -225,20 +230,19 @@ def known_keys(entry: Iterable[str], keys: Iterable[str], name: str) -> None:
         raise ValueError(f"config.surgery: {name} has unknown keys {unknown}; known are {', '.join(keys)}")
 
 
-def built(kind: Any, entry: Mapping[str, Any], name: str) -> Any:
+def built(kind: type[Spec], entry: Mapping[str, Any], name: str) -> Spec:
     """The dataclass `kind` made of an entry; ValueError for a key that is no field of it."""
-    known_keys(entry, tuple(kind.__dataclass_fields__), name)
-    return kind(**entry)
+    known_keys(entry, inspect.signature(kind).parameters, name)
+    made: Spec = kind(**entry)
+    return made
 
 
-def by_layer(specs: Iterable[Any], name: str) -> dict[int, Any]:
+def by_layer(specs: Sequence[Spec], name: str) -> dict[int, Spec]:
     """Specs by their `layer`; ValueError where two name the same."""
-    found: dict[int, Any] = {}
-    for spec in specs:
-        if spec.layer in found:
-            raise ValueError(f"config.surgery: two {name} entries name the same layer")
-        found[spec.layer] = spec
-    return found
+    layers: list[int] = [spec.layer for spec in specs]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"config.surgery: two {name} entries name the same layer")
+    return dict(zip(layers, specs, strict=True))
 
 
 def check_layers(named: Iterable[int], bound: int, name: str) -> None:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .frames import Frame
-from .graft import Graft
+from .graft import Frame, Graft
 from .losses import Flow, valid_tokens
 from .newborn import LowRank, Newborn, at_least_fp32, product
 from .rules import Surgery
@@ -72,10 +71,6 @@ class ControlBank(nn.Module):
         self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.kinds])
         gates = spec.gates(self.kinds)
         self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
-
-    def gate_of(self, site: int) -> str:
-        """The name of the gate that serves a site."""
-        return self.spec.gate_of(site, self.kinds)
 
     def choice_of(self, site: int) -> list[int]:
         """The control states that a site's gate chooses among."""
@@ -187,17 +182,13 @@ class Mixing:
         self.sums: dict[int, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
-    def keep(self, cache: RoutingCache) -> None:
-        """Add this forward's tokens to the cache."""
-        cache.append(self.sums, self.counts)
-
     def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
         """What site `site` adds to its block's output: B T D for x B T D."""
         spec, choice = self.bank.spec, self.bank.choice_of(site)
         own = self.bank.states[site]
         if spec.top_k == 0:
             return product(x, own())
-        probabilities = F.softmax(self.bank.gates[self.bank.gate_of(site)](x), dim=-1)
+        probabilities = F.softmax(self.bank.gates[spec.gate_of(site, self.bank.kinds)](x), dim=-1)
         if own.training and spec.balance_weight > 0:
             frame.measure("balance_loss", balance_loss(probabilities, self.valid, spec.top_k))
         shown, ranking = self._shown(site, probabilities, training=own.training)
@@ -302,7 +293,7 @@ class StatesGraft(Graft, StatesRules):
         if past is None:
             past = RoutingCache(is_sliding=bool(getattr(cache.layers[0], "is_sliding", False)))
             cache.layers.append(past)
-        mixing.keep(past)
+        past.append(mixing.sums, mixing.counts)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Control states and gates."""

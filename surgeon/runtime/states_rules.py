@@ -126,8 +126,18 @@ class States:
         return {kind: number for number, (home, kind) in enumerate(self.sites) if home == layer}
 
 
-class StatesKind(Kind):
-    """Which blocks of a layer carry a control state. Their tensors are the bank's."""
+class _BankKind(Kind):
+    """Tensors are the bank's, none a layer's."""
+
+    mark = "M"
+
+    def claims(self, suffix: str) -> bool:
+        """None of a layer's tensors."""
+        return False
+
+
+class StatesKind(_BankKind):
+    """Which blocks of a layer carry a control state."""
 
     key = "control_states"
     in_twin = "refused"
@@ -136,20 +146,12 @@ class StatesKind(Kind):
         """`control states at attention and ffn`."""
         return "control states at " + " and ".join(entry["sites"])
 
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """M."""
-        return "M"
-
-    def claims(self, suffix: str) -> bool:
-        """None of a layer's tensors."""
-        return False
-
     def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Whether they train is said of the bank."""
         return without_numbers(entry)
 
 
-class MixtureKind(Kind):
+class MixtureKind(_BankKind):
     """The bank of all control states: one entry for the model."""
 
     key = "mixture"
@@ -158,14 +160,6 @@ class MixtureKind(Kind):
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`bank of control states of rank 64`."""
         return f"bank of control states of rank {entry['rank']}"
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """M."""
-        return "M"
-
-    def claims(self, suffix: str) -> bool:
-        """None of a layer's tensors."""
-        return False
 
 
 class StatesRules(GraftRules):
@@ -186,7 +180,7 @@ class StatesRules(GraftRules):
         ]
         if not specs or raw.get("mixture") is None:
             raise ValueError("config.surgery: control_states and mixture go together; one of them is missing")
-        layers: dict[int, StatesSpec] = by_layer(specs, "control_states")
+        layers = by_layer(specs, "control_states")
         sites = tuple((layer, kind) for layer in sorted(layers) for kind in SITES if kind in layers[layer].sites)
         return States(sites, built(MixtureSpec, raw["mixture"], "mixture"))
 

@@ -15,14 +15,13 @@ import surgeon.runtime
 from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of, uses_of
 from surgeon.runtime.graft import Graft
 from surgeon.runtime.known import GRAFTS
-from surgeon.runtime.natives import NATIVES, PREFIX
-from surgeon.runtime.template import classes_of
+from surgeon.runtime.natives import NATIVES, PREFIX, classes_of
 from tests import tiny
 from tests.runtime.grafting import alone, everything, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "known", "natives", "template"}
+NOT_SHIPPED = {"__init__", "bundle", "known", "natives"}
 
 
 def definitions(source: str) -> dict[str, str]:

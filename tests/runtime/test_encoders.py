@@ -229,7 +229,7 @@ def test_a_sequence_of_nothing_but_padding_is_no_trouble() -> None:
 
 
 def _frame() -> Any:
-    from surgeon.runtime.frames import Frame
+    from surgeon.runtime.graft import Frame
 
     return Frame()
 

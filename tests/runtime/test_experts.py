@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surgeon.runtime.experts import ExpertLinear, ExpertRouter, task_loss
 from surgeon.runtime.experts_rules import RouterSlotSpec, RouterSpec, SlotSpec
-from surgeon.runtime.frames import Frame, enter_frame
+from surgeon.runtime.graft import Frame, enter_frame
 from tests import tiny
 from tests.runtime.grafting import TRUNK, classes, config, experts, grafted, perturbed, tokens
 

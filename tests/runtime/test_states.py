@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.frames import Frame
+from surgeon.runtime.graft import Frame
 from surgeon.runtime.states import ControlBank, Mixing, balance_loss
 from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny

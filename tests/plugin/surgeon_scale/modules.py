@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgeon.runtime.frames import Frame
-from surgeon.runtime.graft import Graft
+from surgeon.runtime.graft import Frame, Graft
 from surgeon.runtime.interpolators import Interpolator
 from surgeon.runtime.newborn import Newborn
 from surgeon.runtime.rules import Surgery
