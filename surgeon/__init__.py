@@ -14,30 +14,32 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from surgeon._version import __version__
+from surgeon._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from surgeon.apply.apply import apply
-    from surgeon.apply.preview import preview
-    from surgeon.common.listener import ProgressListener
-    from surgeon.continual.continual import continual
-    from surgeon.errors import BadInput, PromiseBroken, SurgeonError
-    from surgeon.evaluate.evaluate import evaluate
-    from surgeon.plan.loading import parse_plan
-    from surgeon.plan.schema import json_schema
-    from surgeon.report.inspect import inspect
-    from surgeon.report.report import report
-    from surgeon.report.routing import routing_report
-    from surgeon.report.transport import transport_report
-    from surgeon.rework.apply_delta import apply_delta
-    from surgeon.rework.make_delta import make_delta
-    from surgeon.rework.merge import merge
-    from surgeon.rework.revert import revert
-    from surgeon.share.export_slot import export_slot
-    from surgeon.share.push import push
-    from surgeon.train.train import train
-    from surgeon.verify.diff import diff
-    from surgeon.verify.verify import verify
+    from surgeon.apply.apply import apply as apply
+    from surgeon.apply.preview import preview as preview
+    from surgeon.common.listener import ProgressListener as ProgressListener
+    from surgeon.continual.continual import continual as continual
+    from surgeon.errors import BadInput as BadInput
+    from surgeon.errors import PromiseBroken as PromiseBroken
+    from surgeon.errors import SurgeonError as SurgeonError
+    from surgeon.evaluate.evaluate import evaluate as evaluate
+    from surgeon.plan.plan import json_schema as json_schema
+    from surgeon.plan.plan import parse_plan as parse_plan
+    from surgeon.report.inspect import inspect as inspect
+    from surgeon.report.report import report as report
+    from surgeon.report.routing import routing_report as routing_report
+    from surgeon.report.transport import transport_report as transport_report
+    from surgeon.rework.apply_delta import apply_delta as apply_delta
+    from surgeon.rework.make_delta import make_delta as make_delta
+    from surgeon.rework.merge import merge as merge
+    from surgeon.rework.revert import revert as revert
+    from surgeon.share.export_slot import export_slot as export_slot
+    from surgeon.share.push import push as push
+    from surgeon.train.train import train as train
+    from surgeon.verify.diff import diff as diff
+    from surgeon.verify.verify import verify as verify
 
 # What `import surgeon` offers, and the module that defines it; loaded at first use, so that `surgeon --help` does not
 # wait for pydantic.
@@ -53,10 +55,10 @@ _HOMES = {
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
     "inspect": "report.inspect",
-    "json_schema": "plan.schema",
+    "json_schema": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
-    "parse_plan": "plan.loading",
+    "parse_plan": "plan.plan",
     "preview": "apply.preview",
     "push": "share.push",
     "report": "report.report",
@@ -67,32 +69,7 @@ _HOMES = {
     "verify": "verify.verify",
 }
 
-__all__ = [
-    "BadInput",
-    "ProgressListener",
-    "PromiseBroken",
-    "SurgeonError",
-    "__version__",
-    "apply",
-    "apply_delta",
-    "continual",
-    "diff",
-    "evaluate",
-    "export_slot",
-    "inspect",
-    "json_schema",
-    "make_delta",
-    "merge",
-    "parse_plan",
-    "preview",
-    "push",
-    "report",
-    "revert",
-    "routing_report",
-    "train",
-    "transport_report",
-    "verify",
-]
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __dir__() -> list[str]:

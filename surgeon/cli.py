@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 import surgeon
 from surgeon._version import __version__
 from surgeon.common.distributed import Ranks, joined
+from surgeon.common.plain import Result
 from surgeon.errors import BadInput, SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -29,13 +30,7 @@ if TYPE_CHECKING:
     from surgeon.common.listener import ProgressListener
 
 
-class _Result(Protocol):
-    """The result of a public function."""
-
-    def to_json(self) -> Any: ...
-
-
-_ResultT = TypeVar("_ResultT", bound=_Result)
+_ResultT = TypeVar("_ResultT", bound=Result)
 
 
 class _Group(TyperGroup):
@@ -106,6 +101,15 @@ Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="accept a base that has code of its own")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
+TextFile = Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")]
+NamedTexts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="NAME=FILE: a domain and its text, to record routers and gates on; repeatable"),
+]
+Window = Annotated[int, typer.Option(min=2, help="tokens in each sequence")]
+Windows = Annotated[int, typer.Option(min=0, help="sequences from each text; 0 takes the whole text")]
+Maps = Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")]
 
 
 class _Debug:
@@ -205,16 +209,16 @@ def verify(
     out: OutArgument,
     static: Annotated[bool, typer.Option("--static", help="bytes only, run no model")] = False,
     streamed: Annotated[bool, typer.Option("--streamed", help="hold one layer of each model at a time")] = False,
-    text: Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")] = None,
-    window: Annotated[int, typer.Option(min=2, help="tokens in each sequence")] = 128,
-    windows: Annotated[int, typer.Option(min=0, help="sequences to compare; 0 takes the whole text")] = 8,
+    text: TextFile = None,
+    window: Window = 128,
+    windows: Windows = 8,
     dtype: Annotated[
         list[str] | None,
         typer.Option(
             help="run the models in auto (the checkpoint's), float32, bfloat16 or float16; may be given again"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -304,7 +308,7 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="run the models in auto (the checkpoint's), float32, bfloat16 or float16")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -368,10 +372,10 @@ def merge(
     alpha: Annotated[
         float | None, typer.Option(min=0, max=1, help="share of the expanded branch; default: the one at inference")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="measure on this text or JSON-lines file")] = None,
-    window: Annotated[int, typer.Option(min=2, help="tokens in each sequence")] = 128,
-    windows: Annotated[int, typer.Option(min=0, help="sequences to measure on; 0 takes the whole text")] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    text: TextFile = None,
+    window: Window = 128,
+    windows: Windows = 8,
+    device: Device = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -513,9 +517,9 @@ def diff(
 def transport_report(
     out: OutArgument,
     trained: Annotated[Path | None, typer.Option(help="the same model after training, to compare with")] = None,
-    maps: Annotated[list[str] | None, typer.Option(help="draw this map (12.below.query); may be given again")] = None,
+    maps: Maps = None,
     png: Annotated[Path | None, typer.Option(help="folder for the pictures of --maps")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -532,14 +536,11 @@ def transport_report(
 @app.command("routing-report")
 def routing_report(
     out: OutArgument,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=FILE: a domain and its text; repeatable"),
-    ] = None,
+    text: NamedTexts = None,
     to: Annotated[Path | None, typer.Option(help="write the record to this JSON file")] = None,
-    window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
-    windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    window: Window = 128,
+    windows: Windows = 8,
+    device: Device = "auto",
     as_json: AsJson = False,
     trust_remote_code: RemoteCode = False,
     quiet: QuietOption = False,
@@ -571,21 +572,18 @@ def report(
     png: Annotated[Path | None, typer.Option(help="folder for the figures as PNG (extra `report`)")] = None,
     base: Annotated[Path | None, typer.Option(help="the base's folder: run the static proof against it")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="with --base: compare logits too")] = False,
-    text: Annotated[
-        list[str] | None, typer.Option(help="NAME=FILE: record what routers and gates choose on it; repeatable")
-    ] = None,
+    text: NamedTexts = None,
     routing: Annotated[Path | None, typer.Option(help="a record by `routing-report --to`, instead of --text")] = None,
     log: Annotated[Path | None, typer.Option(help="losses as JSON lines: step, source, loss")] = None,
-    maps: Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")] = None,
-    window: Annotated[int, typer.Option(min=2, help="tokens a window")] = 128,
-    windows: Annotated[int, typer.Option(min=0, help="windows of each text; 0: all of it")] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    maps: Maps = None,
+    window: Window = 128,
+    windows: Windows = 8,
+    device: Device = "auto",
     as_json: AsJson = False,
     trust_remote_code: RemoteCode = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write a report on OUT as one page that needs no network; exit 3 on a broken promise."""
-
     if html is None and png is None and not as_json:
         html = Path(f"{out.resolve().name}.html")
     with _listening(quiet) as listener:
@@ -636,17 +634,11 @@ def schema(
     if tasks and training:
         raise BadInput("--training and --tasks exclude each other; give one of them")
     if tasks:
-        from surgeon.continual.config import json_schema as of_tasks
-
-        _print_json(of_tasks())
-        return
-    if training:
-        from surgeon.train.config import json_schema as of_training
-
-        _print_json(of_training())
-        return
-    from surgeon.plan.schema import json_schema
-
+        from surgeon.continual.config import json_schema
+    elif training:
+        from surgeon.train.config import json_schema
+    else:
+        from surgeon.plan.plan import json_schema
     _print_json(json_schema())
 
 
@@ -675,12 +667,10 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
-    from surgeon.demo.demo import run_demo
+    from surgeon.demo.demo import demo_view, run_demo
 
     with _listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
-    from surgeon.demo.demo import demo_view
-
     _console().print(demo_view(shown))
     if not shown.holds:
         raise typer.Exit(3)

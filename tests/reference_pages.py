@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.operations import OPERATIONS
-from surgeon.plan.schema import json_schema
+from surgeon.plan.plan import json_schema
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plans.md"
 

@@ -19,11 +19,11 @@ from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import IGNORED_LABEL, Batches, Mixture, Packer, SourceStream, batch_of, held_out
 from surgeon.families.anatomy import dissect
+from surgeon.manifest.lineage import trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, parse
-from surgeon.manifest.trainable import trainable_set
 from surgeon.models.load import load_model
+from surgeon.train.config import Settings
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.settings import Settings
 from surgeon.train.trainer import unfreeze
 
 FRENCH = ("fr_man", "fr_gnome", "fr_handbook", "fr_office")

@@ -25,9 +25,10 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import PROMISE_STYLES, listed
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.plain import plain_fields
 from surgeon.errors import printable
 from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
 
@@ -47,17 +48,12 @@ class Applied:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        told = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
-        return f"Applied({str(self.path)!r}, {told})"
+        shown = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
+        return f"Applied({str(self.path)!r}, {shown})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "left_behind": list(self.left_behind),
-            "seconds": self.seconds,
-            **self.preview.to_json(),
-        }
+        return plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
 
 
 def apply(
@@ -193,10 +189,7 @@ def applied_view(applied: Applied) -> RenderableType:
             f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
             PROMISE_STYLES[manifest.promise],
         ),
-        Text(
-            f"{kept} base tensors in their places, {proof}",
-            style="dim",
-        ),
+        Text(f"{kept} base tensors in their places, {proof}", style="dim"),
     ]
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))

@@ -87,7 +87,15 @@ class Job:
 
 def copied(name: str, info: TensorInfo) -> Output:
     """The output `name`, copied from the tensor that `info` describes."""
-    return Output(name, Copy(info.name, info.dtype, info.shape), False, None)
+    return Output(name, Copy(info.name, info.dtype, info.shape), None)
+
+
+def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
+    """The tensors of each shard, in the order of their bytes."""
+    held: dict[str, list[TensorInfo]] = {file: [] for file in folder.shards}
+    for info in sorted(folder.tensors.values(), key=lambda info: info.begin):
+        held[info.file].append(info)
+    return held
 
 
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
+from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
-from surgeon.plan.drafting import draw
-from surgeon.plan.loading import LoadedPlan, load_plan
+from surgeon.plan.plan import LoadedPlan, draw, load_plan
 from surgeon.plan.shipped import find_plan
 
 
@@ -100,10 +100,7 @@ class Preview:
 # What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
 _STREAMING_MEMORY = 90_000_000
 
-
 _TORCH_MEMORY = 450_000_000
-
-
 _NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"
 
 
@@ -138,7 +135,7 @@ def preview_of(
 ) -> Preview:
     """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput."""
     if folder.manifest is not None:
-        # The output's lineage will tell of the base's surgeries: what cannot be read is refused before any work.
+        # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
     anatomy = dissect(folder.config, folder.tensors)
     known = {name: adapter.facts for name, adapter in adapters.items()}
@@ -237,37 +234,14 @@ def _stack(blueprint: Blueprint) -> Table:
     table.add_column("")
     table.add_column("output", justify="right")
     table.add_column("")
-    for run in reversed(list(_runs(blueprint.layers))):
+    for run in reversed(layer_runs(blueprint.layers)):
         first, last = run[0], run[-1]
         if first.base is not None and last.base is not None:
             table.add_row(span(first.base, last.base), "──▶", span(first.index, last.index), _kept(first))
         else:
-            table.add_row(
-                "",
-                Text("✚", style="bold green"),
-                Text(span(first.index, last.index), style="green"),
-                _made(run),
-            )
+            made = Text(span(first.index, last.index), style="green")
+            table.add_row("", Text("✚", style="bold green"), made, _made(run))
     return table
-
-
-def _runs(layers: Iterable[Layer]) -> Iterable[list[Layer]]:
-    run: list[Layer] = []
-    for layer in layers:
-        if run and not _joins(run[-1], layer):
-            yield run
-            run = []
-        run.append(layer)
-    if run:
-        yield run
-
-
-def _joins(below: Layer, above: Layer) -> bool:
-    if below.grafts != above.grafts:
-        return False
-    if below.base is not None and above.base is not None:
-        return above.base == below.base + 1 and above.init == below.init
-    return below.base is above.base is None and below.operation == above.operation and below.init == above.init
 
 
 def _kept(layer: Layer) -> Text:
@@ -277,8 +251,8 @@ def _kept(layer: Layer) -> Text:
 def _with_grafts(text: Text, layer: Layer) -> Text:
     for graft in layer.grafts:
         text.append(f" + {graft.text}", style="green")
-        told = "the base's" if graft.operation is None else f"operation {graft.operation}"
-        text.append(f" ({told})", style="dim")
+        origin = "the base's" if graft.operation is None else f"operation {graft.operation}"
+        text.append(f" ({origin})", style="dim")
     return text
 
 

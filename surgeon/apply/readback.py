@@ -36,7 +36,7 @@ class Origin:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells it from the others: its source and its name there."""
+        """What distinguishes it from the others: its source and its name there."""
         return id(self.source), self.tensor.name
 
 

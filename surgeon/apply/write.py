@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _ALONE = Ranks()
 
-
 # The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
 _WRITERS = 2
 
@@ -46,7 +45,7 @@ def check_output(job: Job, base: Path, out: Path) -> None:
 
 
 def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> None:
-    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` hears of stages.
+    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
 
     With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
@@ -62,7 +61,7 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
                 _write(job, staging, listener, stopwatch, ranks)
                 staging.publish()
     except OSError as error:
-        raise BadInput(disk_trouble(error, out)) from error
+        raise BadInput(disk_error(error, out)) from error
 
 
 def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
@@ -84,8 +83,8 @@ def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch,
     run.small_files(last)
 
 
-def disk_trouble(error: OSError, out: Path) -> str:
-    """What to tell of an error while `out` was being written: where, what, and that nothing finished is lost."""
+def disk_error(error: OSError, out: Path) -> str:
+    """The message for an error while `out` was being written: where, what, and that nothing finished is lost."""
     where = printable(str(error.filename or out))
     working = printable(str(out.parent / f".{out.name}.surgeon"))
     staged = f"what was finished is kept in {working}: the same command continues"
@@ -140,7 +139,7 @@ class _Share:
         return self._workshop
 
     def of(self, shards: Sequence[Shard]) -> Report:
-        """Write this rank's layers of `shards`; an error is told, not raised, as the other ranks wait for it."""
+        """Write this rank's layers of `shards`; an error is reported, not raised, as the other ranks wait for it."""
         maps: dict[str, dict[str, Any]] = {}
         dealt = 0
         mine: list[list[Output]] = []
@@ -157,8 +156,8 @@ class _Share:
         except SurgeonError as error:
             return Report({}, str(error), error.exit_code)
         except OSError as error:
-            told = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
-            return Report({}, told, momentary=True)
+            message = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
+            return Report({}, message, momentary=True)
         finally:
             self.close()
         return Report(maps)
@@ -238,16 +237,8 @@ class _Run(_Share):
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
                 if self.ranks.size == 1:
                     for number, shard in enumerate(computed):
-                        self.shard(
-                            shard,
-                            _first_layer(
-                                [
-                                    later.outputs
-                                    for later in computed[number + 1 :]
-                                    if not self.staging.is_done(later.file)
-                                ]
-                            ),
-                        )
+                        waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
+                        self.shard(shard, _first_layer(waiting))
                 else:
                     self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
                 for copy in as_completed(copies):
@@ -264,7 +255,7 @@ class _Run(_Share):
         self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
         reports = self.ranks.gather(self.of(shards))
         for shard in shards:
-            self.proof.add(shard, {name: told for r in reports for name, told in r.maps.get(shard.file, {}).items()})
+            self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
 
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
         """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""

@@ -16,9 +16,8 @@ from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.family import MOST_LAYERS, Family, Part, per_layer_lists
-from surgeon.families.grafted import native_config
 from surgeon.runtime.bundle import CODE_FILE
 
 
@@ -72,7 +71,7 @@ class LayerDraft:
 
 @dataclass(frozen=True, slots=True)
 class GraftNote:
-    """One graft of a layer, as preview and manifest tell of it; `operation` None: the base brought it."""
+    """One graft of a layer, as preview and manifest show it; `operation` None: the base brought it."""
 
     text: str
     operation: int | None
@@ -93,12 +92,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor of the output. `new` tensors are what training may change; `operation` made them."""
+    """One tensor of the output; `operation` made it, None where the base has it."""
 
     name: str
     recipe: Recipe
-    new: bool
     operation: int | None
+
+    @property
+    def new(self) -> bool:
+        """Whether an operation made it, so that training may change it."""
+        return self.operation is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,10 @@ class Draft:
             layer.sources = tuple(renumbered[source] for source in layer.sources)
         self.layers = stack
 
+    def dtype_of(self, layer: int) -> str:
+        """The dtype of a layer: that of its first part."""
+        return self.layers[layer].tensors[self.anatomy.parts[0].suffix].dtype
+
     def parameters(self) -> int:
         """Numbers in the model as it stands, grafts included; tied embeddings count once."""
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
@@ -227,19 +234,17 @@ class Draft:
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
-        outputs = [Output(info.name, _copied(info), False, None) for info in self.anatomy.outer.values()]
+        outputs = [Output(info.name, _copied(info), None) for info in self.anatomy.outer.values()]
         for index, layer in enumerate(self.layers):
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)
-                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation is not None, operation))
+                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation))
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
-                    new = graft.operation is not None
-                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, new, graft.operation))
+                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, graft.operation))
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
-                name, new = self.anatomy.outer_name(suffix), self.bank.operation is not None
-                outputs.append(Output(name, recipe, new, self.bank.operation))
+                outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
         grafted = any(layer.grafts for layer in self.layers)
         return Blueprint(
             seed=self.seed,

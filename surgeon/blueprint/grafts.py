@@ -13,7 +13,7 @@ from typing import Any
 
 from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted import in_branch, is_grafted, owner_of
+from surgeon.families.anatomy import in_branch, is_grafted, owner_of
 from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.known import GRAFTS, NATIVES, kinds
 from surgeon.runtime.natives import PREFIX, Native

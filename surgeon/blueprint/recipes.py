@@ -7,6 +7,7 @@ have written: inner results are rounded to their dtype before they are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,8 +63,8 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
-    """½ (first + second), element by element."""
+class _OfTwoLayers:
+    """What is made of the same tensor of two layers: `first` of the lower, `second` of the upper one."""
 
     first: Recipe
     second: Recipe
@@ -77,6 +78,11 @@ class Average:
     def shape(self) -> tuple[int, ...]:
         """The shape of both sources."""
         return self.second.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Average(_OfTwoLayers):
+    """½ (first + second), element by element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +107,13 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(_OfTwoLayers):
     """½ (T_outᵀ · first · T_in + second), block of rows by block (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
 
     A vector (bias, norm scale) has no input side: ½ (T_outᵀ · first + second).
     """
 
-    first: Recipe
-    second: Recipe
     blocks: tuple[Block, ...]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the upper source."""
-        return self.second.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of both sources."""
-        return self.second.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,20 +235,12 @@ def leaves(recipe: Recipe) -> Iterator[Recipe]:
         yield from leaves(source)
 
 
-def maps_used(recipe: Recipe) -> Iterator[str]:
+def maps_used(recipe: Recipe) -> tuple[str, ...]:
     """Names of the couplings whose maps `recipe` needs directly, in order, each once."""
-    seen: set[str] = set()
-    if isinstance(recipe, Fused):
-        for block in recipe.blocks:
-            for ref in (block.t_in, block.t_out):
-                if ref.coupling is not None and ref.coupling not in seen:
-                    seen.add(ref.coupling)
-                    yield ref.coupling
-    for source in sources(recipe):
-        for name in maps_used(source):
-            if name not in seen:
-                seen.add(name)
-                yield name
+    refs = [ref for block in recipe.blocks for ref in (block.t_in, block.t_out)] if isinstance(recipe, Fused) else []
+    direct = [ref.coupling for ref in refs if ref.coupling is not None]
+    below = [name for source in sources(recipe) for name in maps_used(source)]
+    return tuple(dict.fromkeys([*direct, *below]))
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
@@ -294,10 +280,7 @@ def _map_text(ref: MapRef) -> str:
 
 def numel(recipe: Recipe) -> int:
     """Number of elements of the tensor the recipe makes."""
-    count = 1
-    for size in recipe.shape:
-        count *= size
-    return count
+    return math.prod(recipe.shape)
 
 
 def is_computed(recipe: Recipe) -> bool:

@@ -25,7 +25,7 @@ MANIFEST_FILE = "surgery.json"
 CARD_FILE = "README.md"
 # What a continual run measured (surgeon/continual).
 RECORD_FILE = "continual.json"
-# Marks a folder that lacks its base's tensors (surgeon/rework/delta_folder.py).
+# Marks a folder that lacks its base's tensors (surgeon/rework/make_delta.py).
 DELTA_FILE = "delta.json"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000

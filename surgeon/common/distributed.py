@@ -17,7 +17,7 @@ _LONGEST_WAIT = datetime.timedelta(days=2)
 
 
 class Elsewhere(SurgeonError):
-    """An error that some rank has met and tells of, with its exit code; `momentary` ones may pass (a full disk)."""
+    """An error that another rank has met, with its exit code; `momentary` ones may pass (a full disk)."""
 
     def __init__(self, message: str, exit_code: int = 2, *, momentary: bool = False) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class Ranks:
             _distributed().broadcast_object_list([message], src=0)
 
     def receive(self) -> Any:
-        """What rank 0 sends; raises the error it tells of."""
+        """What rank 0 sends; where that is an error, it is raised."""
         box: list[Any] = [None]
         _distributed().broadcast_object_list(box, src=0)
         return _opened(box[0])
@@ -102,7 +102,7 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun's environment tells of, which can send to each other inside."""
+    """The ranks that torchrun's environment names, which can send to each other inside."""
     ranks = Ranks.of_environment()
     if ranks.size == 1:
         yield ranks

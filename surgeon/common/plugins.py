@@ -108,9 +108,9 @@ def wrong_kind(plugin: Plugin, group: str, needed: str) -> BadInput:
 def missing_plugins(named: object) -> list[str]:
     """Of a manifest's `plugins` (distribution → version, not yet checked), those that are not installed, as shown."""
     found = []
-    for name, told in named.items() if isinstance(named, Mapping) else ():
+    for name, wanted in named.items() if isinstance(named, Mapping) else ():
         try:
             version(str(name))
         except (PackageNotFoundError, ValueError):
-            found.append(printable(f"{name} {told}"))
+            found.append(printable(f"{name} {wanted}"))
     return found

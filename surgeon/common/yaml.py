@@ -12,38 +12,25 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from surgeon.errors import BadInput, printable
 
 LARGEST_FILE = 1_000_000  # bytes
-
-
 MOST_NODES = 20_000
-
-
 DEEPEST = 40
-
-
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
-
-
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
-
-
 _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
-
-
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
-
-
 Place = tuple[str | int, ...]
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def read_text(path: Path, *, what: str) -> str:
@@ -67,10 +54,10 @@ def read_text(path: Path, *, what: str) -> str:
         raise BadInput(f"{shown}:{line}: not UTF-8 text (byte {raw[error.start]:#04x})") from None
 
 
-def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[Any, dict[Place, int]]:
-    """The document as plain data and the line of every place in it; `needs` is what an empty one lacks.
+def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[str, Any], dict[Place, int]]:
+    """The document as plain data and the line of every place in it; `needs` are the keys that it must have.
 
-    Raises BadInput for what is not valid YAML, nests too deep, repeats a key or is empty.
+    Raises BadInput for what is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
     """
     shown = printable(source)
     try:
@@ -84,7 +71,10 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[Any, d
     lines: dict[Place, int] = {}
     if node is None:
         raise BadInput(f"{shown}: the {what} is empty; it needs {needs}")
-    return _Builder(shown, lines, what).build(node, ()), lines
+    data = _Builder(shown, lines, what).build(node, ())
+    if not isinstance(data, dict):
+        raise BadInput(f"{shown}: a {what} is a mapping with {needs}, not {_kind_of(data)}")
+    return data, lines
 
 
 def _check_events(text: str, shown: str, what: str) -> None:
@@ -172,21 +162,55 @@ class _Builder:
         return text
 
 
-def explain(
-    error: ValidationError,
-    data: Any,
+def check_yaml(
+    model: type[ModelT],
+    data: dict[str, Any],
     lines: dict[Place, int],
     source: str,
     *,
     what: str,
     known_keys: Callable[[ErrorDetails, Place], list[str]],
+    tags: Callable[[str], list[str]] = lambda _: [],
+) -> ModelT:
+    """What `parse_yaml` read, as `model` has it.
+
+    Raises BadInput with the first problem as one line: file, line, key, what is wrong, and the key or value that was
+    probably meant. `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a
+    discriminator.
+    """
+    try:
+        # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
+        return model.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise BadInput(_explained(_most_specific(error), data, lines, source, what, known_keys, tags)) from None
+
+
+def keys_by_section(
+    whole: type[BaseModel], sections: Mapping[str, type[BaseModel]]
+) -> Callable[[ErrorDetails, Place], list[str]]:
+    """The `known_keys` of a file whose entries are `sections` by the key under which they stand."""
+
+    def known_keys(_problem: ErrorDetails, place: Place) -> list[str]:
+        within = [step for step in place[:-1] if isinstance(step, str)]
+        return list((sections[within[-1]] if within else whole).model_fields)
+
+    return known_keys
+
+
+def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """The JSON schema of a kind of file, for editors that complete YAML by it."""
+    return model.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+
+
+def _explained(
+    problem: ErrorDetails,
+    data: dict[str, Any],
+    lines: dict[Place, int],
+    source: str,
+    what: str,
+    known_keys: Callable[[ErrorDetails, Place], list[str]],
     tags: Callable[[str], list[str]],
 ) -> str:
-    """The first problem as one line: file, line, key, what is wrong, and the key or value that was probably meant.
-
-    `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a discriminator.
-    """
-    problem = _most_specific(error)
     place = _place_in(data, problem["loc"])
     if problem["type"] == "union_tag_invalid":
         place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
@@ -271,7 +295,7 @@ def _did_you_mean(given: str, options: list[str]) -> str:
     return f"; known: {', '.join(options)}" if options else ""
 
 
-def kind_of(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     """What kind of value this is, for an error."""
     if isinstance(value, list):
         return "a list"

@@ -1,52 +1,43 @@
-"""tasks.yaml: what a continual run is to do. A strict schema; nothing unknown gets through."""
+"""tasks.yaml: what a continual run is to do, and what each task adds to the model, as a plan.
+
+A strict schema; nothing unknown gets through, and what can be refused before the first step is.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+import yaml
+from pydantic import BaseModel, Field, model_validator
 
-from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
-from surgeon.data.specs import ORIGINAL, SourceSpec
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
+from surgeon.data.specs import ORIGINAL, Entry, SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
-from surgeon.train.config import OptimizerSpec, TrainConfig
+from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
+from surgeon.plan.shipped import find_plan
+from surgeon.train.config import SHARE_TOLERANCE, LoadedConfig, OptimizerSpec, TrainConfig, first_doubled, settle
 
 _WHAT = "tasks file"
-
-
-_NEEDS = "`surgeon_continual: 1` and `tasks:`"
-
-
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
-
-
-# Shares are written with a few decimals: 0.333 three times is meant to be 1.
-_SHARE_TOLERANCE = 0.005
-
 
 NOTHING = "none"
 
-
 # The operation whose settings a tasks file may give in a plan's place.
 SLOTS = PMoEExperts.key("op")
-
 
 # As many as a training config takes: the last task may replay all of them.
 _MOST_SOURCES = 100
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ExpertSettings(_Entry):
+class ExpertSettings(Entry):
     """Settings of `pmoe_experts`; what is left out has that operation's default."""
 
     rank: Annotated[int | None, Field(ge=1, le=2**16, description="of every LoRA")] = None
@@ -68,7 +59,7 @@ class ExpertSettings(_Entry):
     ] = None
 
 
-class TaskSource(_Entry):
+class TaskSource(Entry):
     """One source of a task's text."""
 
     path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
@@ -101,7 +92,7 @@ class TaskSource(_Entry):
         return self
 
 
-class GeneralSource(_Entry):
+class GeneralSource(Entry):
     """Text that no task trains on, by which general ability is measured (ΔR)."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what the table calls it")]
@@ -110,7 +101,7 @@ class GeneralSource(_Entry):
     field: Annotated[str | None, Field(description="as of a task's source")] = None
 
 
-class TrainSettings(_Entry):
+class TrainSettings(Entry):
     """How a task is trained; what is left out has the paper's value, as in train.yaml."""
 
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
@@ -131,7 +122,7 @@ class TrainSettings(_Entry):
     log_every: Annotated[int | None, Field(ge=1, description="steps between lines of the log")] = None
 
 
-class TaskSpec(_Entry):
+class TaskSpec(Entry):
     """One task: its text, and what is otherwise with it."""
 
     name: Annotated[str, Field(pattern=_NAME, description="letters, digits, _ and -")]
@@ -150,7 +141,7 @@ class TaskSpec(_Entry):
         given = [source.share for source in self.sources if source.share is not None]
         total = math.fsum(given)
         whole = len(given) == len(self.sources)
-        if (whole and abs(total - 1) > _SHARE_TOLERANCE) or (not whole and total >= 1):
+        if (whole and abs(total - 1) > SHARE_TOLERANCE) or (not whole and total >= 1):
             raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
         return self
 
@@ -166,7 +157,7 @@ class TaskSpec(_Entry):
         return found
 
 
-class TasksConfig(_Entry):
+class TasksConfig(Entry):
     """What a continual run is to do."""
 
     surgeon_continual: Annotated[Literal[1], Field(description="version of this format")]
@@ -190,7 +181,7 @@ class TasksConfig(_Entry):
     ] = 0.01
     general: Annotated[
         list[GeneralSource], Field(max_length=100, description="text that no task trains on, for ΔR")
-    ] = []
+    ] = []  # noqa: RUF012  # pydantic copies it
     evaluation_sequences: Annotated[
         int, Field(ge=1, description="of each source performance is measured on so many sequences at most")
     ] = 64
@@ -198,10 +189,10 @@ class TasksConfig(_Entry):
     @model_validator(mode="after")
     def _fits(self) -> TasksConfig:
         names = [task.name for task in self.tasks] + [source.name for source in self.general]
-        if doubled := _doubled(names):
+        if doubled := first_doubled(names):
             raise ValueError(f"two tasks or general sources are called {doubled!r}; names must differ")
         sources = [name for task in self.tasks for name, _, _ in task.named_sources()]
-        if doubled := _doubled(sources):
+        if doubled := first_doubled(sources):
             raise ValueError(f"two sources are called {doubled!r}; give one of them another `name:`")
         if len(sources) > _MOST_SOURCES:
             raise ValueError(f"{len(sources)} sources; a continual run takes {_MOST_SOURCES} at most")
@@ -254,7 +245,7 @@ class TasksConfig(_Entry):
 
 
 def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float]]:
-    """Sources that stand in a training config: of an earlier task those of its own role alone, shares anew to 1."""
+    """Sources of a training config, shares renormalised to 1: of an earlier task those of its own role alone."""
     named = [entry for entry in task.named_sources() if whole or entry[1].role == "task"]
     total = math.fsum(share for _, _, share in named)
     return [(name, source, share / total) for name, source, share in named]
@@ -275,10 +266,6 @@ def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpe
 def _given(settings: BaseModel | None) -> dict[str, Any]:
     """What was said, without what was left out, as plain data."""
     return {} if settings is None else settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-
-
-def _doubled(names: list[str]) -> str | None:
-    return next((name for name in names if names.count(name) > 1), None)
 
 
 @dataclass(frozen=True)
@@ -303,24 +290,15 @@ class LoadedTasks:
 def load_tasks(path: Path) -> LoadedTasks:
     """Read and check a tasks file; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
-    if not isinstance(data, dict):
-        raise BadInput(f"{printable(str(path))}: a tasks file is a mapping with {_NEEDS}, not {kind_of(data)}")
-    try:
-        config = TasksConfig.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise BadInput(
-            explain(error, data, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
-        ) from None
+    data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
+    known_keys = keys_by_section(TasksConfig, _SECTIONS)
+    config = check_yaml(TasksConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys)
     return LoadedTasks(config, path, lines)
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of tasks files, for editors that complete YAML by it."""
-    schema = TasksConfig.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "surgeon tasks file"
-    return schema
+    return editor_schema(TasksConfig, "surgeon tasks file")
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
@@ -335,7 +313,59 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-def _known_keys(problem: ErrorDetails, place: Place) -> list[str]:
-    within = [step for step in place[:-1] if isinstance(step, str)]
-    schema = _SECTIONS[within[-1]] if within else TasksConfig
-    return list(schema.model_fields)
+def plans_of(loaded: LoadedTasks) -> list[LoadedPlan | None]:
+    """The plan of each task; None where nothing is added. Raises BadInput."""
+    return [_plan_of(loaded, number) for number in range(len(loaded.config.tasks))]
+
+
+def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
+    asked = loaded.config.surgery(number)
+    if asked == NOTHING:
+        return None
+    if isinstance(asked, str):
+        beside = loaded.resolve(asked)
+        if beside.is_file():
+            return load_plan(beside)
+        with at_line(loaded, number):
+            return load_plan(find_plan(asked))
+    # Seeds differ by the slot's number in tensors' names.
+    plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
+    with at_line(loaded, number):
+        return parse_plan(yaml.safe_dump(plan, sort_keys=False), source=_name(loaded, number))
+
+
+def _name(loaded: LoadedTasks, number: int) -> str:
+    return f"{loaded.source} (surgery of {loaded.config.tasks[number].name})"
+
+
+@contextlib.contextmanager
+def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
+    """Errors about the surgery of task `number` (from 0) name the line of the tasks file, not of the plan."""
+    try:
+        yield
+    except BadInput as error:
+        made = re.escape(printable(_name(loaded, number)))
+        message = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
+        if message == str(error) and isinstance(loaded.config.surgery(number), dict):
+            # Of the base or the disk, not of what was asked.
+            raise
+        raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {message}") from None
+
+
+def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: CheckpointFolder) -> None:
+    """Raise BadInput for settings that a later task's training would refuse."""
+    context = base.config.get("max_position_embeddings")
+    operations: list[str] = []
+    for number, plan in enumerate(plans):
+        if plan is not None:
+            operations = [operation.op for operation in plan.plan.operations]
+        settle(LoadedConfig(loaded.config.training(number), loaded.source), operations, context=context, processes=1)
+    surgery = base.config.get("surgery")
+    held = surgery if isinstance(surgery, dict) else {}
+    asks = any(operation.needs_task_ids for plan in plans if plan is not None for operation in plan.plan.operations)
+    inherited = held.get("router_loss") or {}
+    if held.get("expert_router") and (asks or (isinstance(inherited, dict) and inherited.get("task_id"))):
+        raise BadInput(
+            f"{printable(str(base.path))}: has slots already, and the router's loss takes the first task for the first"
+            " slot; leave `router_loss` out (or say `router_loss: none`), or begin from the base without slots"
+        )

@@ -17,9 +17,9 @@ from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
-from surgeon.continual.config import load_tasks
+from surgeon.common.plain import plain
+from surgeon.continual.config import at_line, check_tasks, load_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
-from surgeon.continual.surgeries import at_line, check_tasks, plans_of
 from surgeon.errors import BadInput, printable
 
 
@@ -46,8 +46,8 @@ class Continued:
 
     def __repr__(self) -> str:
         delta = "" if self.delta[-1] is None else f", ΔR {self.delta[-1]:+.4f}"
-        told = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
-        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {told})"
+        shown = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
+        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {shown})"
 
     @property
     def matrix(self) -> list[list[float]]:
@@ -84,10 +84,7 @@ class Continued:
             "backward_transfer": self.backward,
             "general_ability_delta": self.delta,
             "measured": [
-                {
-                    name: found.to_json() | {"accuracy": found.accuracy, "loss": found.loss}
-                    for name, found in row.items()
-                }
+                {name: plain(found) | {"accuracy": found.accuracy, "loss": found.loss} for name, found in row.items()}
                 for row in self.rows
             ],
             "trainings": list(self.trainings),
@@ -99,7 +96,7 @@ class Continued:
         """As plain data for `--json`."""
         return {
             "path": str(self.path),
-            "kept": None if self.kept is None else str(self.kept),
+            "kept": plain(self.kept),
             "resumed_after": self.resumed_after,
             **self.record(),
         }
@@ -161,8 +158,8 @@ def continual(
     except BrokenPipeError:
         raise
     except OSError as error:
-        told = f"{printable(str(error.filename or run))}: {error.strerror or error}"
-        raise BadInput(f"{told}; what is complete is kept: the same command continues") from error
+        message = f"{printable(str(error.filename or run))}: {error.strerror or error}"
+        raise BadInput(f"{message}; what is complete is kept: the same command continues") from error
     return result(course)
 
 

@@ -21,18 +21,17 @@ from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.staging import check_destination, sync, working_in, write_durably
 from surgeon.common.listener import Listener
-from surgeon.continual.config import LoadedTasks
+from surgeon.common.plain import plain
+from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
-from surgeon.continual.surgeries import at_line
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import manifest_of
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.session import run_training
 
 STATE_FILE = "course.json"
-
 
 # What has no part in any number.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
@@ -43,7 +42,7 @@ class Asked:
     """What a course is asked to do, with everything checked that can be checked before.
 
     `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
-    was called, which its manifest tells; `target` is RUN. With `keep` the runs of earlier tasks are kept.
+    was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept.
     """
 
     loaded: LoadedTasks
@@ -90,7 +89,7 @@ class _State:
     def write(self, path: Path) -> None:
         data = {
             "fingerprint": self.fingerprint,
-            "rows": [{name: measured.to_json() for name, measured in row.items()} for row in self.rows],
+            "rows": plain(self.rows),
             "trainings": self.trainings,
             "published": self.published,
         }

@@ -93,7 +93,7 @@ class Measure:
         trust_remote_code: bool,
         advance: Callable[[int], None],
     ) -> dict[str, Measured]:
-        """The checkpoint's performance on the named tasks and general sources. `advance` hears of sequences done."""
+        """The checkpoint's performance on the named tasks and general sources. `advance` counts the sequences done."""
         opened = CheckpointFolder.open(folder, trust_remote_code=trust_remote_code)
         model = load_model(
             folder,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 Row = Sequence[float]
 
@@ -31,10 +30,6 @@ class Measured:
     def loss(self) -> float:
         """Nats a token."""
         return self.nats / self.tokens
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"tokens": self.tokens, "right": self.right, "nats": self.nats}
 
 
 # Task or general source → what was measured on it.

@@ -24,10 +24,10 @@ from surgeon.data.packing import Batches
 from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, one_thread, sample, split
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model
-from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.config import LoadedConfig, Settings, load_config, settle
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.settings import Settings, settle
-from surgeon.train.train import Trained, train
+from surgeon.train.publishing import Trained
+from surgeon.train.train import train
 from surgeon.train.trainer import losses_by_source
 from surgeon.train.training_data import TrainingData
 from surgeon.verify.verify import Verification, verification_view, verify

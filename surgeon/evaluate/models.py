@@ -21,7 +21,7 @@ from surgeon.data.scoring import Ratio, Scores, Windows, difference, ratio, scor
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
-from surgeon.families.grafted import native_config
+from surgeon.families.anatomy import native_config
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
 from surgeon.models.load import load_model, torch_dtype
 

@@ -5,7 +5,6 @@ All sources are opened and read through once before any model is loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
-from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
+from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import generator, split
 from surgeon.data.sources import HeldOut, Naming, open_source
@@ -111,18 +109,13 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", path.resolve().stem)[:60]
         return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
     content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
-    if not isinstance(content, dict):
-        raise BadInput(f"{printable(str(path))}: a {_WHAT} is a mapping with {_NEEDS}, not {kind_of(content)}")
     if name is not None:
         raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
     if "surgeon_train" in content:
         config = load_config(path)
         return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
-    try:
-        texts = DataConfig.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        message = explain(error, content, lines, str(path), what=_WHAT, known_keys=_known_keys, tags=lambda _: [])
-        raise BadInput(message) from None
+    known_keys = keys_by_section(DataConfig, {"sources": TextSpec})
+    texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
     return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
 
 
@@ -163,7 +156,3 @@ def _sample(held: HeldOut, most: int, say: Callable[[str], None]) -> HeldOut:
     say(f"source {held.name}: {most} of its {count} documents (--most)")
     drawn = generator(0, "evaluated", 0).permutation(count)[:most]
     return HeldOut(held.name, held.documents, held.numbers[np.sort(drawn)])
-
-
-def _known_keys(_problem: ErrorDetails, place: Place) -> list[str]:
-    return list((TextSpec if len(place) > 1 else DataConfig).model_fields)

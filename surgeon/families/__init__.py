@@ -48,6 +48,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             hint = "; it wraps a text model: save that alone (its `text_config` and language_model tensors)"
         raise BadInput(
             f"config.json: model_type {printable(model_type)!r} is not a family surgeon knows"
-            f" ({', '.join([*FAMILIES, *ENCODERS])}){hint}; docs/adding.md tells how to add one"
+            f" ({', '.join([*FAMILIES, *ENCODERS])}){hint}; docs/adding.md shows how to add one"
         )
     return family

@@ -1,14 +1,18 @@
 """Decoder families: the names of each model type's layer parts, and the defaults of its config.
 
-One function and one entry of `DECODERS` a family; `Family` (family.py) says what an entry means.
+One entry of `DECODERS` a family; `Family` (family.py) says what an entry means. `usual_layer` describes the layer of
+most; any other layer has a function of its own (`phi3_layer`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import (
     Config,
     Family,
+    LayerParts,
     Part,
     Role,
     Sizes,
@@ -22,48 +26,40 @@ from surgeon.families.family import (
 )
 
 
-def llama_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Pre-norm layer; biases by `attention_bias` (all four projections) and `mlp_bias`."""
-    bias = flag(config, "attention_bias")
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes, qkv_bias=bias, output_bias=bias),
-        norm("post_attention_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes, bias=flag(config, "mlp_bias")),
-    )
+def usual_layer(
+    *,
+    norms: Literal["before", "after", "around"] = "before",
+    attention_bias: Literal["by_config", "qkv", "none"] = "by_config",
+    mlp_bias: bool = False,
+    head_norms: Literal["none", "head", "projection"] = "none",
+) -> LayerParts:
+    """The parts of a layer under Llama's names: attention and a gated MLP, each with norms.
 
+    `norms`: before attention and MLP, after them (where they scale what is added to the residual stream), or both.
+    `attention_bias`: in all four projections if the config's `attention_bias` is set (`by_config`), always and only in
+    query, key and value (`qkv`), or never. `mlp_bias`: in the MLP, if the config's `mlp_bias` is set.
+    `head_norms`: norms of query and key, as wide as one head or as the whole projection.
+    """
 
-def mistral_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Llama's layer without biases."""
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes),
-        norm("post_attention_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes),
-    )
+    def layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
+        bias = attention_bias == "by_config" and flag(config, "attention_bias")
+        parts = [*attention(sizes, qkv_bias=bias or attention_bias == "qkv", output_bias=bias)]
+        if head_norms != "none":
+            one_head = head_norms == "head"
+            parts.append(norm("self_attn.q_norm", "query_norm", sizes.head_dim if one_head else sizes.query_width))
+            parts.append(norm("self_attn.k_norm", "key_norm", sizes.head_dim if one_head else sizes.kv_width))
+        mlp = [*gated_mlp(sizes, bias=mlp_bias and flag(config, "mlp_bias"))]
+        if norms != "after":
+            # Llama calls the norm before the MLP after its place behind attention; others have a norm there as well.
+            before_mlp = "post_attention_layernorm" if norms == "before" else "pre_feedforward_layernorm"
+            parts.insert(0, norm("input_layernorm", "pre_attention_norm", sizes.hidden))
+            mlp.insert(0, norm(before_mlp, "pre_mlp_norm", sizes.hidden))
+        if norms != "before":
+            parts.append(norm("post_attention_layernorm", "post_attention_norm", sizes.hidden))
+            mlp.append(norm("post_feedforward_layernorm", "post_mlp_norm", sizes.hidden))
+        return (*parts, *mlp)
 
-
-def qwen2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Pre-norm layer; query, key and value always carry a bias, the output projection never."""
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes, qkv_bias=True),
-        norm("post_attention_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes),
-    )
-
-
-def qwen3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Pre-norm layer; the query and key norms are as wide as one head."""
-    bias = flag(config, "attention_bias")
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes, qkv_bias=bias, output_bias=bias),
-        norm("self_attn.q_norm", "query_norm", sizes.head_dim),
-        norm("self_attn.k_norm", "key_norm", sizes.head_dim),
-        norm("post_attention_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes),
-    )
+    return layer
 
 
 def qwen_layer_types(config: Config, layers: int) -> list[str] | None:
@@ -81,30 +77,6 @@ def qwen_layer_types(config: Config, layers: int) -> list[str] | None:
     return ["sliding_attention" if i >= full else "full_attention" for i in range(layers)]
 
 
-def gemma_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Llama's layer; its norms multiply by one plus the stored weight (`norm_offset`)."""
-    bias = flag(config, "attention_bias")
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes, qkv_bias=bias, output_bias=bias),
-        norm("post_attention_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes),
-    )
-
-
-def gemma2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Sandwich-norm layer: `post_*` norms scale what the branches add to the residual stream."""
-    bias = flag(config, "attention_bias")
-    return (
-        norm("input_layernorm", "pre_attention_norm", sizes.hidden),
-        *attention(sizes, qkv_bias=bias, output_bias=bias),
-        norm("post_attention_layernorm", "post_attention_norm", sizes.hidden),
-        norm("pre_feedforward_layernorm", "pre_mlp_norm", sizes.hidden),
-        *gated_mlp(sizes),
-        norm("post_feedforward_layernorm", "post_mlp_norm", sizes.hidden),
-    )
-
-
 def gemma2_layer_types(config: Config, layers: int) -> list[str]:
     """The listed types, else sliding and full in turn, sliding first (as older config.json files imply).
 
@@ -112,15 +84,6 @@ def gemma2_layer_types(config: Config, layers: int) -> list[str]:
     """
     listed = listed_layer_types(config, layers)
     return listed or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-
-
-def gemma3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Gemma 2's parts and a norm as wide as one head on query and key."""
-    return (
-        *gemma2_layer(config, sizes),
-        norm("self_attn.q_norm", "query_norm", sizes.head_dim),
-        norm("self_attn.k_norm", "key_norm", sizes.head_dim),
-    )
 
 
 def gemma3_layer_types(config: Config, layers: int) -> list[str]:
@@ -135,19 +98,6 @@ def gemma3_layer_types(config: Config, layers: int) -> list[str]:
     if not isinstance(pattern, int) or pattern < 1:
         raise BadInput(f"config.json: `sliding_window_pattern` is {printable(repr(pattern))}, not a whole number > 0")
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
-
-
-def olmo2_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
-    """Post-norm layer: norms only after attention and MLP; query and key norms as wide as their projections."""
-    bias = flag(config, "attention_bias")
-    return (
-        *attention(sizes, qkv_bias=bias, output_bias=bias),
-        norm("self_attn.q_norm", "query_norm", sizes.query_width),
-        norm("self_attn.k_norm", "key_norm", sizes.kv_width),
-        norm("post_attention_layernorm", "post_attention_norm", sizes.hidden),
-        *gated_mlp(sizes),
-        norm("post_feedforward_layernorm", "post_mlp_norm", sizes.hidden),
-    )
 
 
 def phi3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
@@ -169,46 +119,47 @@ def phi3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 DECODERS: tuple[Family, ...] = (
     # Llama 1 to 3.x, and the many models saved under its name.
-    Family(model_type="llama", layer_parts=llama_layer),
+    Family("llama", usual_layer(mlp_bias=True)),
     # Never give Mistral `layer_types`: transformers then takes the checkpoint for another class.
-    Family(model_type="mistral", layer_parts=mistral_layer, defaults={"num_key_value_heads": 8}),
+    Family("mistral", usual_layer(attention_bias="none"), defaults={"num_key_value_heads": 8}),
     # Qwen2 and Qwen2.5: sliding windows from a layer on.
     Family(
-        model_type="qwen2",
-        layer_parts=qwen2_layer,
+        "qwen2",
+        usual_layer(attention_bias="qkv"),
         defaults={"num_key_value_heads": 32},
         layer_types=qwen_layer_types,
     ),
     Family(
-        model_type="qwen3",
-        layer_parts=qwen3_layer,
+        "qwen3",
+        usual_layer(head_norms="head"),
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         layer_types=qwen_layer_types,
     ),
+    # Gemma's norms multiply by one plus the stored weight.
     Family(
-        model_type="gemma",
-        layer_parts=gemma_layer,
+        "gemma",
+        usual_layer(),
         defaults={"num_key_value_heads": 16, "head_dim": 256},
         norm_offset=1.0,
         tied_by_default=True,
     ),
     Family(
-        model_type="gemma2",
-        layer_parts=gemma2_layer,
+        "gemma2",
+        usual_layer(norms="around"),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         norm_offset=1.0,
         tied_by_default=True,
         layer_types=gemma2_layer_types,
     ),
     Family(
-        model_type="gemma3_text",
-        layer_parts=gemma3_layer,
+        "gemma3_text",
+        usual_layer(norms="around", head_norms="head"),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         norm_offset=1.0,
         tied_by_default=True,
         layer_types=gemma3_layer_types,
     ),
-    Family(model_type="olmo2", layer_parts=olmo2_layer),
+    Family("olmo2", usual_layer(norms="after", head_norms="projection")),
     # Phi-3 and Phi-4 text models.
-    Family(model_type="phi3", layer_parts=phi3_layer),
+    Family("phi3", phi3_layer),
 )

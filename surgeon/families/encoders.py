@@ -8,7 +8,18 @@ value that surgeon does not know.
 from __future__ import annotations
 
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import Config, Family, Part, Sizes, flag, layer_norm, projection, whole
+from surgeon.families.family import (
+    Config,
+    Family,
+    LayerParts,
+    OuterParts,
+    Part,
+    Sizes,
+    flag,
+    layer_norm,
+    projection,
+    whole,
+)
 
 
 def roberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
@@ -153,32 +164,21 @@ def deberta_v2_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]
     return parts | {f"{name}.{part}": (sizes.hidden,) for name in norms for part in ("weight", "bias")}
 
 
+def encoder(model_type: str, layer_parts: LayerParts, outer_parts: OuterParts, *, prefix: str) -> Family:
+    """An encoder family whose embeddings are tied by default and whose layers stand under `encoder.layer.`."""
+    return Family(
+        model_type,
+        layer_parts,
+        tied_by_default=True,
+        encoder=True,
+        prefix=prefix,
+        stem="encoder.layer.",
+        outer_parts=outer_parts,
+    )
+
+
 ENCODER_FAMILIES: tuple[Family, ...] = (
-    Family(
-        model_type="roberta",
-        layer_parts=roberta_layer,
-        tied_by_default=True,
-        encoder=True,
-        prefix="roberta.",
-        stem="encoder.layer.",
-        outer_parts=roberta_outer,
-    ),
-    Family(
-        model_type="deberta",
-        layer_parts=deberta_layer,
-        tied_by_default=True,
-        encoder=True,
-        prefix="deberta.",
-        stem="encoder.layer.",
-        outer_parts=deberta_outer,
-    ),
-    Family(
-        model_type="deberta-v2",
-        layer_parts=deberta_v2_layer,
-        tied_by_default=True,
-        encoder=True,
-        prefix="deberta.",
-        stem="encoder.layer.",
-        outer_parts=deberta_v2_outer,
-    ),
+    encoder("roberta", roberta_layer, roberta_outer, prefix="roberta."),
+    encoder("deberta", deberta_layer, deberta_outer, prefix="deberta."),
+    encoder("deberta-v2", deberta_v2_layer, deberta_v2_outer, prefix="deberta."),
 )

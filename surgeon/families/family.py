@@ -85,6 +85,11 @@ class Part:
         return self.blocks[0][0]
 
 
+# From a config and its sizes: the parts of a layer; and the shapes of the base model's tensors outside layers, by name.
+LayerParts = Callable[[Config, Sizes], tuple[Part, ...]]
+OuterParts = Callable[[Config, Sizes], dict[str, tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture: how to read its config, and the parts of its layer.
@@ -99,7 +104,7 @@ class Family:
     """
 
     model_type: str
-    layer_parts: Callable[[Config, Sizes], tuple[Part, ...]]
+    layer_parts: LayerParts
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norm_offset: float = 0.0
     tied_by_default: bool = False
@@ -107,7 +112,7 @@ class Family:
     encoder: bool = False
     prefix: str = "model."
     stem: str = "layers."
-    outer_parts: Callable[[Config, Sizes], dict[str, tuple[int, ...]]] = lambda config, sizes: {
+    outer_parts: OuterParts = lambda config, sizes: {
         "embed_tokens.weight": (sizes.vocabulary, sizes.hidden),
         "norm.weight": (sizes.hidden,),
     }

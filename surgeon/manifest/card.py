@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.operations import papers_of
 
+LayerT = TypeVar("LayerT", LayerEntry, Layer)
+
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
-
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 # Auto class → what the Hub calls its task.
 _TASKS = {
@@ -29,13 +29,8 @@ _TASKS = {
     "AutoModelForSequenceClassification": "text-classification",
 }
 
-
 _LONGEST_PLAN = 20_000  # characters
-
-
 _MOST_ROWS = 200
-
-
 _MOST_NAMED = 12
 
 
@@ -179,15 +174,11 @@ def _done(manifest: Manifest) -> str:
 
 def _stack(layers: list[LayerEntry]) -> list[str]:
     """One line a run of layers: base layers, output layers, what they are."""
-    runs: list[list[tuple[int, LayerEntry]]] = []
-    for index, layer in enumerate(layers):
-        if runs and _joins(runs[-1][-1][1], layer):
-            runs[-1].append((index, layer))
-        else:
-            runs.append([(index, layer)])
     rows = [("base", "", "output", "")]
-    for run in reversed(runs):
-        (first, begin), (last, end) = run[0], run[-1]
+    end_of_run = len(layers)
+    for run in reversed(layer_runs(layers)):
+        first, last, begin, end = end_of_run - len(run), end_of_run - 1, run[0], run[-1]
+        end_of_run = first
         kept = begin.base is not None and end.base is not None
         what = (begin.init or "kept") if kept else f"new: {begin.init}"
         if not kept and begin.sources:
@@ -202,7 +193,18 @@ def _stack(layers: list[LayerEntry]) -> list[str]:
     return [f"{a:>{widths[0]}} {b:<{widths[1]}} {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
 
-def _joins(below: LayerEntry, above: LayerEntry) -> bool:
+def layer_runs(layers: Iterable[LayerT]) -> list[list[LayerT]]:
+    """Layers that follow each other and are shown as one: neighbours in the base, or made alike by one operation."""
+    runs: list[list[LayerT]] = []
+    for layer in layers:
+        if runs and _joins(runs[-1][-1], layer):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
     if below.grafts != above.grafts or below.init != above.init:
         return False
     if below.base is not None and above.base is not None:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import dissect, is_grafted
 from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
-_CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
+CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Lineage:
         """State `number` of the output in the folder `out` (None: the one before its last surgery), from headers.
 
         Raises BadInput where there is no such state, or the output no longer holds it as far as headers and digests
-        tell.
+        show.
         """
         if number is None:
             number = self.count - 1
@@ -151,7 +150,7 @@ class Lineage:
                     )
                 places[name] = moved[place]
                 made = manifest.new_tensors.get(places[name])
-                # One that only trains on begins as what it was; whether it still is that its bytes will tell.
+                # One that only trains on begins as what it was; whether it still is, its bytes will show.
                 if made is not None and made.recipe != {"copy": place}:
                     raise BadInput(
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
@@ -214,7 +213,7 @@ def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolde
     known = kept.code if kept else {}
     found: dict[str, bytes] = {}
     for name in known or (CODE_FILE,):
-        if _CODE_NAME.fullmatch(name) is None:
+        if CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
         content = _same(known.get(name), out.read_code(name), _shipped(name, config))
         if content is None or len(content) > MAX_CODE_BYTES:
@@ -251,3 +250,53 @@ def instead_of(manifest: Manifest) -> str:
     """What to do where a state cannot come back: the base of that surgery has it."""
     revision = f"@{manifest.base.revision}" if manifest.base.revision else ""
     return f"take the base of that surgery itself ({printable(manifest.base.id + revision)})"
+
+
+What = Literal["last", "all"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class TrainableSet:
+    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order."""
+
+    names: tuple[str, ...]
+    operations: tuple[str, ...]
+
+
+def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
+    """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
+
+    An operation that trains everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
+    where a tensor is missing, where an ancestor's manifest was edited or not kept, and where nothing is left to train.
+    """
+    shown = printable(str(out.path / MANIFEST_FILE))
+    chosen: dict[str, None] = {}
+    operations: list[str] = []
+    everything = False
+    lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)) if what == "all" else None
+    surgeries = (manifest,) if lineage is None else lineage.since(0)
+    for nth, surgery in enumerate(surgeries, 1):
+        numbers = list(range(len(surgery.operations)))
+        if not isinstance(what, str):
+            unknown = [number for number in what if number not in numbers]
+            if unknown:
+                raise BadInput(
+                    f"{shown}: there is no operation {unknown[0]} in the last surgery; it has"
+                    f" {', '.join(f'{n} ({printable(surgery.operations[n].op)})' for n in numbers)}"
+                )
+            numbers = sorted(set(what))
+        for number in numbers:
+            operations.append(surgery.operations[number].op)
+            everything = everything or surgery.operations[number].trains == "all"
+        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
+        now = made if lineage is None else lineage.places(nth, made).values()
+        # A later merge may have folded an earlier surgery's branches away.
+        chosen |= dict.fromkeys(name for name in now if surgery is manifest or name in out.tensors)
+    if everything:
+        chosen = dict.fromkeys(out.tensors)
+    missing = [name for name in chosen if name not in out.tensors]
+    if missing:
+        raise BadInput(f"{shown}: names the new tensor {printable(missing[0])}, which no shard has; download it again")
+    if not chosen:
+        raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
+    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,33 +22,36 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import renumbered
-from surgeon.families.grafted import native_config
+from surgeon.families.anatomy import native_config, renumbered
 from surgeon.operations import OPERATIONS
-from surgeon.plan.loading import LoadedPlan
+from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 from surgeon.runtime.known import plugins_in
 
 FORMAT = 1
-
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
+    """A part of a file that surgeon writes; unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Tool(_Entry):
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Tool(Entry):
     """What wrote the checkpoint."""
 
     name: Literal["surgeon"]
     version: str
 
 
-class Base(_Entry):
+class Base(Entry):
     """The checkpoint that was operated on: where it came from and what it held.
 
     `config` is its config.json as data; older versions of surgeon did not keep it.
@@ -67,7 +70,7 @@ class Base(_Entry):
         return hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
 
 
-class OperationEntry(_Entry):
+class OperationEntry(Entry):
     """One operation as it was carried out."""
 
     op: str
@@ -77,14 +80,14 @@ class OperationEntry(_Entry):
     trains: Literal["new", "all"]
 
 
-class GraftEntry(_Entry):
+class GraftEntry(Entry):
     """One graft of a layer; `operation` is None where the base brought it."""
 
     text: str
     operation: int | None
 
 
-class LayerEntry(_Entry):
+class LayerEntry(Entry):
     """One layer of the output: which base layer it is, or what made it from what, and the grafts it carries."""
 
     base: int | None
@@ -94,7 +97,7 @@ class LayerEntry(_Entry):
     grafts: list[GraftEntry] = []
 
 
-class NewTensor(_Entry):
+class NewTensor(Entry):
     """A tensor the base does not have: how it came to be and its digest at birth."""
 
     shard: str
@@ -103,7 +106,7 @@ class NewTensor(_Entry):
     sha256: Sha256
 
 
-class TrainedTensor(_Entry):
+class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
 
     sha256: Sha256
@@ -111,7 +114,7 @@ class TrainedTensor(_Entry):
     relative_change: float | None
 
 
-class TrainingEntry(_Entry):
+class TrainingEntry(Entry):
     """One training run of this surgery's output: by which config and settings, for how long, what it changed."""
 
     tool: Tool
@@ -123,7 +126,7 @@ class TrainingEntry(_Entry):
     tensors: dict[str, TrainedTensor]
 
 
-class Ancestor(_Entry):
+class Ancestor(Entry):
     """An earlier surgery that the base itself came from.
 
     `sha256` is of that surgery's complete manifest, `manifest` that manifest as data without its `lineage` (which are
@@ -138,7 +141,7 @@ class Ancestor(_Entry):
     manifest: dict[str, Any] | None = None
 
 
-class ImportedTensor(_Entry):
+class ImportedTensor(Entry):
     """A tensor of an imported adapter, as the adapter's file had it."""
 
     dtype: str
@@ -146,7 +149,7 @@ class ImportedTensor(_Entry):
     sha256: Sha256
 
 
-class ImportedAdapter(_Entry):
+class ImportedAdapter(Entry):
     """A PEFT adapter that the plan imported: everything that drawing the plan again needs."""
 
     id: str
@@ -158,7 +161,7 @@ class ImportedAdapter(_Entry):
     tensors: dict[str, ImportedTensor]
 
 
-class Manifest(_Entry):
+class Manifest(Entry):
     """Everything `surgery.json` says."""
 
     surgeon_manifest: Literal[1]
@@ -260,7 +263,7 @@ def compose(
         lineage=_lineage(base),
         code={name: hashlib.sha256(bundle(blueprint.config)).hexdigest() for name in blueprint.code_files},
         texts=dict(texts),
-        adapters={name: _imported(adapter) for name, adapter in adapters.items()},
+        adapters={name: ImportedAdapter(**plain_fields(adapter)) for name, adapter in adapters.items()},
     )
     plugins = plugins_of(blueprint)
     return manifest.model_copy(update={"plugins": plugins}) if plugins else manifest
@@ -279,36 +282,38 @@ def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
     for entry in manifest.adapters.values():
         for pattern in entry.alpha_pattern:
             check_pattern(pattern, printable(file))
-    return {
-        name: Adapter(
-            id=entry.id,
-            revision=entry.revision,
-            alpha=entry.alpha,
-            rslora=entry.rslora,
-            dropout=entry.dropout,
-            alpha_pattern=entry.alpha_pattern,
-            tensors={
-                tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
-                for tensor, known in entry.tensors.items()
-            },
-        )
-        for name, entry in manifest.adapters.items()
-    }
+    adapters: dict[str, Adapter] = {}
+    for name, entry in manifest.adapters.items():
+        tensors = {
+            tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
+            for tensor, known in entry.tensors.items()
+        }
+        adapters[name] = Adapter(**entry.model_dump(exclude={"tensors"}), tensors=tensors)
+    return adapters
 
 
 def parse(data: object, *, file: str) -> Manifest:
     """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be."""
-    if isinstance(data, dict) and data.get("surgeon_manifest") not in (FORMAT, None):
+    return checked(Manifest, data, "manifest", file=file)
+
+
+def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
+    """The JSON data of a file that surgeon writes (`what`: its format's key is surgeon_WHAT), as `model` has it.
+
+    Raises BadInput for another version of the format, and names the first thing that is not as it must be.
+    """
+    version = data.get(f"surgeon_{what}") if isinstance(data, dict) else None
+    if version not in (FORMAT, None):
         raise BadInput(
-            f"{printable(file)}: manifest format {printable(repr(data['surgeon_manifest']))}, this surgeon reads"
-            f" {FORMAT}; use the version that wrote it, or a newer one"
+            f"{printable(file)}: {what} format {printable(repr(version))}, this surgeon reads {FORMAT}; use the version"
+            " that wrote it, or a newer one"
         )
     try:
-        return Manifest.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
-        raise BadInput(f"{printable(file)}: not a surgeon manifest: {where}: {printable(problem['msg'])}") from None
+        raise BadInput(f"{printable(file)}: not a surgeon {what}: {where}: {printable(problem['msg'])}") from None
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
@@ -324,7 +329,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
-    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest cannot tell."""
+    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say."""
     layers = layers_of(manifest, file=file)
     places: dict[str, str] = {}
     for name in manifest.base.tensors if names is None else names:
@@ -339,7 +344,7 @@ def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: s
 
 
 def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
-    """What every tensor of the output holds, by digests, as far as the manifest tells: born, kept, trained since."""
+    """What every tensor of the output holds, by digests, as far as the manifest says: born, kept, trained since."""
     held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
     held.update({name: tensor.sha256 for name, tensor in manifest.new_tensors.items()})
     return held | manifest.trained
@@ -348,21 +353,6 @@ def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-
-def _imported(adapter: Adapter) -> ImportedAdapter:
-    return ImportedAdapter(
-        id=adapter.id,
-        revision=adapter.revision,
-        alpha=adapter.alpha,
-        rslora=adapter.rslora,
-        dropout=adapter.dropout,
-        alpha_pattern=dict(adapter.alpha_pattern),
-        tensors={
-            name: ImportedTensor(dtype=known.dtype, shape=list(known.shape), sha256=known.sha256)
-            for name, known in adapter.tensors.items()
-        },
-    )
 
 
 def _lineage(base: CheckpointFolder) -> list[Ancestor]:

@@ -8,7 +8,7 @@ above the layer that adds nothing at birth. Hybrid: the two by turns, stack firs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,7 +17,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
 from surgeon.runtime.known import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
@@ -44,7 +44,7 @@ class Interpolator(Spec):
     ] = "lerp"
     alpha: Annotated[float, Field(ge=0, le=1, description="share of the expanded branch at birth")] = 0.5
     inference_alpha: Annotated[
-        float | None, Field(ge=0, le=1, description="share in evaluation, where it is to differ (Lerp8MSE0*)")
+        float | None, Field(ge=0, le=1, description="share in evaluation, if another (Lerp8MSE0*)")
     ] = None
     learnable: Annotated[bool, Field(description="train α (Lerp8MSEα), or the bias of the gate that makes it")] = False
 
@@ -105,7 +105,7 @@ class ControlLLM(Operation):
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
     expansion: Annotated[
         Literal["concat", "stack", "hybrid"],
-        Field(description="a side branch, a layer on top, or the two by turns, stack first"),
+        Field(description="a side branch (concat), a layer on top (stack), or both by turns, stack first (hybrid)"),
     ] = "concat"
     interpolator: Interpolator = Interpolator()
     divergence: Divergence = Divergence()
@@ -137,8 +137,8 @@ class ControlLLM(Operation):
             copied.init = "copy, zero-init"
             copies[layer] = [copied]
         draft.insert(copies)
-        matched = [f"side branches at {_named(beside)}"] if beside else []
-        matched += [f"copies after {_named(stacked)}"] if stacked else []
+        matched = [f"side branches at {show_layers(beside)}"] if beside else []
+        matched += [f"copies after {show_layers(stacked)}"] if stacked else []
         return OperationRecord(self.op, "; ".join(matched), self._claim(beside, stacked), trains="new")
 
     def _split(self, layers: list[int]) -> tuple[list[int], list[int]]:
@@ -162,26 +162,20 @@ class ControlLLM(Operation):
         barred = next((graft for graft in home.grafts if graft.rules.in_twin == "refused"), None)
         if barred is not None:
             raise BadInput(
-                f"layer {layer} has {barred.text}, of which a twin can have no copy: attach control blocks first"
+                f"layer {layer} has {barred.text}, which cannot be copied into a twin: attach control blocks first"
             )
         # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
         twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
-        grafts = [Graft("control", self._entry(), twin | self._gate(draft, number, layer), number)]
+        entry = {"interpolator": self.interpolator.model_dump(), "divergence": self.divergence.model_dump()}
+        grafts = [Graft("control", entry, twin | self._gate(draft, number, layer), number)]
         grafts += [graft.twin(number) for graft in home.grafts if graft.rules.in_twin == "copied"]
         return grafts
 
-    def _entry(self) -> dict[str, Any]:
-        return {
-            "interpolator": self.interpolator.model_dump(),
-            "divergence": self.divergence.model_dump(),
-        }
-
     def _gate(self, draft: Draft, number: int, layer: int) -> dict[str, Recipe]:
         """The interpolator's tensors as the runtime gives them birth: none for a fixed lerp."""
-        dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
         spec = InterpolatorSpec(**self.interpolator.model_dump())
         births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)
-        return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", dtype)
+        return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _claim(self, beside: list[int], stacked: list[int]) -> Claim:
         reasons = []
@@ -190,7 +184,3 @@ class ControlLLM(Operation):
         if stacked:
             reasons.append("copies on top add exactly zero to the residual stream")
         return Claim("exact", "; ".join(reasons))
-
-
-def _named(layers: list[int]) -> str:
-    return f"{'layer' if len(layers) == 1 else 'layers'} {show(layers)}"

@@ -16,7 +16,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
@@ -68,16 +68,22 @@ class GatedAdapters(Operation):
         float | None,
         Field(gt=0, le=10, description="size as a share of the model's parameters, for all adapters together"),
     ] = None
-    size: Annotated[int | None, Field(ge=1, le=2**20, description="hidden size of every adapter, instead")] = None
+    size: Annotated[
+        int | None, Field(ge=1, le=2**20, description="hidden size of every adapter, instead of `extra_weights`")
+    ] = None
     gate: Annotated[
         str,
         OneOf(lambda: GATES),
-        Field(description="the block's scalar gate: Neutral Residues, its sigmoid variant, a vanilla parallel adapter"),
+        Field(
+            description="scalar gate: relu (Neutral Residues), sigmoid (its variant), none (vanilla parallel adapter)"
+        ),
     ] = "relu"
     init: Annotated[
         str,
         OneOf(lambda: VARIANCES),
-        Field(description="variance 1/(d·L) or 2/d of the matrices that read; output zero"),
+        Field(
+            description="variance of the input matrices: 1/(d·L) (low_variance) or 2/d (he); the output matrix is zero"
+        ),
     ] = "low_variance"
     local_loss: Annotated[
         Literal["default", "none"] | LocalLoss | list[LocalLoss],
@@ -128,7 +134,7 @@ class GatedAdapters(Operation):
         share = (draft.parameters() - before) / before
         return OperationRecord(
             op=self.op,
-            matched=f"adapters of {size} at {'layer' if len(layers) == 1 else 'layers'} {show(layers)}, {share:+.1%}",
+            matched=f"adapters of {size} at {show_layers(layers)}, {share:+.1%}",
             claim=Claim("exact", "the adapters' output matrices are zero"),
             trains="new",
         )
@@ -143,9 +149,8 @@ class GatedAdapters(Operation):
 
     def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
         width = draft.anatomy.sizes.hidden
-        dtype = draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype
         births = AdapterSpec(layer, size, self.gate, self.init).births(width, len(draft.layers))
-        return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", dtype)
+        return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:
         """The local losses are one setting of the model: two operations that differ in it cannot stand together."""

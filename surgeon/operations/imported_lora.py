@@ -35,7 +35,7 @@ def adapter_of(draft: Draft, name: str) -> Adapter:
     adapter = draft.adapters.get(name)
     if adapter is None:
         raise BadInput(
-            f"nothing is known of the adapter {printable(name)}: neither was it opened nor does surgery.json tell of it"
+            f"nothing is known of the adapter {printable(name)}: it was not opened, and surgery.json does not record it"
         )
     return adapter
 

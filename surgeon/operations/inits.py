@@ -25,7 +25,6 @@ OPT_DEUS = Paper(
     "2508.08011",
 )
 
-
 _LLAMA_PRO = Paper(
     "wu2024llama",
     "Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying"
@@ -114,18 +113,21 @@ class TransportInit(Init):
     flow: Annotated[Flow, Field(description="which T_in each module takes (Tables 1 and 7)")] = "opt_deus"
     heads: Annotated[
         Heads,
-        Field(description="align rows wherever they go (free) or whole attention heads, rotary pairs kept (blocks)"),
+        Field(description="align single rows (free), or whole attention heads with rotary pairs kept (blocks)"),
     ] = "free"
     max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
     support: Annotated[
         Literal["weights", "activations"],
-        Field(description="compare rows of weights, or what the modules put out on a text (needs a cost_scale)"),
+        Field(description="compare rows of weights, or the modules' outputs on a text (needs a `cost_scale`)"),
     ] = "weights"
     text: Annotated[
         str | None,
-        Field(min_length=1, description="for activations: a text or JSON-lines file, seen from the plan"),
+        Field(
+            min_length=1,
+            description="for activations: a text or JSON-lines file; a relative path starts at the plan's folder",
+        ),
     ] = None
-    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: how many tokens of the text")] = 512
+    samples: Annotated[int, Field(ge=2, le=2**20, description="for activations: number of tokens of the text")] = 512
     window: Annotated[int, Field(ge=2, le=2**16, description="for activations: tokens in each sequence")] = 128
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from surgeon.errors import BadInput
 from surgeon.families.family import Family, Part
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.selectors import GapSelector, select_gaps, show, spread
+from surgeon.operations.selectors import GapSelector, select_gaps, show_layers, spread
 
 
 class InsertLayers(Operation):
@@ -34,7 +34,7 @@ class InsertLayers(Operation):
         int | None,
         Field(
             ge=1,
-            description="how many new layers in all; fewer than the gaps are spread evenly; default: all gaps",
+            description="number of new layers in all; spread evenly where there are more gaps; default: all gaps",
         ),
     ] = None
     per_gap: Annotated[int, Field(ge=1, description="new layers in each gap (LLaMA PRO's p)")] = 1
@@ -58,10 +58,9 @@ class InsertLayers(Operation):
         self._check_gaps(gaps, top=len(draft.layers) - 1)
         inserted = {gap: [self._layer(draft, number, gap, nth) for nth in range(self.per_gap)] for gap in gaps}
         draft.insert(inserted)
-        after = f"after {'layer' if len(gaps) == 1 else 'layers'} {show(gaps)}"
         return OperationRecord(
             op=self.op,
-            matched=f"{len(gaps) * self.per_gap} new layers, {after}",
+            matched=f"{len(gaps) * self.per_gap} new layers, after {show_layers(gaps)}",
             claim=self._claim(draft.anatomy.family, draft.anatomy.parts),
             trains="new",
         )

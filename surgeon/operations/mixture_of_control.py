@@ -52,8 +52,8 @@ class Gate(Spec):
     straight_through: Annotated[
         bool,
         Field(
-            description="give the gate the gradient of the chosen probabilities' sum too, values unchanged: with top_k"
-            " 1 the paper's softmax over one score has none"
+            description="also give the gate the gradient of the chosen probabilities' sum, values unchanged: with"
+            " `top_k` 1 the paper's softmax over one score has no gradient"
         ),
     ] = True
 
@@ -102,12 +102,17 @@ class MixtureOfControl(Operation):
 
     op: Literal["mixture_of_control"]
     layers: Annotated[LayerSelector, Field(description="the layers that get control states")] = "all"
-    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that do: attention, ffn")] = [  # noqa: RUF012  # pydantic copies it
+    sites: Annotated[list[Site], Field(min_length=1, description="the blocks that get them: attention, ffn")] = [  # noqa: RUF012  # pydantic copies it
         "attention",
         "ffn",
     ]
     rank: Annotated[
-        int, Field(ge=1, le=2**16, description="of every control; 64 gives the parameters of the paper's Table 1")
+        int,
+        Field(
+            ge=1,
+            le=2**16,
+            description="rank of every control state; 64 gives the parameter counts of the paper's Table 1",
+        ),
     ] = 64
     top_k: Annotated[
         int, Field(ge=0, description="controls chosen beside a site's own; 0: Parallel Control, without a gate")
@@ -143,7 +148,7 @@ class MixtureOfControl(Operation):
             entry = {"sites": [site for site in SITES if site in self.sites]}
             draft.layers[layer].grafts.append(Graft("control_states", entry, {}, number))
         mixture = self._entry(draft)
-        dtype = draft.layers[0].tensors[draft.anatomy.parts[0].suffix].dtype
+        dtype = draft.dtype_of(0)
         births = MixtureSpec(**mixture).births(kinds, draft.anatomy.sizes.hidden)
         draft.bank = Graft("mixture", mixture, recipes_of(births, BANK, f"operations[{number}].", dtype), number)
         share = (draft.parameters() - before) / before

@@ -48,6 +48,16 @@ class _Present:
     targets: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an operation's slots go: the operation's number, the router's layer, the first new slot, their group."""
+
+    number: int
+    layer: int
+    first: int
+    group: int
+
+
 class PMoEExperts(Operation):
     """LoRA slots for tasks above a threshold, one shared LoRA below it; on a model that has them, further slots."""
 
@@ -85,11 +95,11 @@ class PMoEExperts(Operation):
         Field(
             min_length=1,
             max_length=4096,
-            description="a PEFT LoRA adapter that becomes the slot: a folder (seen from the plan's) or a Hub id,"
-            " perhaps `user/name@revision`; it brings rank, alpha, dropout and targets along",
+            description="a PEFT LoRA adapter that becomes the slot: a folder (a relative path starts at the plan's"
+            " folder) or a Hub id, `user/name` or `user/name@revision`; rank, alpha, dropout and targets are its own",
         ),
     ] = None
-    rank: Annotated[int, Field(ge=1, le=2**16, description="of every LoRA")] = 4
+    rank: Annotated[int, Field(ge=1, le=2**16, description="rank of every LoRA")] = 4
     alpha: Annotated[
         float | None,
         Field(
@@ -98,7 +108,7 @@ class PMoEExperts(Operation):
             description="LoRA's α: a product counts α / rank times; default: the rank, so once",
         ),
     ] = None
-    dropout: Annotated[float, Field(ge=0, lt=1, description="of what a LoRA reads, in training")] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="dropout of a LoRA's input, in training")] = 0.0
     targets: Annotated[
         list[str] | None,
         Field(min_length=1, description="linear modules by their last name; default those of query and value"),
@@ -106,17 +116,17 @@ class PMoEExperts(Operation):
     new_slot_mass: Annotated[
         Literal["exact", "paper"],
         Field(
-            description="of slots added to others: exact lets them in by a learned mass, zero at first, so that old"
-            " slots weigh what they did; paper is one softmax over all, which takes weight from the old ones"
+            description="share of added slots in the router: exact gives them a learned mass that starts at zero, so"
+            " that earlier slots keep their weights; paper takes one softmax over all slots, which lowers theirs"
         ),
     ] = "exact"
     router_loss: Annotated[
         Literal["none"] | RouterLoss | None,
-        Field(description="default: none, or on a model that has experts, what it has"),
+        Field(description="default: none; on a model that has experts, unchanged"),
     ] = None
     trains_also: Annotated[
         list[Literal["router", "shared"]],
-        Field(description="what an earlier surgery brought that is to train on: the old columns, the shared LoRA"),
+        Field(description="earlier parts that keep training: the router's columns, the shared LoRA"),
     ] = []  # noqa: RUF012  # pydantic copies it
 
     @property
@@ -135,29 +145,31 @@ class PMoEExperts(Operation):
         if present is None and self.trains_also:
             raise BadInput("`trains_also` is about experts that a model has; this one has none yet")
         layer = self._router_layer(draft, present)
-        if self.from_peft is not None:
-            return self._import(draft, number, present, layer, self.from_peft)
-        targets = self._targets(draft, present)
         first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
         before = draft.parameters()
-        self._attach_router(draft, number, layer, first, group)
-        for index, home in enumerate(draft.layers):
-            if index >= layer:
-                slots = [self._slot(first + nth, group, targets) for nth in range(self.slots)]
-                home.grafts.append(self._graft(draft, number, index, slots, routed=True))
-            elif present is None:
-                home.grafts.append(self._graft(draft, number, index, [self._slot(0, 0, targets)], routed=False))
+        place = _Place(number, layer, first, group)
+        attach = self._attach if self.from_peft is None else self._import
+        matched, claim = attach(draft, place, present)
         self._settle(draft, number, present)
         share = (draft.parameters() - before) / before
-        return OperationRecord(
-            op=self.op,
-            matched=self._matched(draft, layer, first, targets) + f", {share:+.3%}",
-            claim=self._claim(present),
-            trains="new",
-        )
+        return OperationRecord(self.op, f"{matched}, {share:+.3%}", claim, trains="new")
 
-    def _import(self, draft: Draft, number: int, present: _Present | None, layer: int, name: str) -> OperationRecord:
+    def _attach(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
+        """Attach newborn slots, and at first the shared LoRA; what was matched, and what is promised."""
+        targets = self._targets(draft, present)
+        self._attach_router(draft, place)
+        for index, home in enumerate(draft.layers):
+            if index >= place.layer:
+                slots = [self._slot(place.first + nth, place.group, targets) for nth in range(self.slots)]
+                home.grafts.append(self._graft(draft, place.number, index, slots, routed=True))
+            elif present is None:
+                home.grafts.append(self._graft(draft, place.number, index, [self._slot(0, 0, targets)], routed=False))
+        return self._matched(draft, place, targets), self._claim(present)
+
+    def _import(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
         """Attach an adapter as one slot; below the router, at a first import, as the shared LoRA."""
+        name = self.from_peft
+        assert name is not None
         if given := sorted(self.model_fields_set & {"rank", "alpha", "targets", "dropout"}):
             raise BadInput(f"`{given[0]}` is the adapter's own; leave it out beside `from_peft`")
         if self.slots != 1:
@@ -165,29 +177,19 @@ class PMoEExperts(Operation):
                 f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
             )
         modules = imported_modules(draft, name)
-        _check_depth(draft, name, modules, layer, present)
-        first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
-        before = draft.parameters()
+        _check_depth(draft, name, modules, place.layer, present)
         adapter = adapter_of(draft, name)
-        self._attach_router(draft, number, layer, first, group)
+        self._attach_router(draft, place)
         for index, here in modules.items():
-            routed = index >= layer
-            slot, its_group = (first, group) if routed else (0, 0)
-            entry = slot_entry(here, slot=slot, group=its_group, dropout=adapter.dropout)
-            tensors = slot_tensors(draft, name, here, slot=slot, dtype=_dtype(draft, index))
-            draft.layers[index].grafts.append(Graft("experts", {"routed": routed, "slots": [entry]}, tensors, number))
-        self._settle(draft, number, present)
-        share = (draft.parameters() - before) / before
-        lost = rounding(adapter, [_dtype(draft, index) for index in modules])
-        return OperationRecord(
-            op=self.op,
-            matched=f"{_matched_import(name, modules, layer, first)}, {share:+.3%}",
-            claim=Claim(
-                "none",
-                "the imported adapter changes outputs as it was trained to" + (f"; its {lost}" if lost else ""),
-            ),
-            trains="new",
-        )
+            routed = index >= place.layer
+            slot, group = (place.first, place.group) if routed else (0, 0)
+            entry = slot_entry(here, slot=slot, group=group, dropout=adapter.dropout)
+            tensors = slot_tensors(draft, name, here, slot=slot, dtype=draft.dtype_of(index))
+            graft = Graft("experts", {"routed": routed, "slots": [entry]}, tensors, place.number)
+            draft.layers[index].grafts.append(graft)
+        lost = rounding(adapter, [draft.dtype_of(index) for index in modules])
+        reason = "the imported adapter changes outputs as it was trained to" + (f"; its {lost}" if lost else "")
+        return _matched_import(name, modules, place), Claim("none", reason)
 
     def _settle(self, draft: Draft, number: int, present: _Present | None) -> None:
         self._train_on(draft, number)
@@ -246,24 +248,24 @@ class PMoEExperts(Operation):
 
     def _graft(self, draft: Draft, number: int, layer: int, slots: list[dict[str, Any]], *, routed: bool) -> Graft:
         shapes = {part.suffix.removesuffix(".weight"): part.shape for part in draft.anatomy.parts}
-        dtype = _dtype(draft, layer)
+        dtype = draft.dtype_of(layer)
         tensors: dict[str, Recipe] = {}
         for slot in slots:
             births = SlotSpec(**slot | {"targets": tuple(slot["targets"])}).births(shapes)
             tensors |= recipes_of(births, "", f"operations[{number}].layer[{layer}].", dtype)
         return Graft("experts", {"routed": routed, "slots": slots}, tensors, number)
 
-    def _attach_router(self, draft: Draft, number: int, layer: int, first: int, group: int) -> None:
-        width, dtype = draft.anatomy.sizes.hidden, _dtype(draft, layer)
-        columns = [RouterSlotSpec(slot, group) for slot in range(first, first + self.slots)]
-        earlier = [RouterSlotSpec(told["slot"], told.get("group", 0)) for told in _columns(draft)]
-        router = RouterSpec(layer, (*earlier, *columns))
+    def _attach_router(self, draft: Draft, place: _Place) -> None:
+        width, dtype = draft.anatomy.sizes.hidden, draft.dtype_of(place.layer)
+        columns = [RouterSlotSpec(slot, place.group) for slot in range(place.first, place.first + self.slots)]
+        earlier = [RouterSlotSpec(column["slot"], column.get("group", 0)) for column in _columns(draft)]
+        router = RouterSpec(place.layer, (*earlier, *columns))
         tensors: dict[str, Recipe] = {}
         for column in columns:
             births = router.column_births(column, width)
-            tensors |= recipes_of(births, f"{ROUTER}slots.{column.slot}.", f"operations[{number}].", dtype)
-        entries = [{"slot": column.slot, "group": group} for column in columns]
-        draft.layers[layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, number))
+            tensors |= recipes_of(births, f"{ROUTER}slots.{column.slot}.", f"operations[{place.number}].", dtype)
+        entries = [{"slot": column.slot, "group": place.group} for column in columns]
+        draft.layers[place.layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, place.number))
 
     def _train_on(self, draft: Draft, number: int) -> None:
         """Let earlier surgeries' router columns, or the shared LoRA, train on: new tensors that begin as they were."""
@@ -276,7 +278,8 @@ class PMoEExperts(Operation):
                     for slot in graft.entry["slots"]:
                         slot["frozen"] = False
 
-    def _matched(self, draft: Draft, layer: int, first: int, targets: tuple[str, ...]) -> str:
+    def _matched(self, draft: Draft, place: _Place, targets: tuple[str, ...]) -> str:
+        layer, first = place.layer, place.first
         slots = f"slot {first}" if self.slots == 1 else f"slots {first}-{first + self.slots - 1}"
         deep = show(list(range(layer, len(draft.layers))))
         shared = "" if first or not layer else f"a shared LoRA in layers {show(list(range(layer)))}, "
@@ -338,17 +341,14 @@ def _check_depth(
         )
 
 
-def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, first: int) -> str:
+def _matched_import(name: str, modules: Mapping[int, Sequence[ImportedModule]], place: _Place) -> str:
+    layer = place.layer
     deep, shallow = ([index for index in sorted(modules) if (index >= layer) is above] for above in (True, False))
     shared = f"a shared LoRA in layers {show(shallow)}, " if shallow else ""
     ranks = sorted({module.rank for here in modules.values() for module in here})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     targets = dict.fromkeys(module.target.rpartition(".")[2] for here in modules.values() for module in here)
     return (
-        f"{shared}slot {first} in layers {show(deep)} from {printable(name)}, rank {rank} at {', '.join(targets)},"
-        f" router above {layer} layers"
+        f"{shared}slot {place.first} in layers {show(deep)} from {printable(name)}, rank {rank} at"
+        f" {', '.join(targets)}, router above {layer} layers"
     )
-
-
-def _dtype(draft: Draft, layer: int) -> str:
-    return draft.layers[layer].tensors[draft.anatomy.parts[0].suffix].dtype

@@ -15,8 +15,6 @@ from surgeon.errors import BadInput
 from surgeon.operations.operation import Spec
 
 Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]
-
-
 Index = Annotated[int, Field(ge=0, description="layer number, counted from 0")]
 
 
@@ -39,8 +37,6 @@ class Range(Spec):
 
 
 GapSelector = Position | Every | After | Range
-
-
 LayerSelector = Position | Every | Range | Annotated[list[Index], Field(min_length=1)]
 
 
@@ -94,6 +90,11 @@ def show(indices: list[int]) -> str:
         else:
             runs.append([index])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def show_layers(indices: list[int]) -> str:
+    """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
+    return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"
 
 
 def _named_gaps(name: Position, n: int) -> list[int]:

@@ -9,8 +9,7 @@ from typing import Literal
 from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of
-from surgeon.families.grafted import owner_of
+from surgeon.families.anatomy import layer_of, owner_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, layers_of
 from surgeon.operations import origin_of

@@ -26,8 +26,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model
 from surgeon.models.tokens import find_tokenizer, token_batches

@@ -28,7 +28,7 @@ from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
-from surgeon.plan.loading import parse_plan
+from surgeon.plan.plan import parse_plan
 from surgeon.report.history import History, layer_history
 
 if TYPE_CHECKING:

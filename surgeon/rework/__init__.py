@@ -1,1 +1,1 @@
-"""Checkpoints made from outputs: branches merged, surgeries reverted, deltas made and put back."""
+"""Checkpoints made from outputs: branches merged, surgeries reverted, deltas made and applied."""

@@ -1,4 +1,4 @@
-"""`surgeon apply --delta`: put a delta back onto its base."""
+"""`surgeon apply --delta`: apply a delta to its base."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import Manifest, places_of
-from surgeon.rework.delta_folder import Delta
+from surgeon.rework.make_delta import Delta
 
 
 @dataclass(frozen=True)
 class AppliedDelta:
-    """A delta that was put back: `tensors` of the output's `whole` came from it, the rest from the base."""
+    """A delta that was applied: `tensors` of the output's `whole` came from it, the rest from the base."""
 
     path: Path
     base: str
@@ -43,14 +44,7 @@ class AppliedDelta:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "base": self.base,
-            "tensors": self.tensors,
-            "whole": self.whole,
-            "bytes": self.nbytes,
-            "seconds": self.seconds,
-        }
+        return plain_fields(self, without=("manifest",))
 
 
 def apply_delta(
@@ -62,7 +56,7 @@ def apply_delta(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> AppliedDelta:
-    """Put `delta` (a folder, or `user/name[@revision]`) back onto `base`: `out` is what the delta was made of.
+    """Apply `delta` (a folder, or `user/name[@revision]`) to `base`: `out` is what the delta was made of.
 
     Every tensor of `base`, which is what the last surgery was carried out on, is compared with its digest in the
     manifest and every tensor of the delta with its own. Raises BadInput where one differs; `out` then stays absent.
@@ -71,11 +65,11 @@ def apply_delta(
     target = Path(out)
     opened = Delta.open(locate_delta(str(delta)).path, trust_remote_code=trust_remote_code)
     if not Path(base).exists():
-        # A base that headers tell to be another is refused before its weights are downloaded.
-        putting_job(opened, remote_folder(base, revision, trust_remote_code=trust_remote_code), small_files=False)
+        # A base that headers show to be another is refused before its weights are downloaded.
+        applying_job(opened, remote_folder(base, revision, trust_remote_code=trust_remote_code), small_files=False)
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    job = putting_job(opened, folder)
+    job = applying_job(opened, folder)
     check_destination(target, opened.path)
     check_output(job, located.path, target)
     stopwatch = Stopwatch()
@@ -91,7 +85,7 @@ def apply_delta(
     )
 
 
-def putting_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
+def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = True) -> Job:
     """The job that writes the output again. Raises BadInput where headers (and `small_files`) show that it cannot."""
     manifest = delta.manifest
     if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):
@@ -124,7 +118,7 @@ def putting_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tru
         begins=_begins(delta, base, shards, origins),
         files=files,
         finish=finish,
-        identity={"what": "put back", "base": base.identity(), "delta": delta.source.identity()},
+        identity={"what": "apply delta", "base": base.identity(), "delta": delta.source.identity()},
     )
 
 
@@ -187,7 +181,7 @@ def _begins(
 
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
-    """What is said of a base that the delta does not belong to: `name` is the first tensor that tells."""
+    """The error for a base that the delta does not belong to: `name` is the first tensor that shows it."""
     revision = f"@{manifest.base.revision}" if manifest.base.revision else ""
     return BadInput(
         f"{printable(name)}: not what the delta's base holds there, so {shown} is another checkpoint; the delta goes"

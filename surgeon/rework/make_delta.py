@@ -1,20 +1,26 @@
-"""`surgeon delta`: write what an output has and its base lacks."""
+"""`surgeon delta`: write what an output has and its base lacks, with the index that puts the two together.
+
+The base of a delta is what the output's last surgery was carried out on. A delta holds every tensor that is not one of
+that base's, byte for byte and in its place, and the small files; DELTA_FILE names what it holds and what comes from
+the base, by digests, so that the output comes back as it was or not at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, origins_in
+from surgeon.apply.job import Job, begins_in, copied, in_order, origins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.recipes import numel
@@ -25,19 +31,139 @@ from surgeon.checkpoint.folder import (
     CONFIG_FILE,
     DELTA_FILE,
     MAX_CARD_BYTES,
+    MAX_CODE_BYTES,
     MAX_CONFIG_BYTES,
     MAX_MANIFEST_BYTES,
     CheckpointFolder,
+    code_of,
     digests_of,
 )
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file
 from surgeon.checkpoint.staging import check_destination
+from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import delta_card
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of, places_of
-from surgeon.rework.delta_folder import CODE_NAME, KEPT_CARD, DeltaIndex, HeldTensor
+from surgeon.manifest.lineage import CODE_NAME
+from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, checked, manifest_of, parse, places_of
+
+# The output's own card, as README.md of a delta is the delta's.
+KEPT_CARD = "README.output.md"
+
+MAX_DELTA_BYTES = 64_000_000
+_Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
+
+
+class HeldTensor(Entry):
+    """A tensor of the delta: in which of its shards, and its digest."""
+
+    shard: _Shard
+    sha256: Sha256
+
+
+class DeltaIndex(Entry):
+    """Everything that DELTA_FILE says.
+
+    `files` are the output's small files that the delta brings, `from_base` those that the base does, by digests.
+    `shards` are the output's, with their tensors in the order of their bytes; of these the delta brings `tensors`.
+    """
+
+    surgeon_delta: Literal[1]
+    tool: str
+    files: dict[str, Sha256]
+    from_base: dict[str, Sha256]
+    shards: dict[_Shard, list[str]]
+    tensors: dict[str, HeldTensor]
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta that was opened and checked: everything but the weights is here. `files` are contents by name."""
+
+    path: Path
+    index: DeltaIndex
+    manifest: Manifest
+    config: dict[str, Any]
+    files: Mapping[str, bytes]
+    tensors: Mapping[str, TensorInfo]
+    headers: Mapping[str, Header]
+    source: LocalSource
+
+    @property
+    def shown(self) -> str:
+        """What errors call its index."""
+        return printable(str(self.path / DELTA_FILE))
+
+    def edited(self, what: str) -> BadInput:
+        """The error for an index that contradicts itself."""
+        return _edited(self.shown, what)
+
+    @classmethod
+    def open(cls, path: Path, *, trust_remote_code: bool = False) -> Delta:
+        """Open a local folder. Raises BadInput, one line, for the first thing that is not as it must be."""
+        source = LocalSource(path)
+        listing = source.listing()
+        if DELTA_FILE not in listing:
+            raise BadInput(f"{source.shown}: no {DELTA_FILE} here, so this is no delta; `surgeon delta` makes one")
+        shown = printable(str(path / DELTA_FILE))
+        content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
+        data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
+        index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
+        files: dict[str, bytes] = {}
+        for name, digest in index.files.items():
+            _check_name(name, shown)
+            content = source.small(KEPT_CARD if name == CARD_FILE else name, max_bytes=_most(name))
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise BadInput(
+                    f"{printable(str(path / name))}: not what {DELTA_FILE} says, so the delta was edited or damaged;"
+                    " get it again"
+                )
+            files[name] = content
+        for name in index.from_base:
+            if not is_side_file(name):
+                raise _edited(shown, f"{printable(name)} is no file that comes from a base")
+        if missing := {CONFIG_FILE, MANIFEST_FILE} - files.keys():
+            raise _edited(shown, f"`files` lacks {sorted(missing)[0]}")
+        data = parse_json_strict(files[MANIFEST_FILE], file=MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
+        config = parse_json_strict(files[CONFIG_FILE], file=CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+        if not isinstance(config, dict):
+            raise _edited(shown, f"{CONFIG_FILE} holds no JSON object")
+        whose, why = code_of(config, listing, source)
+        if whose == "foreign" and not trust_remote_code:
+            raise BadInput(
+                f"{source.shown}: the delta brings its own code ({why}); it is neither run nor copied unless you have"
+                " read it and say `--trust-remote-code`"
+            )
+        headers = source.headers(sorted({tensor.shard for tensor in index.tensors.values()}))
+        found = {info.name: info for header in headers.values() for info in header.tensors}
+        for name in sorted(found.keys() | index.tensors.keys()):
+            if name not in found or name not in index.tensors or found[name].file != index.tensors[name].shard:
+                raise _edited(shown, f"{printable(name)} is not where it says")
+        manifest = parse(data, file=str(path / MANIFEST_FILE))
+        return cls(path, index, manifest, config, files, found, headers, source)
+
+
+def _check_name(name: str, shown: str) -> None:
+    if name in (CONFIG_FILE, MANIFEST_FILE, CARD_FILE) or is_side_file(name) or CODE_NAME.fullmatch(name):
+        return
+    raise _edited(shown, f"{printable(name)} is no file of an output")
+
+
+def _most(name: str) -> int:
+    """Bytes that a file of this name may have."""
+    known = {CONFIG_FILE: MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_MANIFEST_BYTES, CARD_FILE: MAX_CARD_BYTES}
+    return known.get(name, MAX_CODE_BYTES if name.endswith(".py") else MAX_SIDE_FILE_BYTES)
+
+
+def _edited(shown: str, what: str) -> BadInput:
+    return BadInput(f"{shown}: {what}; was it edited by hand?")
 
 
 @dataclass(frozen=True)
@@ -58,18 +184,7 @@ class MadeDelta:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "out": str(self.out),
-            "path": str(self.path),
-            "base": self.base,
-            "revision": self.revision,
-            "tensors": self.tensors,
-            "whole": self.whole,
-            "bytes": self.nbytes,
-            "whole_bytes": self.whole_nbytes,
-            "from_base": list(self.from_base),
-            "seconds": self.seconds,
-        }
+        return plain_fields(self)
 
 
 def make_delta(
@@ -150,13 +265,14 @@ def make_delta_of(
 def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str]) -> tuple[Shard, ...]:
     """The tensors of the output, by its shards, that are not the base's in their place."""
     base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
-    own: dict[str, list[TensorInfo]] = {}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        if base_at.get(info.name) != digests[info.name]:
-            own.setdefault(info.file, []).append(info)
+    own = {
+        file: kept
+        for file, infos in sorted(in_order(out).items())
+        if (kept := [info for info in infos if base_at.get(info.name) != digests[info.name]])
+    }
     return tuple(
         Shard(f"delta-{number:05d}-of-{len(own):05d}.safetensors", tuple(copied(i.name, i) for i in infos), file)
-        for number, (file, infos) in enumerate(sorted(own.items()), 1)
+        for number, (file, infos) in enumerate(own.items(), 1)
     )
 
 
@@ -167,16 +283,13 @@ def _index(
     from_base: dict[str, str],
     digests: Mapping[str, str],
 ) -> DeltaIndex:
-    order: dict[str, list[str]] = {file: [] for file in out.shards}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        order[info.file].append(info.name)
     try:
         return DeltaIndex(
             surgeon_delta=1,
             tool=__version__,
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             from_base=from_base,
-            shards=order,
+            shards={file: [info.name for info in infos] for file, infos in in_order(out).items()},
             tensors={
                 output.name: HeldTensor(shard=shard.file, sha256=digests[output.name])
                 for shard in shards
@@ -184,8 +297,8 @@ def _index(
             },
         )
     except ValidationError as error:
-        told = printable(error.errors(include_url=False)[0]["msg"])
-        raise BadInput(f"{printable(str(out.path))}: {told}: a shard's name") from None
+        problem = printable(error.errors(include_url=False)[0]["msg"])
+        raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None
 
 
 # Terms go where the weights go.
@@ -214,7 +327,7 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
     for name, digest in manifest.code.items():
         content = out.read_code(name) if CODE_NAME.fullmatch(name) else None
         if content is None or hashlib.sha256(content).hexdigest() != digest:
-            raise BadInput(f"{printable(str(out.path / name))}: not the file of code that {MANIFEST_FILE} tells of")
+            raise BadInput(f"{printable(str(out.path / name))}: not the file of code that {MANIFEST_FILE} names")
         files[name] = content
     if CARD_FILE in listing:
         files[CARD_FILE] = out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
@@ -236,5 +349,5 @@ def delta_view(made: MadeDelta) -> RenderableType:
             overflow="fold",
         ),
         Text(f"goes onto the base of the last surgery, {base}", style="dim", overflow="fold"),
-        Text(f"put it back: surgeon apply --delta {printable(str(made.path))} BASE OUT"),
+        Text(f"apply it to its base: surgeon apply --delta {printable(str(made.path))} BASE OUT"),
     )

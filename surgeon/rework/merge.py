@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 
 from surgeon.apply.apply import Applied, applied_view, apply
 from surgeon.common.listener import Listener
-from surgeon.plan.loading import LoadedPlan, parse_plan
+from surgeon.common.plain import plain_fields
+from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verify import Verification, verification_view, verify
 
 
@@ -23,7 +24,7 @@ class Merged:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {"applied": self.applied.to_json(), "measured": self.measured.to_json()}
+        return plain_fields(self)
 
 
 def merge(

@@ -18,6 +18,7 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
@@ -49,18 +50,7 @@ class Reverted:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "to": self.to,
-            "surgeries": self.surgeries,
-            "base": self.base,
-            "undone": [list(operations) for operations in self.undone],
-            "tensors": self.tensors,
-            "dropped": self.dropped,
-            "bytes": self.nbytes,
-            "left_behind": list(self.left_behind),
-            "seconds": self.seconds,
-        }
+        return plain_fields(self, without=("manifest",))
 
 
 def revert(

@@ -6,12 +6,10 @@ all of the router's mass on the slot. Matrices are copied as bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +17,18 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon._version import __version__
-from surgeon.apply.write import disk_trouble
+from surgeon.apply.job import Job, copied, origins_in
+from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.grafts import grafts_of
+from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo, build_header
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from surgeon.checkpoint.ranges import copy_range, reserve, write_all
-from surgeon.checkpoint.staging import Staging, check_destination, check_space
 from surgeon.common.formatting import size
-from surgeon.common.listener import Listener, Quiet
+from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.families.grafted import is_grafted
+from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations import OPERATIONS
@@ -61,17 +58,7 @@ class Exported:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "path": str(self.path),
-            "slot": self.slot,
-            "base": self.base,
-            "revision": self.revision,
-            "layers": list(self.layers),
-            "modules": self.modules,
-            "bytes": self.nbytes,
-            "config": self.config,
-            "notes": list(self.notes),
-        }
+        return plain_fields(self)
 
 
 def export_slot(
@@ -91,10 +78,26 @@ def export_slot(
     listener = listener or Quiet()
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     target = Path(dest)
-    try:
-        exported = export(folder, manifest_of(folder), slot, target, say=listener.say)
-    except OSError as error:
-        raise BadInput(disk_trouble(error, target)) from error
+    if not is_grafted(folder.config):
+        raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
+    anatomy = dissect(folder.config, folder.tensors)
+    origin = origin_of(folder, manifest_of(folder))
+    pieces = pieces_of(folder, anatomy, origin, slot)
+    config = peft_config(pieces, anatomy, origin, dropout=_dropout(folder, slot))
+    job = exporting_job(folder, anatomy, pieces, config)
+    check_output(job, folder.path, target)
+    execute(job, target, listener, Stopwatch())
+    exported = Exported(
+        path=target,
+        slot=slot,
+        base=origin.id,
+        revision=origin.revision,
+        layers=tuple(sorted({piece.layer for piece in pieces})),
+        modules=len(pieces),
+        nbytes=job.bytes_to_write,
+        config=config,
+        notes=tuple(left_out(folder, origin)),
+    )
     for note in exported.notes:
         listener.say(note)
     return exported
@@ -228,43 +231,20 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
     }
 
 
-def export(out: CheckpointFolder, manifest: Manifest, slot: int, dest: Path, *, say: Callable[[str], None]) -> Exported:
-    """Write the adapter's folder; it is absent or complete. Raises BadInput where the slot does not fit the base."""
-    if not is_grafted(out.config):
-        raise BadInput(f"{printable(str(out.path))}: has no slots; give an output of pmoe_experts")
-    anatomy = dissect(out.config, out.tensors)
-    origin = origin_of(out, manifest)
-    pieces = pieces_of(out, anatomy, origin, slot)
-    config = peft_config(pieces, anatomy, origin, dropout=_dropout(out, slot))
-    content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piece], config: Mapping[str, Any]) -> Job:
+    """The job that writes the adapter's folder: its matrices as the output's shards hold them, and its config."""
     tensors = {
         f"base_model.model.{anatomy.layer_name(piece.layer, piece.target)}.lora_{matrix}.weight": info
         for piece in pieces
         for matrix, info in (("A", piece.down), ("B", piece.up))
     }
-    tensors = dict(sorted(tensors.items()))
-    check_destination(dest, out.path)
-    identity = [__version__, slot, config, out.identity()]
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    check_space(dest, sum(info.nbytes for info in tensors.values()), fingerprint=fingerprint)
-    with Staging(dest, fingerprint=fingerprint, say=say) as staging:
-        if not staging.already_published:
-            _write_tensors(out, tensors, staging.folder / ADAPTER_WEIGHTS)
-            staging.done(ADAPTER_WEIGHTS, {})
-            (staging.folder / ADAPTER_CONFIG).write_bytes(content)
-            staging.done(ADAPTER_CONFIG, {})
-            out.check_unchanged()
-            staging.publish()
-    return Exported(
-        path=dest,
-        slot=slot,
-        base=origin.id,
-        revision=origin.revision,
-        layers=tuple(sorted({piece.layer for piece in pieces})),
-        modules=len(pieces),
-        nbytes=sum(info.nbytes for info in tensors.values()),
-        config=config,
-        notes=tuple(left_out(out, origin)),
+    shards = (Shard(ADAPTER_WEIGHTS, tuple(copied(name, info) for name, info in sorted(tensors.items())), None),)
+    return Job(
+        shards=shards,
+        origins=origins_in(out, shards),
+        files={ADAPTER_CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()},
+        finish=lambda _proof: {},
+        identity={"what": "export", "out": out.identity()},
     )
 
 
@@ -320,30 +300,6 @@ def _alpha(scale: float, rank: int) -> float:
     candidates = (float(round(product)), product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
     alpha = next((candidate for candidate in candidates if candidate / rank == scale), product)
     return int(alpha) if alpha.is_integer() else alpha
-
-
-def _write_tensors(out: CheckpointFolder, tensors: Mapping[str, TensorInfo], path: Path) -> None:
-    entries = [(name, info.dtype, info.shape) for name, info in tensors.items()]
-    header, places = build_header(entries, metadata={"format": "pt"})
-    opened = {file: out.open_shard(file) for file in {info.file for info in tensors.values()}}
-    try:
-        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            reserve(target, places[-1][1])
-            write_all(target, header, 0)
-            for info, (begin, end) in zip(tensors.values(), places, strict=True):
-                copy_range(
-                    opened[info.file],
-                    target,
-                    source_offset=info.begin,
-                    target_offset=begin,
-                    count=end - begin,
-                )
-        finally:
-            os.close(target)
-    finally:
-        for fd in opened.values():
-            os.close(fd)
 
 
 def exported_view(exported: Exported) -> RenderableType:

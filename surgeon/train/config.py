@@ -1,26 +1,34 @@
-"""train.yaml: what is asked of a training run. A strict schema; nothing unknown gets through."""
+"""train.yaml: what is asked of a training run, and the papers' values for what it leaves out.
+
+A strict schema; nothing unknown gets through.
+"""
 
 from __future__ import annotations
 
-import json
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
-from surgeon.common.yaml import Place, explain, kind_of, parse_yaml, read_text
+from surgeon.common.plain import plain_fields
+from surgeon.common.yaml import check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.data.specs import NEW, ORIGINAL, Entry, SourceSpec
 from surgeon.errors import BadInput, printable
+from surgeon.operations import OPERATIONS
+from surgeon.operations.operation import Schedule, TrainingDefaults
+
+_WHAT = "training config"
 
 # Shares are written with a few decimals: 0.333 three times is meant to be 1.
-_SHARE_TOLERANCE = 0.005
+SHARE_TOLERANCE = 0.005
 
 
 class OptimizerSpec(Entry):
-    """AdamW and its schedule; what is left out has the paper's value (defaults.py)."""
+    """AdamW and its schedule; what is left out has the paper's value."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
     min_lr: Annotated[float | None, Field(ge=0, description="rate at the end of the cosine")] = None
@@ -80,10 +88,9 @@ class TrainConfig(Entry):
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         total = math.fsum(source.share for source in self.sources)
-        if abs(total - 1) > _SHARE_TOLERANCE:
+        if abs(total - 1) > SHARE_TOLERANCE:
             raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
-        names = [source.name for source in self.sources]
-        if doubled := next((name for name in names if names.count(name) > 1), None):
+        if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
         return self
 
@@ -93,6 +100,11 @@ class TrainConfig(Entry):
             return int(source.role == NEW)
         tasks = list(dict.fromkeys(other.role for other in self.sources if other.role not in (ORIGINAL, NEW)))
         return 1 + tasks.index(source.role)
+
+
+def first_doubled(names: Sequence[str]) -> str | None:
+    """The first name that stands there twice."""
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 @dataclass(frozen=True)
@@ -109,43 +121,113 @@ class LoadedConfig:
 
 def load_config(path: Path) -> LoadedConfig:
     """Read and check a config file; BadInput names file and line."""
-    text = read_text(path, what="training config")
-    data, lines = parse_yaml(
-        text, str(path), what="training config", needs="`surgeon_train: 1`, `steps:` and `sources:`"
-    )
-    if not isinstance(data, dict):
-        raise BadInput(
-            f"{printable(str(path))}: a training config is a mapping with `surgeon_train: 1`, `steps:` and `sources:`,"
-            f" not {kind_of(data)}"
-        )
-    try:
-        config = TrainConfig.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise BadInput(
-            explain(
-                error,
-                data,
-                lines,
-                str(path),
-                what="training config",
-                known_keys=_known_keys,
-                tags=lambda _: [],
-            )
-        ) from None
-    return LoadedConfig(config, path)
+    text = read_text(path, what=_WHAT)
+    data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` and `sources:`")
+    known_keys = keys_by_section(TrainConfig, {"sources": SourceSpec, "optimizer": OptimizerSpec})
+    return LoadedConfig(check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys), path)
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of training configs, for editors that complete YAML by it."""
-    schema = TrainConfig.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "surgeon training config"
-    return schema
+    return editor_schema(TrainConfig, "surgeon training config")
 
 
-def _known_keys(problem: ErrorDetails, place: Place) -> list[str]:
-    schema: type[BaseModel] = TrainConfig
-    if len(place) > 1:
-        nested: dict[str, type[BaseModel]] = {"sources": SourceSpec, "optimizer": OptimizerSpec}
-        schema = nested[str(place[0])]
-    return list(schema.model_fields)
+# Sequences at a time where the config does not say.
+_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that numbers depend on. `batch` = `micro_batch` · `accumulation` · `processes`."""
+
+    steps: int
+    seed: int
+    batch: int
+    micro_batch: int
+    accumulation: int
+    length: int
+    lr: float
+    min_lr: float
+    schedule: Schedule
+    warmup_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return plain_fields(self)
+
+
+def settle(
+    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int
+) -> tuple[Settings, list[str]]:
+    """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
+
+    Raises BadInput where the config's numbers do not fit each other, the model or the processes.
+    """
+    config, paper = loaded.config, _defaults_for(operations)
+    where = f"{loaded.source}: "
+    if not isinstance(context, int):
+        context = sys.maxsize
+    length = config.length or min(paper.length, context)
+    if length > context:
+        raise BadInput(f"{where}`length` is {length}, the model's context {context}; use {context} at most")
+    batch = config.batch or paper.batch
+    if batch % processes:
+        raise BadInput(f"{where}a batch of {batch} sequences is no multiple of the {processes} processes")
+    share = batch // processes
+    micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
+    if share % micro_batch:
+        raise BadInput(
+            f"{where}`micro_batch` {micro_batch} does not divide the {share} sequences a step of each process"
+        )
+    asked = config.optimizer
+    lr = paper.lr if asked.lr is None else asked.lr
+    min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
+    if min_lr > lr:
+        raise BadInput(f"{where}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}")
+    warmup = paper.warmup if asked.warmup is None else asked.warmup
+    warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
+    notes = [f"settings that the config leaves out are the paper's ({paper.source})"]
+    if asked.warmup is None and warmup_steps >= config.steps:
+        warmup_steps = config.steps // 10
+        notes.append(f"the paper's warm-up is as long as this run; {warmup_steps} steps instead")
+    elif warmup_steps > config.steps:
+        raise BadInput(f"{where}`optimizer.warmup` is {warmup_steps} steps, the run only {config.steps}")
+    notes += _about_original(config, paper)
+    decay = paper.weight_decay + paper.decay_of_rate * lr
+    return Settings(
+        steps=config.steps,
+        seed=config.seed,
+        batch=batch,
+        micro_batch=micro_batch,
+        accumulation=share // micro_batch,
+        length=length,
+        lr=lr,
+        min_lr=min_lr,
+        schedule=asked.schedule or paper.schedule,
+        warmup_steps=warmup_steps,
+        betas=(asked.betas[0], asked.betas[1]) if asked.betas else paper.betas,
+        weight_decay=decay if asked.weight_decay is None else asked.weight_decay,
+        clip=paper.clip if asked.clip is None else asked.clip,
+    ), notes
+
+
+def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
+    """Those of the last operation whose tensors train; of one that is unknown here, transformers'."""
+    last = OPERATIONS.get(operations[-1])
+    if last is None:
+        return TrainingDefaults(f"transformers': the operation {printable(operations[-1])} is unknown here", lr=5e-5)
+    return last.training
+
+
+def _about_original(config: TrainConfig, paper: TrainingDefaults) -> list[str]:
+    share = sum(source.share for source in config.sources if source.role == ORIGINAL)
+    # Of several tasks the earlier ones are what is replayed.
+    tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
+    if paper.original_share and not share and len(tasks) < 2:
+        return [
+            f"no source has the role `original`; the paper mixes in {paper.original_share:.0%} of what the base knows"
+        ]
+    return []

@@ -21,21 +21,16 @@ from surgeon.errors import BadInput, SurgeonError
 
 CrossEntropy = Literal["torch", "chunked", "liger"]
 
-
 # float32 logits of one chunk: enough rows to keep a GPU at work, of 128k tokens still 256.
 CHUNK_BYTES = 2**27
-
 
 # `auto`: with smaller ones there is nothing to be had.
 _WHOLE_BYTES = 2**28
 
-
 _FLOAT32 = 4
-
 
 # Soft caps in bfloat16, as some models have them, come this near to ours in float32.
 _TOLERANCE = 1e-2
-
 
 _PROBED = 64
 

@@ -11,19 +11,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files, origins_in
+from surgeon.apply.job import Job, begins_in, copied, in_order, manifest_and_card, model_files, origins_in
 from surgeon.apply.readback import Origin, ReadBack
-from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import LocalSource
+from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
 from surgeon.models.load import stored_dtype
@@ -31,12 +31,54 @@ from surgeon.models.load import stored_dtype
 FINAL_FILE = "final.safetensors"
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What training made of a tensor: max |Δ|, and ‖Δ‖ / ‖before‖ (None where it was zero before)."""
 
     max_change: float
     relative_change: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run of `out`, published at `path`.
+
+    `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
+    their held-out losses in nats a token, before and after. `log` are the trainer's entries. `seconds` and
+    `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU where there is one.
+    """
+
+    out: Path
+    path: Path
+    manifest: Manifest
+    operations: tuple[str, ...]
+    settings: dict[str, Any]
+    parameters: int
+    changes: dict[str, Change]
+    losses: dict[str, list[float]]
+    tokens: int
+    log: list[dict[str, Any]]
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
+        amount = f"{self.parameters:,} parameters in {len(self.changes)} tensors, {self.tokens:,} tokens"
+        return f"Trained({str(self.path)!r}, {amount}, loss {losses or 'not measured'})"
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and did not change."""
+        return tuple(name for name, change in self.changes.items() if change.max_change == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self, without=("manifest", "changes")) | {
+            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
+            "tensors": {name: change._asdict() for name, change in self.changes.items()},
+            "unchanged": list(self.unchanged),
+        }
 
 
 def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, Change]:
@@ -71,7 +113,9 @@ def publishing_job(
     """
     final = LocalSource(work)
     trained = {info.name: Origin(final, info) for info in final.headers([FINAL_FILE])[FINAL_FILE].tensors}
-    shards = _shards(out)
+    shards = tuple(
+        Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
+    )
     scripts = [name for name in out.source.listing() if name.endswith(".py")] if out.code != "none" else []
     code = {name: content for name in scripts if (content := out.read_code(name)) is not None}
 
@@ -102,14 +146,6 @@ def publishing_job(
         # Trained values are known by their digest: their file is another one after each call.
         identity={"train": _digest(work / FINAL_FILE), "entry": entry, "held": dict(held), "out": out.identity()},
     )
-
-
-def _shards(out: CheckpointFolder) -> tuple[Shard, ...]:
-    """The output's own shards, tensors in the order of their bytes."""
-    held: dict[str, list[Output]] = {file: [] for file in out.shards}
-    for info in sorted(out.tensors.values(), key=lambda info: info.begin):
-        held[info.file].append(copied(info.name, info))
-    return tuple(Shard(file, tuple(tensors), file) for file, tensors in held.items())
 
 
 def _digest(path: Path) -> str:

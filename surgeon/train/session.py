@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,13 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by, written_manifest
-from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.cross_entropy import FusedHead, choose
-from surgeon.train.publishing import Change, publishing_job, write_final
-from surgeon.train.settings import Settings, settle
+from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
-from surgeon.train.trackers import open_trackers
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -45,6 +43,7 @@ from surgeon.train.trainer import (
     drop_torn_checkpoints,
     losses_by_source,
     newest_checkpoint,
+    open_trackers,
     step_of,
     training_arguments,
     unfreeze,
@@ -52,28 +51,6 @@ from surgeon.train.trainer import (
 from surgeon.train.training_data import TrainingData
 
 RUN_FILE = "run.json"
-
-
-@dataclass
-class Finished:
-    """What a run did. `losses` maps sources to their held-out losses at the start and at the end, in nats a token.
-
-    `log` are Trainer's entries; `tokens_per_second` and `seconds` are of the steps that this call made (None: none).
-    """
-
-    manifest: Manifest | None
-    wanted: TrainableSet
-    settings: Settings
-    changes: dict[str, Change]
-    losses: dict[str, list[float]]
-    parameters: int
-    tokens: int
-    log: list[dict[str, Any]] = field(default_factory=list)
-    resumed_at: int = 0
-    seconds: float = 0.0
-    tokens_per_second: float | None = None
-    peak_memory: int = 0
-
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -94,10 +71,11 @@ def run_training(
     trust_remote_code: bool,
     listener: Listener,
     deliver: Callable[[Path], object] | None = None,
-) -> Finished:
-    """Train `out` by the config and publish it as `target`. Raises BadInput, WrongSet, Diverged, PromiseBroken.
+) -> Trained | None:
+    """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
-    With `deliver` the run is published in the work folder instead, and `deliver` makes `target` of that.
+    Raises BadInput, WrongSet, Diverged, PromiseBroken. With `deliver` the run is published in the work folder
+    instead, and `deliver` makes `target` of that.
     """
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else _silent
@@ -112,18 +90,26 @@ def run_training(
     anatomy = dissect(out.config, out.tensors)
     _check_trainable(out, anatomy, wanted, loaded.config.dtype)
     context = out.config.get("max_position_embeddings")
-    settings, notes = settle(
-        loaded,
-        wanted.operations,
-        context=context if isinstance(context, int) else sys.maxsize,
-        processes=ranks.size,
-    )
+    settings, notes = settle(loaded, wanted.operations, context=context, processes=ranks.size)
     check_destination(target, out.path)
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
     data = TrainingData.open(loaded, settings, Encoder(out.path, vocabulary=anatomy.sizes.vocabulary), say)
     held = _check_as_left(out, manifest, listener)
     run = _Run(
-        out, loaded, settings, wanted, data, target, device, ranks, sharding, trackers, trust_remote_code, listener, say
+        out,
+        manifest,
+        loaded,
+        settings,
+        wanted,
+        data,
+        target,
+        device,
+        ranks,
+        sharding,
+        trackers,
+        trust_remote_code,
+        listener,
+        say,
     )
     with _held(run.work, target, _fingerprint(loaded, settings, held, data), leads=ranks.leads):
         for note in (*out.notes, *notes, *data.notes):
@@ -131,18 +117,18 @@ def run_training(
         for step in drop_torn_checkpoints(run.work) if ranks.leads else ():
             say(f"the checkpoint of step {step} was cut off while it was written, and is dropped")
         with sharded_here():
-            finished = _train(run)
-        if ranks.leads:
-            whole = run.work / WHOLE_FOLDER if deliver else target
-            if deliver and whole.exists():
-                # Of a run that was cut off between the two.
-                shutil.rmtree(whole)
-            _publish(finished, run, manifest, whole, held)
-            if deliver:
-                deliver(whole)
-    if ranks.leads:
-        shutil.rmtree(run.work)
-    return finished
+            trained = _train(run)
+        if not ranks.leads:
+            return None
+        whole = run.work / WHOLE_FOLDER if deliver else target
+        if deliver and whole.exists():
+            # Of a run that was cut off between the two.
+            shutil.rmtree(whole)
+        trained = _publish(trained, run, whole, held)
+        if deliver:
+            deliver(whole)
+    shutil.rmtree(run.work)
+    return trained
 
 
 @dataclass(frozen=True)
@@ -150,6 +136,7 @@ class _Run:
     """What a run is of: settled, checked, and with its data opened."""
 
     out: CheckpointFolder
+    manifest: Manifest
     loaded: LoadedConfig
     settings: Settings
     wanted: TrainableSet
@@ -169,8 +156,11 @@ class _Run:
         return work_folder(self.target)
 
 
-def _train(run: _Run) -> Finished:
-    """Train from the newest checkpoint, or from the beginning, to the last step."""
+def _train(run: _Run) -> Trained:
+    """Train from the newest checkpoint, or from the beginning, to the last step.
+
+    Its manifest and changes are known once it is published.
+    """
     settings, ranks = run.settings, run.ranks
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
@@ -190,13 +180,15 @@ def _train(run: _Run) -> Finished:
         history = json.loads((run.work / f"checkpoint-{done}" / "trainer_state.json").read_text())["log_history"]
     seconds = time.perf_counter() - begun
     made = (settings.steps - done) * settings.batch * settings.length
-    return Finished(
-        manifest=None,
-        wanted=run.wanted,
-        settings=settings,
+    return Trained(
+        out=run.out.path,
+        path=run.target,
+        manifest=run.manifest,
+        operations=run.wanted.operations,
+        settings=settings.to_json(),
+        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         changes={},
         losses={name: [loss, _last(history, name)] for name, loss in first.items()},
-        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         tokens=settings.steps * settings.batch * settings.length,
         log=history,
         resumed_at=done,
@@ -267,24 +259,25 @@ def _model(run: _Run) -> tuple[Any, list[str]]:
     return model, names
 
 
-def _publish(finished: Finished, run: _Run, manifest: Manifest, target: Path, held: dict[str, str]) -> None:
+def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) -> Trained:
+    """Write the run to `target`; the same with its manifest and with what changed."""
     last = newest_checkpoint(run.work)
     assert last is not None
-    finished.changes = write_final(run.out, last / TRAINED_FILE, run.work)
+    changes = write_final(run.out, last / TRAINED_FILE, run.work)
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])
     entry = {
         "config": config,
-        "settings": finished.settings.to_json(),
-        "steps": finished.settings.steps,
-        "tokens": finished.tokens,
-        "losses": finished.losses,
+        "settings": trained.settings,
+        "steps": run.settings.steps,
+        "tokens": trained.tokens,
+        "losses": trained.losses,
     }
-    job = publishing_job(run.out, manifest, run.work, held=held, changes=finished.changes, entry=entry)
+    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry)
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
     execute(job, target, run.listener, Stopwatch())
-    finished.manifest = written_manifest(target)
+    return replace(trained, manifest=written_manifest(target), changes=changes)
 
 
 def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:

@@ -27,7 +27,6 @@ from surgeon.train.config import TrainConfig
 # What `accelerate launch` tells the processes it starts.
 USE_FSDP = "ACCELERATE_USE_FSDP"
 
-
 _REFUSED = {
     "FSDP_OFFLOAD_PARAMS": "parameters stay on their device; launch without `fsdp_offload_params`",
     "FSDP_ACTIVATION_CHECKPOINTING": "say `checkpointing: true` in the training config instead",

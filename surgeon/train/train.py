@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,66 +15,11 @@ from surgeon.common.formatting import count, listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.manifest.manifest import manifest_of
 from surgeon.rework.make_delta import make_delta_of
 
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished training run of `out`, published at `path`.
-
-    `changes` maps every tensor that trained to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before); `unchanged` are
-    those that are what they were. `losses` maps sources to their held-out losses in nats a token, before and after.
-    `log` are the trainer's entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory
-    is in bytes, of the GPU where there is one.
-    """
-
-    out: Path
-    path: Path
-    manifest: Manifest
-    operations: tuple[str, ...]
-    settings: dict[str, Any]
-    parameters: int
-    changes: dict[str, tuple[float, float | None]]
-    losses: dict[str, list[float]]
-    tokens: int
-    log: list[dict[str, Any]]
-    resumed_at: int
-    seconds: float
-    tokens_per_second: float | None
-    peak_memory: int
-
-    def __repr__(self) -> str:
-        losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
-        told = f"{self.parameters:,} parameters in {len(self.changes)} tensors, {self.tokens:,} tokens"
-        return f"Trained({str(self.path)!r}, {told}, loss {losses or 'not measured'})"
-
-    @property
-    def unchanged(self) -> tuple[str, ...]:
-        """Tensors that trained and did not change."""
-        return tuple(name for name, (largest, _) in self.changes.items() if largest == 0)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
-        return {
-            "out": str(self.out),
-            "path": str(self.path),
-            "operations": list(self.operations),
-            "settings": self.settings,
-            "parameters": self.parameters,
-            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
-            "tensors": {
-                name: {"max_change": largest, "relative_change": relative}
-                for name, (largest, relative) in self.changes.items()
-            },
-            "unchanged": list(self.unchanged),
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds,
-            "resumed_at": self.resumed_at,
-            "peak_memory": self.peak_memory,
-            "log": self.log,
-        }
+if TYPE_CHECKING:
+    from surgeon.train.publishing import Change, Trained
 
 
 def train(
@@ -91,7 +35,7 @@ def train(
     """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
 
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
-    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` puts back onto the base. The
+    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. The
     same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
@@ -101,39 +45,21 @@ def train(
 
     loaded = load_config(Path(config))
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    hears = listener or Quiet()
+    listener = listener or Quiet()
 
     def as_delta(whole: Path) -> None:
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, Path(to), None, metadata_of(run), hears)
+        make_delta_of(run, Path(to), None, metadata_of(run), listener)
 
-    finished = run_training(
+    return run_training(
         folder,
         manifest_of(folder),
         loaded,
         Path(to),
         device=device,
         trust_remote_code=trust_remote_code,
-        listener=hears,
+        listener=listener,
         deliver=as_delta if delta_only else None,
-    )
-    if finished.manifest is None:
-        return None
-    return Trained(
-        out=Path(out),
-        path=Path(to),
-        manifest=finished.manifest,
-        operations=finished.wanted.operations,
-        settings=finished.settings.to_json(),
-        parameters=finished.parameters,
-        changes={name: (change.max_change, change.relative_change) for name, change in finished.changes.items()},
-        losses=finished.losses,
-        tokens=finished.tokens,
-        log=finished.log,
-        resumed_at=finished.resumed_at,
-        seconds=finished.seconds,
-        tokens_per_second=finished.tokens_per_second,
-        peak_memory=finished.peak_memory,
     )
 
 
@@ -145,7 +71,7 @@ def trained_view(trained: Trained) -> RenderableType:
     for name, (before, after) in trained.losses.items():
         style = "green" if after < before else "yellow"
         losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
-    groups: dict[str, list[tuple[float, float | None]]] = {}
+    groups: dict[str, list[Change]] = {}
     for name, change in trained.changes.items():
         place = layer_of(name)
         groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
@@ -153,11 +79,11 @@ def trained_view(trained: Trained) -> RenderableType:
     for column in ("tensors", "count", "max |Δ|", "‖Δ‖ / ‖before‖"):
         tensors.add_column(column, justify="left" if column == "tensors" else "right")
     for where, changes in groups.items():
-        relative = [value for _, value in changes if value is not None]
+        relative = [change.relative_change for change in changes if change.relative_change is not None]
         tensors.add_row(
             where,
             str(len(changes)),
-            f"{max(largest for largest, _ in changes):.3g}",
+            f"{max(change.max_change for change in changes):.3g}",
             f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
         )
     facts = Table(box=None, show_header=False, pad_edge=False)

@@ -1,4 +1,4 @@
-"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, checkpoints of what trains alone.
+"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains.
 
 The parameters that train are set on the model here, and checked before the first step.
 
@@ -9,6 +9,7 @@ one is never resumed from.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -28,19 +30,15 @@ from surgeon.common.distributed import is_sharded
 from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
-from surgeon.errors import SurgeonError, printable
-from surgeon.manifest.trainable import TrainableSet
+from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.manifest.lineage import TrainableSet
+from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.settings import Settings
 from surgeon.train.sharding import dealt_out, gathered, let_go
 
 TRAINED_FILE = "trained.safetensors"
-
-
 DATA_FILE = "data.json"
-
-
 COMPLETE_FILE = "complete.json"
 
 
@@ -106,11 +104,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # Of all processes: one that stopped alone would leave the others waiting for it.
-        told = loss.detach().to(torch.float32, copy=True)
+        total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
-            torch.distributed.all_reduce(told)
-        if not bool(torch.isfinite(told)):
-            raise self._diverged("loss", float(told))
+            torch.distributed.all_reduce(total)
+        if not bool(torch.isfinite(total)):
+            raise self._diverged("loss", float(total))
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +296,7 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
     """Let exactly the wanted parameters train; returns their names in the model's order.
 
     Raises WrongSet where the model has no such parameter, or lacks one under another name than the checkpoint's.
-    `base_names` are the checkpoint's tensors, for telling a parameter that is none of them.
+    `base_names` are the checkpoint's tensors, by which a parameter that is none of them is found.
     """
     names = {name for name, _ in model.named_parameters()}
     missing = [name for name in wanted.names if name not in names and not _is_tied(model, name)]
@@ -336,3 +334,45 @@ def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None)
 def _is_tied(model: nn.Module, name: str) -> bool:
     """Whether the tensor is another name of a parameter (a tied output embedding)."""
     return name in dict(model.named_parameters(remove_duplicate=False))
+
+
+def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[TrainerCallback]:
+    """The trackers' callbacks, by the names that transformers gives them; `config` is the file that asks for them.
+
+    Raises BadInput for a name that transformers does not know, and for a library that is not installed; so does a
+    tracker that cannot begin (no login, say).
+    """
+    opened = []
+    for name in names:
+        where = f"{printable(config)}: report_to: {printable(name)}"
+        if name not in INTEGRATION_TO_CALLBACK:
+            close = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"it knows {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            raise BadInput(f"{where}: no tracker that transformers knows; {hint}")
+        try:
+            callback = INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError) as error:
+            raise BadInput(f"{where}: {_line(error)}") from None
+        if name == "tensorboard" and callback.logging_dir is None:
+            # transformers' own place is in the work folder, which goes when the run is published.
+            callback.logging_dir = str(target.with_name(f"{target.name}-tensorboard"))
+        opened.append(_begun(callback, where))
+    return opened
+
+
+def _begun(callback: Any, where: str) -> TrainerCallback:
+    """The callback, whose trouble at the start is the user's to mend and not a bug."""
+    begin = callback.on_train_begin
+
+    def on_train_begin(*arguments: Any, **named: Any) -> Any:
+        try:
+            return begin(*arguments, **named)
+        except Exception as error:
+            raise BadInput(f"{where}: cannot begin ({type(error).__name__}: {_line(error)})") from error
+
+    callback.on_train_begin = on_train_begin
+    return callback
+
+
+def _line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()), 500)

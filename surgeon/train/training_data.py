@@ -11,8 +11,7 @@ from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, 
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput, printable
-from surgeon.train.config import LoadedConfig
-from surgeon.train.settings import Settings
+from surgeon.train.config import LoadedConfig, Settings
 
 
 @dataclass

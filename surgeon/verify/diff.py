@@ -7,7 +7,7 @@ output is read. Else both are read, and layers are matched in order by the bytes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import listed, size, span
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of, renumbered
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
@@ -31,8 +32,8 @@ class Difference:
 
     `changed` and `moved` map names in `a` to names in `b`: other bytes (perhaps in another layer), and the same bytes
     in another layer. `config` holds the keys of config.json that differ, with both values (None: absent); `sizes` the
-    bytes of every tensor of each. `told` is the one of the two that was not read: the other's manifest says what it
-    held. None: both were read.
+    bytes of every tensor of each. `not_read` is the one of the two whose tensors the other's manifest describes;
+    None: both were read.
     """
 
     a: Path
@@ -44,7 +45,7 @@ class Difference:
     same: tuple[str, ...]
     config: dict[str, tuple[Any, Any]]
     sizes: tuple[dict[str, int], dict[str, int]]
-    told: Path | None
+    not_read: Path | None
 
     def __repr__(self) -> str:
         kinds = ("same", "moved", "changed", "removed", "added")
@@ -58,16 +59,10 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "a": str(self.a),
-            "b": str(self.b),
+        return plain_fields(self, without=("changed", "moved", "config", "sizes")) | {
             "identical": self.identical,
-            "not_read": str(self.told) if self.told is not None else None,
-            "added": list(self.added),
-            "removed": list(self.removed),
             "changed": [{"a": a, "b": b} for a, b in self.changed.items()],
             "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
-            "same": list(self.same),
             "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
         }
 
@@ -81,36 +76,32 @@ def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listene
     listener = listener or Quiet()
     # Code beside the weights is neither run nor copied here.
     opened = [CheckpointFolder.open(Path(folder), trust_remote_code=True) for folder in (a, b)]
-    return compare(*opened, exact=exact, begin=listener.begin, advance=listener.advance)
+    return compare(*opened, exact=exact, listener=listener)
 
 
-Begin = Callable[[str, int], None]
-
-
-Advance = Callable[[int], None]
-
-
-def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, begin: Begin, advance: Advance) -> Difference:
-    """What became of `a` in `b`. With `exact` both are read, whatever a manifest tells. Raises BadInput."""
+def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: Listener) -> Difference:
+    """What became of `a` in `b`. With `exact` both are read, whatever a manifest says. Raises BadInput."""
     layers: dict[int, int] | None = None
-    told: tuple[CheckpointFolder, Manifest] | None = None
+    described: tuple[CheckpointFolder, Manifest] | None = None
     if (manifest := _manifest_on(a, b)) is not None:
-        layers, told = layers_of(manifest, file=str(b.path / MANIFEST_FILE)), (a, manifest)
+        layers, described = layers_of(manifest, file=str(b.path / MANIFEST_FILE)), (a, manifest)
     elif (manifest := _manifest_on(b, a)) is not None:
         inverse = layers_of(manifest, file=str(a.path / MANIFEST_FILE))
-        layers, told = {there: here for here, there in inverse.items()}, (b, manifest)
+        layers, described = {there: here for here, there in inverse.items()}, (b, manifest)
     if exact:
-        told = None
-    read = [folder for folder in (a, b) if told is None or folder is not told[0]]
-    begin("reading", sum(info.nbytes for folder in read for info in folder.tensors.values()))
+        described = None
+    read = [folder for folder in (a, b) if described is None or folder is not described[0]]
+    listener.begin("reading", sum(info.nbytes for folder in read for info in folder.tensors.values()))
     held = [
-        told[1].base.tensors if told and told[0] is folder else digests_of(folder, folder.tensors, advance)
+        described[1].base.tensors
+        if described and described[0] is folder
+        else digests_of(folder, folder.tensors, listener.advance)
         for folder in (a, b)
     ]
     values = [_values(folder, digests) for folder, digests in zip((a, b), held, strict=True)]
     if layers is None:
         layers = _matched(*values)
-    return _sorted_out(a, b, *values, layers=layers, told=told[0].path if told else None)
+    return _sorted_out(a, b, *values, layers=layers, not_read=described[0].path if described else None)
 
 
 def _manifest_on(base: CheckpointFolder, out: CheckpointFolder) -> Manifest | None:
@@ -142,7 +133,7 @@ def _sorted_out(
     after: Mapping[str, _Value],
     *,
     layers: Mapping[int, int],
-    told: Path | None,
+    not_read: Path | None,
 ) -> Difference:
     removed: list[str] = []
     kinds: dict[str, dict[str, str]] = {"same": {}, "moved": {}, "changed": {}}
@@ -166,7 +157,7 @@ def _sorted_out(
         same=tuple(kinds["same"]),
         config=_config(a.config, b.config),
         sizes=(_sizes(a.tensors), _sizes(b.tensors)),
-        told=told,
+        not_read=not_read,
     )
 
 
@@ -238,10 +229,10 @@ def difference_view(difference: Difference) -> RenderableType:
     for key, (a, b) in difference.config.items():
         table.add_row(Text("config", style="yellow"), printable(key), "", f"{_value(a)} → {_value(b)}")
     how = "both were read"
-    if difference.told is not None:
+    if difference.not_read is not None:
         how = (
-            f"{printable(str(difference.told))} was not read: what it held is told from the other's {MANIFEST_FILE}"
-            " (--exact reads both)"
+            f"{printable(str(difference.not_read))} was not read: what it held is taken from the other's"
+            f" {MANIFEST_FILE} (--exact reads both)"
         )
     verdict = Text("the same", style="bold green") if difference.identical else Text("they differ", style="bold yellow")
     return Group(table, Text(), Text.assemble(verdict, (f"; {how}", "dim")))

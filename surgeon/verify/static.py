@@ -7,7 +7,7 @@ what the plan means, not what the output says about itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,9 +19,10 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.ranges import zeros_sha256
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.lineage import Lineage, State, trainable_set
 from surgeon.manifest.manifest import Manifest, digest_of, held_by, places_of
-from surgeon.manifest.trainable import trainable_set
+
+_ANOTHER_BASE = "not the base this was made from; differing"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Check:
     name: str
     holds: bool
     detail: str
+
+    @classmethod
+    def of(cls, name: str, wrong: Collection[str], broken: str, kept: str) -> Check:
+        """A check that holds, and says what is `kept`, where no name is `wrong`; else it says what is `broken`."""
+        return cls(name, not wrong, f"{broken}: {some(wrong)}" if wrong else kept)
 
 
 def check_static(
@@ -42,7 +48,7 @@ def check_static(
     *,
     advance: Callable[[int], None],
 ) -> list[Check]:
-    """Every check that needs bytes only. `advance` hears of bytes read (of base and output together)."""
+    """Every check that needs bytes only. `advance` counts the bytes read (of base and output together)."""
     described = [_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
         return described
@@ -67,8 +73,7 @@ def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     wrong = [
         key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
     ]
-    detail = "as the plan makes it" if not wrong else f"config.json differs from what the plan makes it: {some(wrong)}"
-    return Check("config", not wrong, detail)
+    return Check.of("config", wrong, "config.json differs from what the plan makes it", "as the plan makes it")
 
 
 def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
@@ -78,31 +83,34 @@ def _tensors(blueprint: Blueprint, out: CheckpointFolder) -> Check:
         return Check("tensors", False, f"missing: {some(missing)}")
     if extra := [name for name in found if name not in expected]:
         return Check("tensors", False, f"not in the plan: {some(extra)}")
-    if wrong := [name for name in expected if expected[name] != found[name]]:
-        return Check("tensors", False, f"of another shape or dtype than planned: {some(wrong)}")
-    return Check("tensors", True, f"all {len(expected)} there, of the planned shapes and dtypes")
+    wrong = [name for name in expected if expected[name] != found[name]]
+    kept = f"all {len(expected)} there, of the planned shapes and dtypes"
+    return Check.of("tensors", wrong, "of another shape or dtype than planned", kept)
 
 
 def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """Nothing for a native output; else whether the code beside the weights is what was shipped with them."""
     if blueprint.native:
         return []
+    whose = (
+        "as this version ships them" if out.code == "shipped" else f"as surgeon {manifest.tool.version} shipped them"
+    )
+    return [_same_code(manifest, blueprint.code_files, out, whose)]
+
+
+def _same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder, whose: str) -> Check:
+    """Whether the files of code are those that the manifest knows by their digests."""
     wrong = [
         name
-        for name in blueprint.code_files
+        for name in names
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
-    if wrong:
-        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
-    whose = {"shipped": "as this version ships them"}.get(out.code, f"as surgeon {manifest.tool.version} shipped them")
-    return [Check("code", True, f"{some(list(blueprint.code_files))}, {whose}")]
+    return Check.of("code", wrong, "not the files that surgery put there", f"{some(names)}, {whose}")
 
 
 def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
     changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
-    if changed:
-        return Check("base", False, f"not the base this was made from; differing: {some(changed)}")
-    return Check("base", True, f"the one operated on, by {len(base)} digests")
+    return Check.of("base", changed, _ANOTHER_BASE, f"the one operated on, by {len(base)} digests")
 
 
 def _copies(
@@ -118,14 +126,9 @@ def _copies(
     copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
     wrong = [name for name, source in copies.items() if out[name] != base[source]]
     kept = sum(not output.new for output in untrained)
-    if wrong:
-        return Check("base tensors", False, f"not byte-identical to their originals: {some(wrong)}")
-    return Check(
-        "base tensors",
-        True,
-        f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them"
-        + (f"; {len(stray)} were trained, as a surgery lets them" if stray else ""),
-    )
+    since = f"; {len(stray)} were trained, as a surgery lets them" if stray else ""
+    found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them{since}"
+    return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
 
 
 def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
@@ -145,12 +148,10 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
             checked += 1
             if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
                 loud.append(name)
-    if loud:
-        return Check("silent at birth", False, f"not the constant that keeps a new layer silent: {some(loud)}")
+    kept = f"{checked} tensors hold exactly what keeps new layers silent"
     if not checked:
-        told = "no operation promises it" if not trained else "trained since, or no operation promises it"
-        return Check("silent at birth", True, told)
-    return Check("silent at birth", True, f"{checked} tensors hold exactly what keeps new layers silent")
+        kept = "no operation promises it" if not trained else "trained since, or no operation promises it"
+    return Check.of("silent at birth", loud, "not the constant that keeps a new layer silent", kept)
 
 
 def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
@@ -159,9 +160,8 @@ def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) ->
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
-    if wrong:
-        return Check("constants", False, f"not the value they are born with: {some(wrong)}")
-    return Check("constants", True, f"{len(constants)} tensors hold the value they are born with")
+    kept = f"{len(constants)} tensors hold the value they are born with"
+    return Check.of("constants", wrong, "not the value they are born with", kept)
 
 
 def _constant_digest(recipe: Constant | Listed) -> str:
@@ -177,9 +177,8 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     if unknown:
         return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
-    if changed:
-        return Check("new tensors", False, f"changed since they were written: {some(changed)}")
-    return Check("new tensors", True, f"{len(computed)} computed ones are as they were written")
+    kept = f"{len(computed)} computed ones are as they were written"
+    return Check.of("new tensors", changed, "changed since they were written", kept)
 
 
 def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
@@ -188,12 +187,11 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
         return []
     trained = manifest.trained
     wrong = [name for name, digest in trained.items() if out.get(name) != digest]
-    if wrong:
-        return [Check("trained tensors", False, f"not as training left them: {some(wrong)}")]
     idle = [name for run in manifest.training for name, tensor in run.tensors.items() if tensor.max_change == 0]
-    told = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
+    changes = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
     steps = sum(run.steps for run in manifest.training)
-    return [Check("trained tensors", True, f"{len(trained)} as {steps:,} steps of training left them{told}")]
+    kept = f"{len(trained)} as {steps:,} steps of training left them{changes}"
+    return [Check.of("trained tensors", wrong, "not as training left them", kept)]
 
 
 def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
@@ -224,15 +222,18 @@ def check_earlier(
 ) -> list[Check]:
     """An output of several surgeries against an earlier state: the first base, say, of a model that learnt many tasks.
 
-    Every surgery in between is known by its manifest, so what must hold is told by digests; blueprints are not drawn
-    again. `advance` hears of bytes read (of base and output together)."""
+    Every surgery in between is known by its manifest, so digests show what must hold; blueprints are not drawn again.
+    `advance` counts the bytes read (of base and output together)."""
     found = digests_of(base, base.tensors, advance)
     differing = [name for name, digest in state.digests.items() if found.get(name) != digest]
     extra = [name for name in found if name not in state.digests]
     checks = [
-        Check("base", False, f"not the base this was made from; differing: {some([*differing, *extra])}")
-        if differing or extra
-        else Check("base", True, f"the one operated on {len(state.undone)} surgeries ago, by {len(found)} digests"),
+        Check.of(
+            "base",
+            [*differing, *extra],
+            _ANOTHER_BASE,
+            f"the one operated on {len(state.undone)} surgeries ago, by {len(found)} digests",
+        ),
         Check(
             "base's config",
             base.config == state.config,
@@ -250,22 +251,28 @@ def check_earlier(
     edited = [name for name, digest in now.items() if held.get(name) != digest]
     return [
         *checks,
-        Check("tensors since then", False, f"not byte-identical to the base's: {some(lost)}")
-        if lost
-        else Check("tensors since then", True, f"{len(state.places) - len(moved)} of the base's are byte-identical"),
-        Check("as left", False, f"not as surgery or training left them: {some(edited)}")
-        if edited
-        else Check("as left", True, f"all {len(now)} tensors are as the last surgery or training left them"),
+        Check.of(
+            "tensors since then",
+            lost,
+            "not byte-identical to the base's",
+            f"{len(state.places) - len(moved)} of the base's are byte-identical",
+        ),
+        Check.of(
+            "as left",
+            edited,
+            "not as surgery or training left them",
+            f"all {len(now)} tensors are as the last surgery or training left them",
+        ),
     ]
 
 
 def check_own_manifest(
     manifest: Manifest, out: CheckpointFolder, anatomy: Anatomy, *, advance: Callable[[int], None]
 ) -> list[Check]:
-    """An output against its own manifest, without its base: what can be told of a folder that is to be given away.
+    """An output against its own manifest, without its base: what can be checked of a folder that is to be given away.
 
     Unlike `check_static` this lets what a surgery made have been trained since, and believes the manifest's digests.
-    `advance` hears of bytes read; all are read once.
+    `advance` counts the bytes read; all are read once.
 
     Raises BadInput where the manifest contradicts itself.
     """
@@ -279,38 +286,32 @@ def check_own_manifest(
 
 
 def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
-    found, told = anatomy.sizes.layers, len(manifest.layers)
-    if found != told:
-        return Check("layers", False, f"{found} of them, {MANIFEST_FILE} tells of {told}")
-    return Check("layers", True, f"all {told}, every tensor of the shape that config.json asks for")
+    found, named = anatomy.sizes.layers, len(manifest.layers)
+    if found != named:
+        return Check("layers", False, f"{found} of them, {MANIFEST_FILE} names {named}")
+    return Check("layers", True, f"all {named}, every tensor of the shape that config.json asks for")
 
 
 def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFolder) -> Check:
     expected = {*manifest.new_tensors, *places.values()}
     missing = expected - out.tensors.keys()
-    # What a merge folded away is told by the promise: nothing else takes a base's tensor out.
+    # Where a merge folded tensors away, the promise says so: nothing else takes a base's tensor out.
     if manifest.promise == "none":
         missing &= manifest.new_tensors.keys()
     if missing:
         return Check("tensors", False, f"missing: {some(sorted(missing))}")
-    if extra := out.tensors.keys() - expected:
-        return Check("tensors", False, f"not in {MANIFEST_FILE}: {some(sorted(extra))}")
-    return Check("tensors", True, f"{len(out.tensors)}, each in {MANIFEST_FILE}")
+    extra = sorted(out.tensors.keys() - expected)
+    return Check.of("tensors", extra, f"not in {MANIFEST_FILE}", f"{len(out.tensors)}, each in {MANIFEST_FILE}")
 
 
 def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """Nothing for a native output."""
     if manifest.native and not manifest.code:
         return []
-    wrong = [
-        name
-        for name, digest in manifest.code.items()
-        if (content := out.read_code(name)) is None or hashlib.sha256(content).hexdigest() != digest
-    ]
-    if wrong or not manifest.code:
-        return [Check("code", False, f"not the files that surgery put there: {some(wrong)}")]
+    if not manifest.code:
+        return [Check("code", False, f"none of it is in {MANIFEST_FILE}")]
     whose = "as this version ships them" if out.code == "shipped" else f"of surgeon {printable(manifest.tool.version)}"
-    return [Check("code", True, f"{some(list(manifest.code))}, {whose}")]
+    return [_same_code(manifest, manifest.code.keys(), out, whose)]
 
 
 def _own_base_tensors(manifest: Manifest, places: dict[str, str], digests: dict[str, str]) -> Check:
@@ -328,8 +329,7 @@ def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)
 
 
-def some(names: Iterable[str]) -> str:
+def some(names: Collection[str]) -> str:
     """The first three names, and how many more."""
-    names = list(names)
     shown = ", ".join(printable(name) for name in islice(names, 3))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,16 +14,14 @@ from rich.text import Text
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
-from surgeon.plan.drafting import draw
-from surgeon.plan.loading import parse_plan
+from surgeon.plan.plan import draw, parse_plan
 from surgeon.verify.static import Check, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
 
@@ -69,19 +66,10 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return {
-            "promise": self.promise,
-            "trained": self.trained,
+        return plain_fields(self, without=("streamed",)) | {
             "holds": self.holds,
             "identical": self.identical,
-            "checks": [asdict(check) for check in self.checks],
-            "tokens": self.tokens,
-            # JSON knows no infinity, which is what logits that are not numbers count as.
-            "comparisons": [
-                {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
-                for c in self.comparisons
-            ],
-            "first_difference": asdict(self.first_difference) if self.first_difference else None,
+            "first_difference": plain(self.first_difference),
         }
 
 
@@ -105,7 +93,7 @@ def verify(
 
     `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
     `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
-    is no output of surgeon; a broken promise is told in the result.
+    is no output of surgeon; a broken promise is reported in the result.
     """
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
@@ -125,26 +113,33 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    comparing = _Comparing(
-        base_folder,
-        out_folder,
-        tokens.ids,
-        devices.resolve(device),
+    paths = base_folder.path, out_folder.path
+    options: dict[str, Any] = {
+        "device": devices.resolve(device),
         # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
-    )
-    comparisons: list[LogitComparison | OutputComparison] = []
-    layered: list[StreamedComparison] = []
+        "trust_remote_code": trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
+    }
+    found = Verification(proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained)
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
         if anatomy.family.encoder:
-            comparisons.append(comparing.encoders(dtype))
+            from surgeon.models.encoders import auto_class, compare_encoders
+
+            auto = auto_class(base_folder.config)
+            found.comparisons.append(compare_encoders(*paths, tokens.ids, auto=auto, dtype=dtype, **options))
         elif streamed:
-            layered.append(comparing.layer_by_layer(dtype, proof.layer_of_base))
-            comparisons.extend(layered[-1].logits)
+            from surgeon.models.compare import compare_streamed
+
+            layered = compare_streamed(
+                base_folder, out_folder, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options
+            )
+            found.streamed.append(layered)
+            found.comparisons.extend(layered.logits)
         else:
-            comparisons.extend(comparing.whole(dtype))
-    return Verification(proof.promise, proof.checks, comparisons, layered, tokens.source, trained=proof.trained)
+            from surgeon.models.compare import compare_logits
+
+            found.comparisons.extend(compare_logits(*paths, tokens.ids, dtype=dtype, **options))
+    return found
 
 
 class _Static(NamedTuple):
@@ -169,45 +164,6 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, anatomy: Anatomy, lis
     return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks)
 
 
-@dataclass(frozen=True)
-class _Comparing:
-    """Both models run on the same tokens."""
-
-    base: CheckpointFolder
-    out: CheckpointFolder
-    ids: Tensor
-    device: str
-    trust_remote_code: bool
-
-    def whole(self, dtype: str) -> list[LogitComparison]:
-        """Logits of causal models, each held whole."""
-        from surgeon.models.compare import compare_logits
-
-        return compare_logits(*self._compared, dtype=dtype, **self._options)
-
-    def layer_by_layer(self, dtype: str, layer_of_base: Sequence[int]) -> StreamedComparison:
-        """Hidden states and logits of causal models, one layer of each held at a time."""
-        from surgeon.models.compare import compare_streamed
-
-        return compare_streamed(
-            self.base, self.out, self.ids, dtype=dtype, layer_of_base=layer_of_base, **self._options
-        )
-
-    def encoders(self, dtype: str) -> OutputComparison:
-        """Outputs of encoders, each held whole."""
-        from surgeon.models.encoders import auto_class, compare_encoders
-
-        return compare_encoders(*self._compared, auto=auto_class(self.base.config), dtype=dtype, **self._options)
-
-    @property
-    def _compared(self) -> tuple[Path, Path, Tensor]:
-        return self.base.path, self.out.path, self.ids
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"device": self.device, "trust_remote_code": self.trust_remote_code}
-
-
 def verification_view(verification: Verification) -> RenderableType:
     """Checks and comparisons, and the verdict in one line."""
     checks = Table(box=None, show_header=False, pad_edge=False)
@@ -228,8 +184,8 @@ def verdict(verification: Verification) -> Text:
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
     if verification.trained:
-        told = "logits not compared" if verification.identical is None else "logits are the trained model's"
-        return Text(f"trained: every other tensor is the base's, byte for byte ({told})", style="bold green")
+        logits = "logits not compared" if verification.identical is None else "logits are the trained model's"
+        return Text(f"trained: every other tensor is the base's, byte for byte ({logits})", style="bold green")
     if verification.promise == "none":
         found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
         return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
@@ -240,17 +196,8 @@ def verdict(verification: Verification) -> Text:
 
 def _comparisons(verification: Verification) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in (
-        "mode",
-        "dtype",
-        "tokens",
-        "identical",
-        "max |Δ|",
-        "KL (nats)",
-        "top-1",
-        "base loss",
-        "output loss",
-    ):
+    measured = ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
+    for column in ("mode", "dtype", *measured):
         table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
     for c in verification.comparisons:
         table.add_row(
@@ -265,7 +212,7 @@ def _comparisons(verification: Verification) -> Table:
 
 
 def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
-    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which foretells no next token."""
+    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which predicts no next token."""
     if figures is None:
         return ("",) * 4
     kl, agreement, base_loss, out_loss = figures

@@ -18,8 +18,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.listener import Quiet
-from surgeon.common.timing import Stopwatch
+from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput
 from tests import tiny
 
@@ -46,7 +45,7 @@ def joined(first: CheckpointFolder, second: CheckpointFolder) -> Job:
 
     outputs = [copied(name, info) for name, info in first.tensors.items() if name != SILENT]
     zeros = first.tensors[SILENT]
-    outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), True, 0))
+    outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), 0))
     shards = (Shard("model.safetensors", tuple(outputs), None),)
     origins = {output.name: Origin(first.source, first.tensors[output.name]) for output in outputs[:-1]}
     return Job(

@@ -15,8 +15,7 @@ from surgeon.blueprint.shards import lay_out, nbytes
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import dissect
-from surgeon.plan.drafting import draw
-from surgeon.plan.loading import parse_plan
+from surgeon.plan.plan import draw, parse_plan
 from tests import tiny
 
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.continual.config import ExpertSettings, LoadedTasks, TaskSource, TrainSettings, json_schema, load_tasks
-from surgeon.continual.surgeries import plans_of
+from surgeon.continual.config import (
+    ExpertSettings,
+    LoadedTasks,
+    TaskSource,
+    TrainSettings,
+    json_schema,
+    load_tasks,
+    plans_of,
+)
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput
 from surgeon.operations.pmoe_experts import PMoEExperts

@@ -29,7 +29,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.share.parcel import pack
+from surgeon.share.push import pack
 from surgeon.train.session import work_folder as training_folder
 from surgeon.train.trainer import newest_checkpoint, step_of
 from tests import tiny

@@ -15,7 +15,7 @@ import torch
 import surgeon
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
-from surgeon.plan.loading import load_plan
+from surgeon.plan.plan import load_plan
 from tests import tiny
 from tests.end_to_end.conftest import load_elsewhere, weights
 

@@ -47,7 +47,7 @@ def assert_accounts_for_all(found: Difference, a: Path, b: Path) -> None:
 def test_inserted_layers_move_the_others(llama: list[Path]) -> None:
     """New layers after 0 and 3: told from the manifest, read with `exact`, and read without any manifest alike."""
     found = surgeon.diff(llama[0], llama[1])
-    assert found.told == llama[0]
+    assert found.not_read == llama[0]
     assert_accounts_for_all(found, llama[0], llama[1])
     assert set(found.added) == set(surgeon.inspect(llama[1]).manifest.new_tensors)
     assert {found.moved[UP.format(i)] for i in range(1, 6)} == {UP.format(i) for i in (2, 3, 4, 6, 7)}
@@ -57,7 +57,7 @@ def test_inserted_layers_move_the_others(llama: list[Path]) -> None:
     assert not found.removed
     assert found.config == {"num_hidden_layers": (6, 8)}
     exact = surgeon.diff(llama[0], llama[1], exact=True)
-    assert exact.told is None
+    assert exact.not_read is None
     assert kinds(exact) == kinds(found)
 
 
@@ -65,13 +65,13 @@ def test_without_a_manifest_layers_are_matched_by_their_bytes(llama: list[Path],
     grown = copied(llama[1], tmp_path / "grown")
     (grown / "surgery.json").unlink()
     found = surgeon.diff(llama[0], grown)
-    assert found.told is None
+    assert found.not_read is None
     assert kinds(found) == kinds(surgeon.diff(llama[0], llama[1]))
 
 
 def test_the_other_way_round(llama: list[Path]) -> None:
     there, back = surgeon.diff(llama[1], llama[2]), surgeon.diff(llama[2], llama[1])
-    assert back.told == there.told == llama[1]
+    assert back.not_read == there.not_read == llama[1]
     assert set(back.removed) == set(there.added) > set()
     assert {b: a for a, b in back.moved.items()} == there.moved
     assert back.same == there.same
@@ -79,7 +79,7 @@ def test_the_other_way_round(llama: list[Path]) -> None:
 
 def test_an_earlier_ancestor_is_read(llama: list[Path]) -> None:
     found = surgeon.diff(llama[0], llama[3])
-    assert found.told is None
+    assert found.not_read is None
     assert_accounts_for_all(found, llama[0], llama[3])
     assert found.moved[UP.format(4)] == UP.format(7)
     assert not found.changed
@@ -91,7 +91,7 @@ def test_trained_tensors_are_changed(llama: list[Path], tmp_path: Path) -> None:
     grown, base = copied(llama[1], tmp_path / "grown"), copied(llama[0], tmp_path / "base")
     train(grown, UP.format(4), "model.norm.weight", seed=1)
     found = surgeon.diff(llama[0], grown)
-    assert found.told == llama[0]
+    assert found.not_read == llama[0]
     assert found.changed == {UP.format(3): UP.format(4), "model.norm.weight": "model.norm.weight"}
     assert_accounts_for_all(found, llama[0], grown)
 
@@ -100,7 +100,7 @@ def test_trained_tensors_are_changed(llama: list[Path], tmp_path: Path) -> None:
     assert surgeon.diff(base, llama[1], exact=True).changed == {UP.format(5): UP.format(7)}
 
     every = surgeon.diff(llama[1], grown)
-    assert every.told is None
+    assert every.not_read is None
     assert every.changed == {UP.format(4): UP.format(4), "model.norm.weight": "model.norm.weight"}
     assert not every.moved
 
@@ -117,14 +117,14 @@ def test_whole_layers_trained_keep_their_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["config", "names", "earlier"])
 def test_a_base_that_does_not_fit_the_manifest_is_read(change: str, llama: list[Path], tmp_path: Path) -> None:
     base = copied(llama[1], tmp_path / "base")
-    assert surgeon.diff(base, llama[2]).told == base
+    assert surgeon.diff(base, llama[2]).not_read == base
     if change == "config":
         edit_config(base, rope_theta=7.0)
     elif change == "earlier":
         (base / "surgery.json").unlink()
     else:
         base = llama[0]
-    assert surgeon.diff(base, llama[2]).told is None
+    assert surgeon.diff(base, llama[2]).not_read is None
 
 
 def test_merged_branches_are_changed(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_merged_branches_are_changed(tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     surgeon.apply(write_plan(tmp_path / "merge.yaml", [{"op": "merge_branches", "alpha": 0.5}]), str(states[1]), merged)
     found = surgeon.diff(states[1], merged)
-    assert found.told == states[1]
+    assert found.not_read == states[1]
     assert found.removed == tuple(sorted(name for name in weights(states[1]) if "expanded" in name))
     assert set(found.changed) == {name for name in weights(merged) if name.startswith("model.layers.1.")}
 

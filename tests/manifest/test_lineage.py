@@ -14,9 +14,8 @@ from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.card import card
-from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.lineage import Lineage, trainable_set
 from surgeon.manifest.manifest import Manifest, digest_of, manifest_of, parse
-from surgeon.manifest.trainable import trainable_set
 from surgeon.report.history import layer_history
 from tests import tiny
 from tests.end_to_end.test_refusals import refused

@@ -11,7 +11,7 @@ import pytest
 
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.operations.inits import INITS
-from surgeon.plan.schema import json_schema
+from surgeon.plan.plan import json_schema
 from surgeon.runtime import adapters_rules, control_rules, states_rules
 from surgeon.runtime.known import INTERPOLATORS
 

@@ -13,7 +13,7 @@ from surgeon.blueprint.recipes import Copy, describe, leaves
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
-from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.plan import load_plan, parse_plan
 from surgeon.plan.shipped import find_plan, names
 from tests import tiny
 

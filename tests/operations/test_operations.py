@@ -16,7 +16,7 @@ from surgeon.manifest.card import card
 from surgeon.manifest.manifest import parse
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
-from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.plan import load_plan, parse_plan
 from surgeon.plan.shipped import find_plan, names
 from tests import tiny
 from tests.house import PACKAGE

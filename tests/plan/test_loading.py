@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.errors import BadInput
-from surgeon.plan.loading import load_plan, parse_plan
+from surgeon.plan.plan import load_plan, parse_plan
 
 GOOD = """\
 surgeon: 1

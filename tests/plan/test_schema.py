@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from surgeon.cli import app
 from surgeon.operations.inits import INITS
 from surgeon.plan import shipped
-from surgeon.plan.loading import load_plan, parse_plan
-from surgeon.plan.schema import json_schema
+from surgeon.plan.plan import json_schema, load_plan, parse_plan
 
 
 def test_every_field_is_described_or_says_itself_what_it_is() -> None:

@@ -17,7 +17,7 @@ import pytest
 from surgeon.continual.config import load_tasks
 from surgeon.errors import BadInput
 from surgeon.evaluate.sources import open_sources
-from surgeon.plan.loading import load_plan
+from surgeon.plan.plan import load_plan
 from surgeon.train.config import load_config
 
 PACKAGE = Path(__file__).resolve().parents[2] / "surgeon"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.errors import BadInput
-from surgeon.train.config import LoadedConfig, load_config
-from surgeon.train.settings import settle
+from surgeon.train.config import LoadedConfig, load_config, settle
 
 SMALLEST = """\
 surgeon_train: 1

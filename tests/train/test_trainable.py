@@ -10,11 +10,11 @@ import torch
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
+from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import Manifest, parse
-from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
+from surgeon.train.config import Settings
 from surgeon.train.optimizer import MasterAdamW, make_schedule
-from surgeon.train.settings import Settings
 from surgeon.train.trainer import WrongSet, check_set, unfreeze
 from tests import tiny
 

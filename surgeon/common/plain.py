@@ -1,0 +1,46 @@
+"""Results as plain data: what `--json` shows, and what files of results hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Result(Protocol):
+    """The result of a public function."""
+
+    def to_json(self) -> Any:
+        """As plain data for `--json`."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: paths and numbers that are not finite as strings, tuples as lists.
+
+    A result gives its own `to_json`, any other dataclass its fields (`plain_fields`).
+    """
+    if isinstance(value, Result):
+        return value.to_json()
+    if is_dataclass(value):
+        return plain_fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(held) for held in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def plain_fields(held: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass as plain data, but for those named in `without`.
+
+    A field of bytes (`nbytes`) has the key without its n (`bytes`).
+    """
+    shown = [field.name for field in fields(held) if field.name not in without]
+    return {name.replace("nbytes", "bytes"): plain(getattr(held, name)) for name in shown}

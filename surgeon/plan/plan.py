@@ -1,0 +1,130 @@
+"""The plan: its schema, where nothing unknown gets through, its file, and the step from plan to blueprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
+
+from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.operations import OPERATIONS, AnyOperation
+from surgeon.operations.operation import Operation
+
+
+class Plan(BaseModel):
+    """A list of operations, applied in order; later selectors see the model as the earlier ones left it."""
+
+    # Built at first use: operations of plugins are read then.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+
+    surgeon: Annotated[Literal[1], Field(description="version of the plan format")]
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds every random tensor, together with its name")] = 0
+    operations: Annotated[list[Annotated[Operation, AnyOperation]], Field(min_length=1, max_length=100)]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of plans, for editors that complete YAML by it."""
+    return editor_schema(Plan, "surgeon plan")
+
+
+@dataclass(frozen=True)
+class LoadedPlan:
+    """A plan, its text as written, and where it came from."""
+
+    plan: Plan
+    text: str
+    source: str
+
+    def line_of_operation(self, number: int) -> int | None:
+        """The line (from 1) on which an operation begins, for error messages."""
+        _, lines = _parse(self.text, self.source)
+        return lines.get(("operations", number))
+
+
+def load_plan(path: Path) -> LoadedPlan:
+    """Read and check a plan file; BadInput names file and line."""
+    return parse_plan(read_text(path, what="plan"), source=str(path))
+
+
+def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
+    """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start."""
+    data, lines = _parse(text, source)
+
+    def known_keys(problem: ErrorDetails, place: Place) -> list[str]:
+        return _known_keys(problem, data, place)
+
+    return LoadedPlan(
+        check_yaml(Plan, data, lines, source, what="plan", known_keys=known_keys, tags=_tags), text, source
+    )
+
+
+def draw(
+    loaded: LoadedPlan,
+    anatomy: Anatomy,
+    config: Mapping[str, Any],
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Blueprint:
+    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
+
+    `adapters` are those that the plan imports, by its names for them.
+    """
+    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
+    for number, operation in enumerate(loaded.plan.operations):
+        try:
+            _check_kind(operation, anatomy)
+            draft.records.append(operation.edit(draft, number))
+        except BadInput as error:
+            line = loaded.line_of_operation(number)
+            where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
+            raise BadInput(f"{where}: operations[{number}] ({operation.op}): {error}") from None
+    return draft.finish()
+
+
+def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:
+    return parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
+
+
+def _known_keys(problem: ErrorDetails, data: Any, place: Place) -> list[str]:
+    """Keys the schema knows at the place of an unknown one."""
+    if len(place) == 1:
+        return list(Plan.model_fields)
+    operation = data["operations"][int(place[1])]
+    spec = OPERATIONS[operation["op"]]
+    if len(place) == 3:
+        return list(spec.model_fields)
+    names = {
+        name
+        for definition in spec.model_json_schema().get("$defs", {}).values()
+        for name in definition.get("properties", {})
+        if problem["loc"][-2] in (definition["properties"].get("kind", {}).get("const"), definition.get("title"))
+    }
+    return sorted(names)
+
+
+def _tags(discriminator: str) -> list[str]:
+    if discriminator == "op":
+        return list(OPERATIONS)
+    kinds = {
+        definition["properties"][discriminator]["const"]
+        for spec in OPERATIONS.values()
+        for definition in spec.model_json_schema().get("$defs", {}).values()
+        if "const" in definition.get("properties", {}).get(discriminator, {})
+    }
+    return sorted(kinds)
+
+
+def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    if anatomy.family.encoder and not operation.on_encoders:
+        others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
+        raise BadInput(
+            f"the base is an encoder ({anatomy.family.model_type}), and this operation is for decoders; on an encoder"
+            f" use {', '.join(others)}"
+        )
