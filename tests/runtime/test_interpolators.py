@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime import interpolators
+from surgeon.runtime.control import Interpolator
 from surgeon.runtime.control_rules import INTERPOLATORS, InterpolatorSpec
-from surgeon.runtime.interpolators import Interpolator
 
 WIDTH = 8
 ALPHA = 0.3
