@@ -2,7 +2,8 @@
 
 Which modules it takes, and which classes are composed of them, follows from config.json alone, so the same bytes can be
 joined again anywhere. Modules stand in the order in which they need each other, then by name; what they import is
-collected at the top, and imports of one another fall away.
+collected at the top, and imports of one another fall away. `decoder.template` and `encoder.template` are the named
+classes of a model type, composed of the modules and transformers' own classes, with names to be filled in.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .known import GRAFTS, NATIVES
-from .natives import PREFIX, Native, Use, classes_of
+from .natives import PREFIX, Native
+from .rules import GraftRules
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"
@@ -34,6 +37,46 @@ surgeon joined this file from its modules, only those that this model needs. It 
 
 from __future__ import annotations
 '''
+
+
+_NUMBERED = """
+    numbered = True"""
+
+_POOLER = """
+
+    def __init__(self, config: Any, add_pooling_layer: bool = True) -> None:
+        super().__init__(config, add_pooling_layer=add_pooling_layer)"""
+
+_OPTIONS = """
+    base_options: ClassVar[dict[str, Any]] = {"add_pooling_layer": False}"""
+
+# transformers' own classes that the templates import beside the config, by what follows the family's name.
+_DECODER_CLASSES = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", "PreTrainedModel")
+_ENCODER_CLASSES = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "Layer",
+    "Model",
+    "Output",
+    "PreTrainedModel",
+    "SelfOutput",
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A graft in a joined file: its rules, and what it takes by name from other parts (key, module, name)."""
+
+    rules: GraftRules
+    taken: tuple[tuple[str, str, str], ...] | None
+
+    @property
+    def source(self) -> str:
+        """How the config class makes it: `ControlGraft({"lerp": Lerp})`."""
+        if self.taken is None:
+            return f"{self.rules.module}()"
+        taken = ", ".join(f'"{key}": {name}' for key, _, name in self.taken)
+        return f"{self.rules.module}({{{taken}}})"
 
 
 @dataclass(frozen=True)
@@ -94,6 +137,51 @@ def _joined(native: Native, uses: tuple[Use, ...]) -> bytes:
         # ruff takes a comment right after imports for theirs, with one empty line between.
         text.append(f"{chr(10) if nth else ''}\n{rule}\n{told}{chr(10) if told else ''}\n\n{part.code.strip()}\n")
     return "".join(text).encode()
+
+
+def classes_of(native: Native, uses: tuple[Use, ...]) -> str:
+    """The source of a model type's classes with these grafts, its imports from typing and transformers before it."""
+    names = _ENCODER_CLASSES if native.encoder else _DECODER_CLASSES
+    base, generic = f"{native.prefix}PreTrainedModel", ""
+    classifier = f"{base}, {native.native_class('ForSequenceClassification')}"
+    if not native.own_classifier:
+        generic = "\nfrom transformers.modeling_layers import GenericForSequenceClassification"
+        classifier = f"GenericForSequenceClassification, {base}"
+    elif not native.encoder:
+        names = (*names, "ForSequenceClassification")
+    known = {suffix: native.native_class(suffix) for suffix in names}
+    template = files(__package__) / ("encoder.template" if native.encoder else "decoder.template")
+    return template.read_text(encoding="utf-8").format(
+        **known,
+        Config=native.native_class("Config"),
+        natives=", ".join(sorted(known.values())),
+        generic=generic,
+        folder=native.folder,
+        prefix=native.prefix,
+        title=native.title or native.name,
+        model_type=PREFIX + native.model_type,
+        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
+        activation=native.activation,
+        classifier=classifier,
+        unsplit="".join(f'"{native.native_class(suffix)}", ' for suffix in native.unsplit),
+        numbered=(_NUMBERED if native.numbered else "") + (_POOLER if native.pooler else ""),
+        options=_OPTIONS if native.pooler else "",
+        losses=_losses({name: what for use in uses for name, what in use.rules.losses.items()}),
+    )
+
+
+def _listed(uses: tuple[Use, ...]) -> str:
+    """The grafts one a line, as a tuple that ends with a comma stays."""
+    return "".join(f"\n        {use.source}," for use in uses) + ("\n    " if uses else "")
+
+
+def _losses(fields: Mapping[str, str]) -> str:
+    """The rest of an output class from its docstring on: what its own fields are, and they themselves."""
+    if not fields:
+        return '"""'
+    told = "".join(f"\n    {name}: {what}." for name, what in fields.items())
+    held = "".join(f"\n    {name}: torch.FloatTensor | None = None" for name in fields)
+    return f'\n{told}\n    """\n{held}'
 
 
 def ordered(roots: Iterable[str]) -> list[Part]:

@@ -49,7 +49,7 @@ class InterpolatorRule:
 
     key: str
     module: str
-    part: str = "surgeon.runtime.interpolators"
+    part: str = "surgeon.runtime.control"
     scalar_alpha: bool = True
     projects: bool = False
     unmergeable: str = ""

@@ -60,7 +60,7 @@ LERP = '''one α."""
 MUTATIONS = {
     "new interpolator": Mutation(
         (
-            ("runtime/interpolators.py", "\nclass Dlerp(Interpolator):\n", NONSENSE_INTERPOLATOR),
+            ("runtime/control.py", "\nclass Dlerp(Interpolator):\n", NONSENSE_INTERPOLATOR),
             (
                 "runtime/control_rules.py",
                 '    LateralRule("proj"',
@@ -72,7 +72,7 @@ MUTATIONS = {
     "interpolator": Mutation(
         (
             (
-                "runtime/interpolators.py",
+                "runtime/control.py",
                 LERP.format("pretrained, expanded"),
                 LERP.format("expanded, pretrained"),
             ),

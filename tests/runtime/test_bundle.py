@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import surgeon.runtime
-from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of, uses_of
+from surgeon.runtime.bundle import CODE_FILE, bundle, classes_of, ordered, part_of, roots_of, uses_of
 from surgeon.runtime.graft import Graft
 from surgeon.runtime.known import GRAFTS
-from surgeon.runtime.natives import NATIVES, PREFIX, classes_of
+from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
 from tests.runtime.grafting import alone, everything, states
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime import interpolators
+from surgeon.runtime import control
+from surgeon.runtime.control import Interpolator
 from surgeon.runtime.control_rules import INTERPOLATORS, InterpolatorSpec
-from surgeon.runtime.interpolators import Interpolator
 
 WIDTH = 8
 ALPHA = 0.3
 
 
-CLASSES: dict[str, type[Interpolator]] = {rule.key: getattr(interpolators, rule.module) for rule in INTERPOLATORS}
+CLASSES: dict[str, type[Interpolator]] = {rule.key: getattr(control, rule.module) for rule in INTERPOLATORS}
 SCALAR_ALPHA = [rule.key for rule in INTERPOLATORS if rule.scalar_alpha]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgeon.runtime.control import Interpolator
 from surgeon.runtime.graft import Frame, Graft
-from surgeon.runtime.interpolators import Interpolator
 from surgeon.runtime.newborn import Newborn
 from surgeon.runtime.rules import Surgery
 
