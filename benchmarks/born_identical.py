@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
 from surgeon.families import FAMILIES
+from surgeon.runtime.adapters_rules import GATES, VARIANCES
+from surgeon.runtime.known import INTERPOLATORS
 from tests import tiny
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = ("bfloat16", "float32")
-SCALAR = ("lerp", "plerp", "slerp", "proj")
 
 
 def control(kind: str, **more: Any) -> list[dict[str, Any]]:
@@ -37,14 +38,14 @@ def control(kind: str, **more: Any) -> list[dict[str, Any]]:
 def grafts() -> dict[str, list[dict[str, Any]]]:
     """Operations by the name of their row."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for kind in ("lerp", "dlerp", "dlerp_in", "moe", "plerp", "slerp", "proj"):
+    for kind in INTERPOLATORS:
         rows[f"concat, {kind}"] = control(kind)
         rows[f"concat, {kind}, learnable"] = control(kind, learnable=True)
     rows["concat, lerp α 1 → 0.5"] = control("lerp", alpha=1.0, inference_alpha=0.5)
     rows["stack"] = [{"op": "control_llm", "layers": [1, 4], "expansion": "stack"}]
     rows["hybrid"] = [{"op": "control_llm", "layers": [1, 3, 4, 5], "expansion": "hybrid"}]
-    for gate in ("relu", "sigmoid", "none"):
-        for init in ("low_variance", "he"):
+    for gate in GATES:
+        for init in VARIANCES:
             rows[f"adapters, {gate}, {init}"] = [{"op": "gated_adapters", "size": 12, "gate": gate, "init": init}]
     rows["inserted + control + adapters"] = [
         {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "ot_fusion"}},

@@ -205,6 +205,7 @@ def apply(
 
 @app.command()
 def verify(
+    ctx: typer.Context,
     base: Annotated[Path, typer.Argument(metavar="BASE", help="the base checkpoint's folder")],
     out: OutArgument,
     static: Annotated[bool, typer.Option("--static", help="bytes only, run no model")] = False,
@@ -226,22 +227,8 @@ def verify(
     """Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold."""
     from surgeon.verify.verify import verification_view
 
-    with _listening(quiet) as listener:
-        result = surgeon.verify(
-            base,
-            out,
-            logits=not static,
-            streamed=streamed,
-            text=text,
-            window=window,
-            windows=windows,
-            dtypes=dtype or ["auto"],
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    _show(result, verification_view, as_json=as_json)
-    if not result.holds:
+    given = {"logits": not static, "dtypes": dtype or ["auto"]}
+    if not _run(ctx, surgeon.verify, verification_view, always=True, without=("static", "dtype"), **given).holds:
         raise typer.Exit(3)
 
 
@@ -283,6 +270,7 @@ def train(
 
 @app.command()
 def evaluate(
+    ctx: typer.Context,
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL…", help="folders or Hub ids (user/name[@revision]) of causal models")
     ],
@@ -316,25 +304,12 @@ def evaluate(
     """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals."""
     from surgeon.evaluate.evaluate import evaluation_view
 
-    with _listening(quiet) as listener:
-        found = surgeon.evaluate(
-            models,
-            data,
-            base=base,
-            sources=sources,
-            length=length,
-            batch=batch,
-            most=most,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    _show(found, evaluation_view, as_json=as_json)
+    _run(ctx, surgeon.evaluate, evaluation_view, always=True)
 
 
 @app.command()
 def continual(
+    ctx: typer.Context,
     tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and their training")],
     base: BaseArgument,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
@@ -351,22 +326,12 @@ def continual(
     """
     from surgeon.continual.continual import continued_view
 
-    with _listening(quiet) as listener:
-        continued = surgeon.continual(
-            tasks,
-            base,
-            run,
-            revision=revision,
-            keep=keep,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    _show(continued, continued_view, as_json=as_json, quiet=quiet)
+    _run(ctx, surgeon.continual, continued_view)
 
 
 @app.command()
 def merge(
+    ctx: typer.Context,
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
     alpha: Annotated[
@@ -382,15 +347,12 @@ def merge(
     """Merge the control blocks of OUT into one layer each, and measure how much the function changes."""
     from surgeon.rework.merge import merged_view
 
-    with _listening(quiet) as listener:
-        merged = surgeon.merge(
-            out, dest, alpha=alpha, text=text, window=window, windows=windows, device=device, listener=listener
-        )
-    _show(merged, merged_view, as_json=as_json)
+    _run(ctx, surgeon.merge, merged_view, always=True)
 
 
 @app.command()
 def revert(
+    ctx: typer.Context,
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the earlier state")],
     to: Annotated[
@@ -403,13 +365,12 @@ def revert(
     """Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte."""
     from surgeon.rework.revert import reverted_view
 
-    with _listening(quiet) as listener:
-        reverted = surgeon.revert(out, dest, to=to, trust_remote_code=trust_remote_code, listener=listener)
-    _show(reverted, reverted_view, as_json=as_json, quiet=quiet)
+    _run(ctx, surgeon.revert, reverted_view)
 
 
 @app.command("delta")
 def make_delta(
+    ctx: typer.Context,
     out: OutArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the delta")],
     base: Annotated[
@@ -422,13 +383,12 @@ def make_delta(
     """Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base."""
     from surgeon.rework.make_delta import delta_view
 
-    with _listening(quiet) as listener:
-        made = surgeon.make_delta(out, dest, base=base, trust_remote_code=trust_remote_code, listener=listener)
-    _show(made, delta_view, as_json=as_json, quiet=quiet)
+    _run(ctx, surgeon.make_delta, delta_view)
 
 
 @app.command("export-slot")
 def export_slot(
+    ctx: typer.Context,
     out: OutArgument,
     slot: Annotated[
         int, typer.Argument(metavar="SLOT", min=0, help="the slot's number, as `surgeon inspect` shows it")
@@ -441,13 +401,12 @@ def export_slot(
     """Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above."""
     from surgeon.share.export_slot import exported_view
 
-    with _listening(quiet) as listener:
-        exported = surgeon.export_slot(out, slot, dest, trust_remote_code=trust_remote_code, listener=listener)
-    _show(exported, exported_view, as_json=as_json, quiet=quiet)
+    _run(ctx, surgeon.export_slot, exported_view)
 
 
 @app.command()
 def push(
+    ctx: typer.Context,
     out: OutArgument,
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
     base: Annotated[
@@ -474,27 +433,12 @@ def push(
     """Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push."""
     from surgeon.share.push import pushed_view
 
-    with _listening(quiet) as listener:
-        pushed = surgeon.push(
-            out,
-            repo_id,
-            base=base,
-            private=private,
-            revision=revision,
-            pull_request=pr,
-            dry_run=dry_run,
-            force=force,
-            license=license,
-            base_model=base_model,
-            delta=delta,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    _show(pushed, pushed_view, as_json=as_json, quiet=quiet)
+    _run(ctx, surgeon.push, pushed_view, without="pr", pull_request=pr)
 
 
 @app.command()
 def diff(
+    ctx: typer.Context,
     a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another checkpoint's folder")],
     exact: Annotated[
@@ -506,10 +450,7 @@ def diff(
     """Compare A with B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
     from surgeon.verify.diff import difference_view
 
-    with _listening(quiet) as listener:
-        difference = surgeon.diff(a, b, exact=exact, listener=listener)
-    _show(difference, difference_view, as_json=as_json, quiet=quiet)
-    if not difference.identical:
+    if not _run(ctx, surgeon.diff, difference_view).identical:
         raise typer.Exit(1)
 
 
@@ -535,6 +476,7 @@ def transport_report(
 
 @app.command("routing-report")
 def routing_report(
+    ctx: typer.Context,
     out: OutArgument,
     text: NamedTexts = None,
     to: Annotated[Path | None, typer.Option(help="write the record to this JSON file")] = None,
@@ -548,19 +490,7 @@ def routing_report(
     """Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains."""
     from surgeon.report.routing import routing_view
 
-    texts = _named_texts(text or [])
-    with _listening(quiet) as listener:
-        report = surgeon.routing_report(
-            out,
-            texts,
-            to=to,
-            window=window,
-            windows=windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    _show(report, routing_view, as_json=as_json)
+    _run(ctx, surgeon.routing_report, routing_view, always=True, without="text", texts=_named_texts(text or []))
 
 
 @app.command()
@@ -699,6 +629,27 @@ def _listening(quiet: bool) -> Iterator[ProgressListener]:
 
     with ProgressListener(quiet=quiet) as listener:
         yield listener
+
+
+def _run(
+    ctx: typer.Context,
+    function: Callable[..., _ResultT],
+    view: Callable[[_ResultT], RenderableType],
+    *,
+    always: bool = False,
+    without: str | tuple[str, ...] = (),
+    **given: Any,
+) -> _ResultT:
+    """Call `function` with a command's options, which have the names of its parameters, and show its result.
+
+    `given` are passed in place of the options `without`; with `always` the result is shown although `--quiet` is set.
+    """
+    left_out = {"as_json", "quiet", *([without] if isinstance(without, str) else without)}
+    options = {name: value for name, value in ctx.params.items() if name not in left_out}
+    with _listening(ctx.params["quiet"]) as listener:
+        result = function(**options, **given, listener=listener)
+    _show(result, view, as_json=ctx.params["as_json"], quiet=ctx.params["quiet"] and not always)
+    return result
 
 
 def _show(result: _ResultT, view: Callable[[_ResultT], RenderableType], *, as_json: bool, quiet: bool = False) -> None:

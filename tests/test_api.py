@@ -27,7 +27,7 @@ def test_what_is_exported_is_there_and_documented() -> None:
 
 def test_every_command_is_a_function_with_its_options() -> None:
     """Options that only the terminal has are left out; sizes are in bytes, `--text NAME=FILE` is a mapping."""
-    renamed = {"as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
+    renamed = {"ctx", "as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
     # `apply --delta` is a function of its own, `apply_delta`.
     renamed |= {"delta"}
     for command in app.registered_commands:

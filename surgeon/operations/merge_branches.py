@@ -72,11 +72,15 @@ class MergeBranches(Operation):
 def _inference_alpha(control: Graft, index: int) -> float | Recipe:
     """The one α that the block uses in evaluation; BadInput where each token has its own."""
     stated: dict[str, Any] = {"kind": "lerp", "alpha": 0.5} | control.entry.get("interpolator", {})
-    if why := INTERPOLATORS[stated["kind"]].unmergeable:
+    rule, why = INTERPOLATORS[stated["kind"]], ""
+    learned = stated.get("inference_alpha") is None and stated.get("learnable")
+    if learned and "logit" not in rule.learned(0.5):
+        why = "learns its α in another form than a logit"
+    if why := rule.unmergeable or why:
         raise BadInput(
             f"the control block of layer {index} has interpolator `{stated['kind']}`, which {why}; say which fixed"
             " share to take with `alpha` (--alpha)"
         )
     if stated.get("inference_alpha") is not None:
         return float(stated["inference_alpha"])
-    return control.tensors[f"{INTERPOLATOR}logit"] if stated.get("learnable") else float(stated["alpha"])
+    return control.tensors[f"{INTERPOLATOR}logit"] if learned else float(stated["alpha"])

@@ -41,10 +41,10 @@ class InterpolatorSpec:
 class InterpolatorRule:
     """One interpolator: its key in plans, the module and the name of its class, and what its tensors are born with.
 
-    `scalar_alpha`: its α is one number, so that another can take its place at inference. `born(width)` are its tensors
-    beside α; `logit` names the tensor that holds a learned α, `alpha_in` says how (None: σ(logit) = α). `projects`:
-    it projects for the divergence, without which its matrix would never train. `unmergeable` says why two branches
-    that it joins cannot be folded into one layer without a stated share; empty where they can.
+    `scalar_alpha`: its α is one number, so that another can take its place at inference. `projects`: it projects for
+    the divergence, without which its matrix would never train. `unmergeable` says why two branches that it joins
+    cannot be folded into one layer without a stated share; empty where they can. A learned α that is folded stands in
+    a tensor `logit`, as α = σ(logit); where it stands otherwise, the share must be stated.
     """
 
     key: str

@@ -77,11 +77,11 @@ def export_slot(
     """
     listener = listener or Quiet()
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    target = Path(dest)
+    manifest, target = manifest_of(folder), Path(dest)
     if not is_grafted(folder.config):
         raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
     anatomy = dissect(folder.config, folder.tensors)
-    origin = origin_of(folder, manifest_of(folder))
+    origin = origin_of(folder, manifest)
     pieces = pieces_of(folder, anatomy, origin, slot)
     config = peft_config(pieces, anatomy, origin, dropout=_dropout(folder, slot))
     job = exporting_job(folder, anatomy, pieces, config)

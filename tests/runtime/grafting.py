@@ -9,6 +9,7 @@ import torch
 from surgeon.runtime.adapters_rules import GATES
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.control_rules import INTERPOLATORS
+from surgeon.runtime.known import GRAFTS
 from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
 
@@ -132,6 +133,14 @@ def every_graft() -> dict[str, dict[str, Any]]:
     return named
 
 
+def alone() -> dict[str, dict[str, Any]]:
+    """For each graft that there is, by its name, a surgery of `every_graft` that has no other."""
+    present = {name: [n for n, r in GRAFTS.items() if r.present(made)] for name, made in every_graft().items()}
+    found = {names[0]: every_graft()[name] for name, names in present.items() if len(names) == 1}
+    assert set(found) == set(GRAFTS), "every_graft lacks a surgery of this graft alone"
+    return found
+
+
 def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
     """The upcycled config: the tail repeats its twins' attention types."""
     base = tiny.config(family, **overrides).to_dict()
@@ -161,8 +170,8 @@ def grafted(
         state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    born = (".interpolator.", ".adapter.", ".slots.", "control_bank.")
-    assert all(any(part in name for part in born) for name in missing), missing
+    born = {f"{name}.{key}" for name, part in model.named_modules() for key in getattr(part, "births", ())}
+    assert set(missing) <= born, missing
     model.tie_weights()
     return model.eval()
 

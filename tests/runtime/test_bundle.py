@@ -17,7 +17,7 @@ from surgeon.runtime.graft import Graft
 from surgeon.runtime.known import GRAFTS
 from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
-from tests.runtime.grafting import adapters, control, everything, experts, states
+from tests.runtime.grafting import alone, everything, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
@@ -44,9 +44,7 @@ CASES = [
     (family, name, surgery)
     for family in NATIVES
     for name, surgery in (
-        {"states": states()}
-        if family in tiny.ENCODERS
-        else {"control": control("plerp"), "adapters": adapters(), "experts": experts(), "everything": everything()}
+        {"states": states()} if family in tiny.ENCODERS else alone() | {"everything": everything()}
     ).items()
 ]
 
@@ -66,12 +64,10 @@ def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[s
 
 def test_only_what_a_surgery_needs_is_joined() -> None:
     """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
-    own = {"control": "ControlGraft", "adapters": "GatedAdapter", "experts": "ExpertRouter", "states": "ControlBank"}
-    surgeries = {"control": control(), "adapters": adapters(), "experts": experts(), "states": states()}
-    assert set(own) == set(GRAFTS)
-    for name, surgery in surgeries.items():
+    own = {name: rules.module for name, rules in GRAFTS.items()}
+    for name, surgery in alone().items():
         text = bundle({"model_type": "llama", "surgery": surgery | {"new_layers": []}}).decode()
-        assert [graft for graft, mark in own.items() if f"class {mark}" in text] == [name]
+        assert [graft for graft, mark in own.items() if f"\nclass {mark}(" in text] == [name]
         empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
         assert bundle({"model_type": "llama", "surgery": surgery | empty}).decode() == text
 

@@ -116,6 +116,14 @@ def test_forward_and_gradients_follow_the_equation(kind: str, learnable: bool) -
             torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", [rule.key for rule in INTERPOLATORS if "logit" in rule.learned(0.5)])
+def test_a_tensor_called_logit_is_the_log_odds_of_alpha(kind: str) -> None:
+    """`merge_branches` takes σ(logit) for the learned α, whatever the interpolator."""
+    module = made(kind, learnable=True)
+    _, alpha = module(*states())
+    torch.testing.assert_close(alpha, sigmoid(module.logit))
+
+
 @pytest.mark.parametrize("learnable", [False, True])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) -> None:
@@ -128,9 +136,10 @@ def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) 
     alpha = torch.as_tensor(alpha, dtype=torch.float64)
     if kind not in CHOICES:
         torch.testing.assert_close(alpha, torch.full_like(alpha, ALPHA), rtol=1e-6, atol=1e-6)
-    ((combined * states(seed=9)[0]).sum() + (module.anchor(p) * e).sum() + alpha.sum()).backward()
+    (combined * states(seed=9)[0]).sum().backward(retain_graph=True)
     assert p.grad is not None and p.grad.abs().max() > 0
     assert e.grad is not None and e.grad.abs().max() > 0
+    ((module.anchor(p) * e).sum() + alpha.sum()).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
