@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgeon.families.decoders import llama_layer
+from surgeon.families.decoders import usual_layer
 from surgeon.families.family import Family
 
-GRANITE = Family(model_type="granite", layer_parts=llama_layer)
+GRANITE = Family(model_type="granite", layer_parts=usual_layer(mlp_bias=True))
