@@ -30,7 +30,8 @@ from surgeon.errors import BadInput
 from surgeon.transport import sinkhorn
 from surgeon.transport.cost import distances
 from surgeon.transport.maps import TransportMap, TransportSettings
-from surgeon.transport.passes import TORCH, Passes, passes_for
+from surgeon.transport.passes import TORCH, Passes
+from surgeon.transport.sinkhorn import passes_for
 from surgeon.transport.solving import solve
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -97,7 +97,7 @@ class Preview:
         }
 
 
-# What a process that only moves bytes takes, interpreter included (measured by benchmarks/apply_speed.py).
+# What a process that only moves bytes takes, interpreter included.
 _STREAMING_MEMORY = 90_000_000
 
 _TORCH_MEMORY = 450_000_000

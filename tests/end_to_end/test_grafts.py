@@ -20,7 +20,7 @@ from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
 from surgeon.operations import merge_branches
 from surgeon.plan import shipped
-from surgeon.plan.loading import load_plan
+from surgeon.plan.plan import load_plan
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import AdapterSpec
 from surgeon.runtime.births import Birth, Fill
