@@ -10,6 +10,7 @@ another plan (`FOLLOWS`). Results go to benchmarks/results/preservation.md, row 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -62,8 +63,8 @@ def rows(plan: str, base: Path, text: Path, windows: int) -> list[list[str]]:
                 applied.manifest.promise,
                 dtype,
                 *("identical" if modes[m].identical else f"max Δ {modes[m].max_abs_difference:.3g}" for m in modes),
-                repr(prefill.base_perplexity),
-                repr(prefill.out_perplexity),
+                repr(math.exp(prefill.base_loss)),
+                repr(math.exp(prefill.out_loss)),
                 verdict,
             ]
         )

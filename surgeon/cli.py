@@ -456,6 +456,7 @@ def diff(
 
 @app.command("transport-report")
 def transport_report(
+    ctx: typer.Context,
     out: OutArgument,
     trained: Annotated[Path | None, typer.Option(help="the same model after training, to compare with")] = None,
     maps: Maps = None,
@@ -467,11 +468,8 @@ def transport_report(
     """Report entropies of transport maps: how widely inserted layers' neurons correspond to their neighbours'."""
     from surgeon.report.transport import transport_view
 
-    with _listening(quiet) as listener:
-        found = surgeon.transport_report(
-            out, trained=trained, maps=maps or (), pictures=png, device=device, progress=listener.say
-        )
-    _show(found, transport_view, as_json=as_json)
+    given = {"maps": maps or (), "pictures": png}
+    _run(ctx, surgeon.transport_report, transport_view, always=True, without=("maps", "png"), **given)
 
 
 @app.command("routing-report")

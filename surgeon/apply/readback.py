@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from surgeon.blueprint.recipes import Copy
@@ -84,9 +83,7 @@ class ReadBack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for pool in (self._readers, self._flusher):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-Rescale = Literal["paper", "marginal"]
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +61,15 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
-class _OfTwoLayers:
-    """What is made of the same tensor of two layers: `first` of the lower, `second` of the upper one."""
+class _OfTwo:
+    """What is made of one tensor of two layers: `first` of the lower, `second` of the upper one."""
 
     first: Recipe
     second: Recipe
 
     @property
     def dtype(self) -> str:
-        """The dtype of the upper source."""
+        """The dtype of the second source."""
         return self.second.dtype
 
     @property
@@ -81,7 +79,7 @@ class _OfTwoLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Average(_OfTwoLayers):
+class Average(_OfTwo):
     """½ (first + second), element by element."""
 
 
@@ -107,7 +105,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused(_OfTwoLayers):
+class Fused(_OfTwo):
     """½ (T_outᵀ · first · T_in + second), block of rows by block (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
 
     A vector (bias, norm scale) has no input side: ½ (T_outᵀ · first + second).
@@ -135,25 +133,14 @@ class Shuffled:
 
 
 @dataclass(frozen=True, slots=True)
-class Interpolated:
+class Interpolated(_OfTwo):
     """first + α (second - first), element by element, rounded once (Control LLM, Lerp8MSE0*M).
 
-    `alpha` is the share of `second`; a recipe of one number is its logit.
+    `first` is of the pretrained branch and `second` of the expanded one. `alpha` is the share of `second`; a recipe of
+    one number is its logit.
     """
 
-    first: Recipe
-    second: Recipe
     alpha: float | Recipe
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of both."""
-        return self.first.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of both."""
-        return self.first.shape
 
 
 Recipe = Copy | Constant | Listed | Random | Imported | Average | Fused | Shuffled | Interpolated

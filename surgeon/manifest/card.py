@@ -42,50 +42,37 @@ def card(
     *,
     repo_id: str | None = None,
     verified: Iterable[str] = (),
+    delta: bool = False,
 ) -> bytes:
     """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
     `verified` are lines on what was checked. Raises BadInput where an earlier surgery's manifest was edited.
-    With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder.
+    With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder. The card of a `delta` says what it
+    lacks and how to put it back; `sizes` are then those of the tensors that it holds.
     """
-    base_model = base_model_of(manifest, metadata)
-    parts = [
-        _block(manifest, metadata, base_model, _auto_class(config)),
-        _title(manifest, base_model, repo_id),
-        _sizes(manifest, sizes),
-        _done(manifest),
-        _proof(manifest, list(verified)),
-        _loading(manifest, repo_id, _auto_class(config)),
-        _training(manifest, repo_id),
-        _undoing(manifest),
-        _license(metadata),
-        _papers(manifest),
-    ]
-    return "\n".join(part for part in parts if part).encode()
+    base_model, auto = base_model_of(manifest, metadata), _auto_class(config)
+    done = [_done(manifest), _proof(manifest, list(verified))]
+    if delta:
+        body = [*_delta(manifest, base_model, repo_id, auto, sizes), *done]
+    else:
+        loading = [_loading(manifest, repo_id, auto), _training(manifest, repo_id), _undoing(manifest)]
+        body = [_sizes(manifest, sizes), *done, *loading]
+    head = [_block(manifest, metadata, base_model, auto, delta=delta), _title(manifest, base_model, repo_id)]
+    return "\n".join(part for part in [*head, *body, _license(metadata), _papers(manifest)] if part).encode()
 
 
-def delta_card(
-    manifest: Manifest,
-    config: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    metadata: Metadata,
-    *,
-    repo_id: str | None = None,
-    verified: Iterable[str] = (),
-) -> bytes:
-    """The card of a delta: what it lacks, and how to put it back. `sizes` are those of the tensors that it holds."""
-    base_model = base_model_of(manifest, metadata)
+def _delta(
+    manifest: Manifest, base_model: str | None, repo_id: str | None, auto: str, sizes: Mapping[str, int]
+) -> list[str]:
+    """What a delta lacks, and how to put it back."""
     base = base_model if manifest.base.revision and base_model == manifest.base.id else "BASE"
     commit = manifest.base.revision or ""
     pinned = f" --revision {commit}" if base != "BASE" and _COMMIT.fullmatch(commit) else ""
     at = f" at {_code(commit)}" if commit else ""
     trust = "" if manifest.native else ", trust_remote_code=True"
-    auto = _auto_class(config)
     load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("OUT"{trust})'
     earlier = " It is itself an output of surgeon, of earlier surgeries." if manifest.lineage else ""
-    parts = [
-        _block(manifest, metadata, base_model, auto, delta=True),
-        _title(manifest, base_model, repo_id),
+    return [
         f"**This is a delta**: {len(sizes)} tensors ({sum(sizes.values()):,} parameters) that the base lacks. It does"
         " not load by itself.\n",
         "## How to put it back\n",
@@ -94,12 +81,7 @@ def delta_card(
         f" {len(manifest.base.tensors)} tensors is compared with its sha256 in `{MANIFEST_FILE}`; OUT is the output"
         " byte for byte, or is not written. Then:\n",
         _fenced(load, "python") + "\n",
-        _done(manifest),
-        _proof(manifest, list(verified)),
-        _license(metadata),
-        _papers(manifest),
     ]
-    return "\n".join(part for part in parts if part).encode()
 
 
 def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
+from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect, is_grafted
 from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
@@ -248,8 +249,7 @@ def _operation(manifest: Manifest, number: int) -> str:
 
 def instead_of(manifest: Manifest) -> str:
     """What to do where a state cannot come back: the base of that surgery has it."""
-    revision = f"@{manifest.base.revision}" if manifest.base.revision else ""
-    return f"take the base of that surgery itself ({printable(manifest.base.id + revision)})"
+    return f"take the base of that surgery itself ({printable(at_revision(manifest.base.id, manifest.base.revision))})"
 
 
 What = Literal["last", "all"] | Sequence[int]

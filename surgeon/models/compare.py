@@ -50,16 +50,6 @@ class LogitComparison:
         """KL, top-1 agreement, base loss, output loss."""
         return self.kl, self.top1_agreement, self.base_loss, self.out_loss
 
-    @property
-    def base_perplexity(self) -> float:
-        """exp(base_loss)."""
-        return _exp(self.base_loss)
-
-    @property
-    def out_perplexity(self) -> float:
-        """exp(out_loss)."""
-        return _exp(self.out_loss)
-
 
 def compare_logits(
     base: Path,
@@ -235,10 +225,6 @@ def _loss(log_CV: Tensor, targets_C: Tensor) -> float:
 def _finite(value: Tensor) -> float:
     number = float(value)
     return math.inf if math.isnan(number) else number
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def gather(
         def keep(name: str, matrix: Tensor) -> None:
             heat_maps.append(_heat_map(name, matrix))
 
-        transport_report(folder.path, maps=maps, keep=keep, device=device, progress=listener.say)
+        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
     if texts:
         recorded = routing_report(
             folder.path,

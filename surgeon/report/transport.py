@@ -22,7 +22,7 @@ from rich.text import Text
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
-from surgeon.common.listener import Stopwatch
+from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
@@ -121,7 +121,7 @@ def transport_report(
     pictures: str | Path | None = None,
     keep: Callable[[str, Tensor], None] | None = None,
     device: str = "auto",
-    progress: Callable[[str], None] = lambda line: None,
+    listener: Listener | None = None,
 ) -> TransportReport:
     """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
 
@@ -143,7 +143,7 @@ def transport_report(
         raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
     drawer = _Drawer(Path(pictures)) if pictures is not None else None
     see = keep if drawer is None else drawer.draw
-    device = devices.resolve(device)
+    device, progress = devices.resolve(device), (listener or Quiet()).say
     before = _solve(folder, pairs, device, progress, frozenset(maps), see)
     after: dict[str, Any] = {}
     if trained is not None:

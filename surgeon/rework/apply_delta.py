@@ -21,7 +21,7 @@ from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
-from surgeon.common.formatting import size
+from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
@@ -182,10 +182,10 @@ def _begins(
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
     """The error for a base that the delta does not belong to: `name` is the first tensor that shows it."""
-    revision = f"@{manifest.base.revision}" if manifest.base.revision else ""
+    base = printable(at_revision(manifest.base.id, manifest.base.revision))
     return BadInput(
         f"{printable(name)}: not what the delta's base holds there, so {shown} is another checkpoint; the delta goes"
-        f" onto what its last surgery found, {printable(manifest.base.id + revision)}. Nothing was written"
+        f" onto what its last surgery found, {base}. Nothing was written"
     )
 
 

@@ -42,11 +42,11 @@ from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.common.formatting import size
+from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.card import delta_card
+from surgeon.manifest.card import card
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, checked, manifest_of, parse, places_of
 
@@ -226,7 +226,7 @@ def make_delta_of(
     from_base = _side_files(folder, base, files)
     index = _index(folder, shards, files, from_base, digests)
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
-    own_card = delta_card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified)
+    own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
     if CARD_FILE in files:
         files[KEPT_CARD] = files.pop(CARD_FILE)
 
@@ -340,7 +340,7 @@ def _has(base: CheckpointFolder, name: str, content: bytes) -> bool:
 
 def delta_view(made: MadeDelta) -> RenderableType:
     """How much of the output the delta is, and the base it goes onto."""
-    base = printable(made.base + (f"@{made.revision}" if made.revision else ""))
+    base = printable(at_revision(made.base, made.revision))
     return Group(
         Text.assemble(
             ("done ", "bold green"),

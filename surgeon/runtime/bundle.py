@@ -38,7 +38,6 @@ surgeon joined this file from its modules, only those that this model needs. It 
 from __future__ import annotations
 '''
 
-
 _NUMBERED = """
     numbered = True"""
 

@@ -24,7 +24,7 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from surgeon.common.formatting import size
+from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
@@ -304,12 +304,11 @@ def _alpha(scale: float, rank: int) -> float:
 
 def exported_view(exported: Exported) -> RenderableType:
     """Which slot was written, and the base to load it on."""
-    revision = f"@{exported.revision}" if exported.revision else ""
+    base = printable(at_revision(exported.base, exported.revision))
     return Group(
         Text.assemble(
             ("done ", "bold green"),
-            f"{printable(str(exported.path))}: slot {exported.slot} as a PEFT adapter for"
-            f" {printable(exported.base + revision)}",
+            f"{printable(str(exported.path))}: slot {exported.slot} as a PEFT adapter for {base}",
             overflow="fold",
         ),
         Text(
