@@ -165,15 +165,15 @@ class Workshop:
                 values = self._generator(key).standard_normal(shape, dtype=np.float32)
                 return torch.from_numpy(values).mul_(std).to(stored_dtype(dtype))
             case Imported():
-                return self._rounded(self._imported(recipe), recipe.dtype)
+                return self._imported(recipe).to(stored_dtype(recipe.dtype))
             case Average(first, second):
                 lower, upper = self._working(first), self._working(second)
-                return self._rounded(lower.add_(upper).mul_(0.5), recipe.dtype)
+                return lower.add_(upper).mul_(0.5).to(stored_dtype(recipe.dtype))
             case Fused():
-                return self._rounded(self._fuse(recipe), recipe.dtype)
+                return self._fuse(recipe).to(stored_dtype(recipe.dtype))
             case Interpolated(first, second, alpha):
                 share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
-                return self._rounded(self._working(first).lerp_(self._working(second), share), recipe.dtype)
+                return self._working(first).lerp_(self._working(second), share).to(stored_dtype(recipe.dtype))
             case Shuffled(of, key):
                 # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
                 flat = self._cook(of).to("cpu").contiguous().flatten().clone()
@@ -291,9 +291,6 @@ class Workshop:
         made = self._cook(recipe)
         dtype = torch.float64 if made.dtype == torch.float64 else torch.float32
         return made.to(self.device, dtype, copy=True)
-
-    def _rounded(self, made: Tensor, dtype: str) -> Tensor:
-        return made.to(stored_dtype(dtype))
 
     def _read(self, name: str) -> Tensor:
         info = self.base.tensors[name]

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,16 +109,16 @@ def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> 
     ranks.receive()
 
 
+@dataclass(eq=False)
 class _Share:
     """One process's part of an execution: it writes tensors into shards that are begun."""
 
-    def __init__(self, job: Job, folder: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
-        self.job = job
-        self.folder = folder
-        self.listener = listener
-        self.stopwatch = stopwatch
-        self.ranks = ranks
-        self._workshop: Workshop | None = None
+    job: Job
+    folder: Path
+    listener: Listener
+    stopwatch: Stopwatch
+    ranks: Ranks
+    _workshop: Workshop | None = field(default=None, init=False)
 
     @property
     def workshop(self) -> Workshop:

@@ -55,16 +55,15 @@ def lay_out(
     ]
     groups.extend((None, made) for made in _new_shards(outputs, max_new_shard_bytes))
     total = len(groups)
-    return tuple(Shard(_shard_name(number, total), tuple(held), twin) for number, (twin, held) in enumerate(groups, 1))
+    return tuple(
+        Shard(SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors", tuple(held), twin)
+        for number, (twin, held) in enumerate(groups, 1)
+    )
 
 
 def _offset(output: Output, base: Mapping[str, TensorInfo]) -> int:
     assert isinstance(output.recipe, Copy)
     return base[output.recipe.source].begin
-
-
-def _shard_name(number: int, total: int) -> str:
-    return SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:

@@ -90,6 +90,7 @@ class CheckpointFolder:
         notes = list(weights.notes)
         side_files = _side_files(source, listing, notes)
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
+        known.update(f"{folder}/" for folder, slash, _ in (name.partition("/") for name in side_files) if slash)
         if SINGLE_FILE not in weights.files:
             known.add(INDEX_FILE)
         if code == "shipped":  # the output gets the same files, from the package
@@ -101,7 +102,7 @@ class CheckpointFolder:
             shards=weights.files,
             headers=headers,
             side_files=side_files,
-            left_behind=tuple(name for name in listing if name not in known and not _holds_one(name, side_files)),
+            left_behind=tuple(name for name in listing if name not in known),
             manifest=manifest,
             notes=notes,
             source=source,
@@ -250,7 +251,3 @@ def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tu
             continue
         carried.append(name)
     return tuple(carried)
-
-
-def _holds_one(name: str, side_files: tuple[str, ...]) -> bool:
-    return name.endswith("/") and any(file.startswith(name) for file in side_files)

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,14 +93,14 @@ def _check_events(text: str, shown: str, what: str) -> None:
             raise BadInput(f"{shown}: more than {MOST_NODES} entries; is this a {what}?")
 
 
+@dataclass(eq=False)
 class _Builder:
     """Builds plain data from a node graph and remembers the line of every place in it."""
 
-    def __init__(self, shown: str, lines: dict[Place, int], what: str) -> None:
-        self.shown = shown
-        self.lines = lines
-        self.what = what
-        self.built = 0
+    shown: str
+    lines: dict[Place, int]
+    what: str
+    built: int = field(default=0, init=False)
 
     def build(self, node: yaml.Node, place: Place) -> Any:
         line = node.start_mark.line + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -82,29 +82,22 @@ class Packer:
         return any(label != IGNORED_LABEL for label in self.labels[1:])
 
 
+@dataclass(eq=False)
 class SourceStream:
     """The endless sequences of one source: documents in a new random order for every pass."""
 
-    def __init__(
-        self,
-        name: str,
-        documents: Corpus,
-        numbers: NDArray[np.int64],
-        encoder: Encoder,
-        packer: Packer,
-        *,
-        seed: int,
-    ) -> None:
-        self.name = name
-        self.documents = documents
-        self.numbers = numbers
-        self.encoder = encoder
-        self.packer = packer
-        self.seed = seed
-        self.epoch = self.position = self.used = 0
-        self.longest = 0
-        self._order: NDArray[np.int64] | None = None
-        self._current: tuple[tuple[int, int], Encoded] | None = None
+    name: str
+    documents: Corpus
+    numbers: NDArray[np.int64]
+    encoder: Encoder
+    packer: Packer
+    seed: int
+    epoch: int = field(default=0, init=False)
+    position: int = field(default=0, init=False)
+    used: int = field(default=0, init=False)
+    longest: int = field(default=0, init=False)
+    _order: NDArray[np.int64] | None = field(default=None, init=False)
+    _current: tuple[tuple[int, int], Encoded] | None = field(default=None, init=False)
 
     def next(self) -> PackedSequence:
         """The next sequence with a label that counts. Raises BadInput where two passes have none."""
@@ -180,18 +173,18 @@ class Mixture:
             stream.restore(state["sources"][stream.name])
 
 
+@dataclass(eq=False)
 class Batches:
     """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences.
 
     Nothing is prefetched, so after a step the mixture's position is exactly behind that step's sequences.
     """
 
-    def __init__(self, mixture: Mixture, *, micro_batch: int, process: int, processes: int, domains: bool) -> None:
-        self.mixture = mixture
-        self.micro_batch = micro_batch
-        self.process = process
-        self.processes = processes
-        self.domains = domains
+    mixture: Mixture
+    micro_batch: int
+    process: int
+    processes: int
+    domains: bool
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """This process's batches, made by `batch_of`."""

@@ -95,6 +95,7 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
 
 def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto: str, *, delta: bool = False) -> str:
     operations = dict.fromkeys(name for entry in _history(manifest) for name in entry)
+    tags = (re.sub(r"[^a-z0-9]+", "-", name.lower())[:60].strip("-") for name in operations)
     return block_of(
         {
             "library_name": "surgeon" if delta else "transformers",
@@ -107,7 +108,7 @@ def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto:
             "license_link": metadata.license_link,
             "language": list(metadata.languages),
             "datasets": list(metadata.datasets),
-            "tags": ["surgeon", "model-expansion", *(["delta"] if delta else []), *(_tag(name) for name in operations)],
+            "tags": ["surgeon", "model-expansion", *(["delta"] if delta else []), *tags],
         }
     )
 
@@ -288,16 +289,13 @@ def _papers(manifest: Manifest) -> str:
         (op, []) for ancestor in manifest.lineage[: lineage.first - 1] for op in ancestor.operations
     ]
     for known in lineage.surgeries:
-        done += [(entry.op, _inits(known, number)) for number, entry in enumerate(known.operations)]
+        made = [layer for layer in known.layers if layer.base is None]
+        for number, entry in enumerate(known.operations):
+            done.append((entry.op, [layer.init for layer in made if layer.operation == number]))
     papers = papers_of(done)
     if not papers:
         return ""
     return f"## Papers\n\n{_fenced(chr(10).join(paper.bibtex for paper in papers), 'bibtex')}\n"
-
-
-def _inits(manifest: Manifest, operation: int) -> list[str]:
-    """How the layers that this operation of a surgery made were filled."""
-    return [layer.init for layer in manifest.layers if layer.base is None and layer.operation == operation]
 
 
 def _history(manifest: Manifest) -> list[list[str]]:
@@ -311,10 +309,6 @@ def _auto_class(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     named = str(names[0]) if isinstance(names, list) and names else ""
     return next((auto for auto in _TASKS if named.endswith(auto.removeprefix("AutoModel"))), "AutoModel")
-
-
-def _tag(operation: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", operation.lower())[:60].strip("-")
 
 
 def _code(text: Any) -> str:

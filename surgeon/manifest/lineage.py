@@ -216,7 +216,8 @@ def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolde
     for name in known or (CODE_FILE,):
         if CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
-        content = _same(known.get(name), out.read_code(name), _shipped(name, config))
+        shipped = bundle(config) if name == CODE_FILE and native_of(config) is not None else None
+        content = _same(known.get(name), out.read_code(name), shipped)
         if content is None or len(content) > MAX_CODE_BYTES:
             tool = kept.tool.version if kept else "(unknown)"
             raise BadInput(
@@ -232,10 +233,6 @@ def _same(digest: str | None, *candidates: bytes | None) -> bytes | None:
     if digest is None:
         return candidates[-1]
     return next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
-
-
-def _shipped(name: str, config: Mapping[str, Any]) -> bytes | None:
-    return bundle(config) if name == CODE_FILE and native_of(config) is not None else None
 
 
 def shown_name(name: str, place: str) -> str:

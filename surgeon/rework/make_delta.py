@@ -310,10 +310,11 @@ def _side_files(out: CheckpointFolder, base: CheckpointFolder | None, files: dic
     from_base: dict[str, str] = {}
     for name in out.side_files:
         content = out.read_side_file(name)
-        if _TERMS.fullmatch(name) or (base is not None and not _has(base, name, content)):
-            files[name] = content
-        else:
+        brought = base is None or (name in base.side_files and base.read_side_file(name) == content)
+        if brought and not _TERMS.fullmatch(name):
             from_base[name] = hashlib.sha256(content).hexdigest()
+        else:
+            files[name] = content
     return from_base
 
 
@@ -332,10 +333,6 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
     if CARD_FILE in listing:
         files[CARD_FILE] = out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
     return files
-
-
-def _has(base: CheckpointFolder, name: str, content: bytes) -> bool:
-    return name in base.side_files and base.read_side_file(name) == content
 
 
 def delta_view(made: MadeDelta) -> RenderableType:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ class Piece:
 def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     """The base of the surgery that first attached slots. Raises BadInput where no surgery of the lineage did."""
     operations = [ancestor.operations for ancestor in last.lineage] + [[entry.op for entry in last.operations]]
-    first = next((number for number, named in enumerate(operations, 1) if _attach_slots(named)), None)
+    attaching = {op for op, known in OPERATIONS.items() if "experts" in known.grafts}
+    first = next((number for number, named in enumerate(operations, 1) if attaching & set(named)), None)
     if first is None:
         raise BadInput(
             f"{printable(str(out.path / MANIFEST_FILE))}: no surgery in it attached slots; was it edited by hand?"
@@ -142,10 +143,6 @@ def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     layers = {place: layer for layer, place in lineage.layers(first - 1).items()}
     added = tuple(index for index in range(len(last.layers)) if index not in layers)
     return Origin(base.id, base.revision, layers, added, None if base.config is None else _kinds(base.config))
-
-
-def _attach_slots(operations: Iterable[str]) -> bool:
-    return any("experts" in OPERATIONS[op].grafts for op in operations if op in OPERATIONS)
 
 
 def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:

@@ -146,7 +146,7 @@ class FusedHead:
     def armed(self) -> Iterator[None]:
         """Inside, a forward with labels has this loss, and hidden states in the place of logits."""
         config, plain = self.model.config, self.model.loss_function
-        self.head.forward = _handed_on
+        self.head.forward = lambda hidden: hidden
         self.model.loss_function = self._loss
         if self.cap is not None:
             config.final_logit_softcapping = None
@@ -192,7 +192,3 @@ class FusedHead:
                 f"the fused cross-entropy gives {found:.6f} where the model gives {expected:.6f}, so this model does"
                 " more to its logits than is known; say `cross_entropy: torch`"
             )
-
-
-def _handed_on(hidden: Tensor) -> Tensor:
-    return hidden

@@ -78,7 +78,7 @@ def run_training(
     instead, and `deliver` makes `target` of that.
     """
     ranks = Ranks.of_environment()
-    say = listener.say if ranks.leads else _silent
+    say = listener.say if ranks.leads else lambda _: None
     sharding = sharding_asked(loaded.config)
     if sharding is not None and ranks.size == 1:
         say("one process: nothing is sharded")
@@ -178,6 +178,7 @@ def _train(run: _Run) -> Trained:
         history = trainer.state.log_history
     else:
         history = json.loads((run.work / f"checkpoint-{done}" / "trainer_state.json").read_text())["log_history"]
+    last = {name: value for entry in history for name, value in entry.items()}
     seconds = time.perf_counter() - begun
     made = (settings.steps - done) * settings.batch * settings.length
     return Trained(
@@ -188,7 +189,7 @@ def _train(run: _Run) -> Trained:
         settings=settings.to_json(),
         parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         changes={},
-        losses={name: [loss, _last(history, name)] for name, loss in first.items()},
+        losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
         tokens=settings.steps * settings.batch * settings.length,
         log=history,
         resumed_at=done,
@@ -301,10 +302,6 @@ def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     return losses
 
 
-def _last(history: list[dict[str, Any]], name: str) -> float:
-    return float(next(entry[f"eval_{name}_loss"] for entry in reversed(history) if f"eval_{name}_loss" in entry))
-
-
 def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
     """BadInput for an encoder, and for float16 that would be trained as it is."""
     if anatomy.family.encoder:
@@ -399,7 +396,3 @@ def _peak_memory(device: str) -> int:
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _silent(_line: str) -> None:
-    """What only the leading process says."""

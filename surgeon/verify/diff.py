@@ -98,7 +98,10 @@ def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: 
         else digests_of(folder, folder.tensors, listener.advance)
         for folder in (a, b)
     ]
-    values = [_values(folder, digests) for folder, digests in zip((a, b), held, strict=True)]
+    values = [
+        {name: (info.dtype, info.shape, digests[name]) for name, info in folder.tensors.items()}
+        for folder, digests in zip((a, b), held, strict=True)
+    ]
     if layers is None:
         layers = _matched(*values)
     return _sorted_out(a, b, *values, layers=layers, not_read=described[0].path if described else None)
@@ -120,10 +123,6 @@ def _manifest_on(base: CheckpointFolder, out: CheckpointFolder) -> Manifest | No
 
 # A tensor's value: dtype, shape, digest of its bytes.
 _Value = tuple[str, tuple[int, ...], str]
-
-
-def _values(folder: CheckpointFolder, digests: Mapping[str, str]) -> dict[str, _Value]:
-    return {name: (info.dtype, info.shape, digests[name]) for name, info in folder.tensors.items()}
 
 
 def _sorted_out(

@@ -49,7 +49,8 @@ def el(name: str, /, *children: Child, **attributes: Value) -> Markup:
 
 def join(*children: Child) -> Markup:
     """Markup one after the other."""
-    return Markup("".join(_child(child) for child in children if child is not None))
+    shown = (child if isinstance(child, Markup) else text(str(child)) for child in children if child is not None)
+    return Markup("".join(shown))
 
 
 def raw(ours: str) -> Markup:
@@ -119,10 +120,6 @@ def shaded_table(
 def folded(summary: str, *children: Child) -> Markup:
     """Content that opens on a click."""
     return el("details", el("summary", summary), *children)
-
-
-def _child(child: Markup | str | int) -> str:
-    return child if isinstance(child, Markup) else text(str(child))
 
 
 def _value(value: Markup | str | int | float) -> str:

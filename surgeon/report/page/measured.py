@@ -123,14 +123,11 @@ def _router(report: RoutingReport, place: RouterPlace) -> list[Markup]:
     ]
     for name, router in routers:
         spans = [
-            el("span", _token(token), el("sub", slot), class_=f"t{slot % _STYLES}") for token, slot in router.examples
+            el("span", token.replace("\n", "⏎") or "∅", el("sub", slot), class_=f"t{slot % _STYLES}")
+            for token, slot in router.examples
         ]
         parts.append(folded(f"Tokens of {name} by their slot of most weight", el("p", *spans, class_="tokens")))
     return parts
-
-
-def _token(token: str) -> str:
-    return token.replace("\n", "⏎") or "∅"
 
 
 def _mixture(report: RoutingReport) -> list[Markup]:
