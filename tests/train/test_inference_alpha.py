@@ -34,7 +34,7 @@ def states(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     hooks = [
         layer.interpolator.register_forward_hook(lambda _, given, made: seen.append((*given[1:], made[0])))
         for layer in model.model.layers
-        if layer.control is not None
+        if hasattr(layer, "control")
     ]
     with torch.no_grad():
         model(ids)
