@@ -25,9 +25,9 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("share", [1.0, 0.1, 0.02])
+@pytest.mark.parametrize("share", [1.0, 0.1, 0.01])
 def test_plan_agrees_with_pot_in_float64(problem: str, norm: float, share: float) -> None:
-    """Entry by entry, for regularisations from a fiftieth of the cost's scale to all of it."""
+    """Entry by entry, for regularisations from a hundredth of the cost's scale to all of it."""
     source, target = PROBLEMS[problem](60, 60, 40, norm=norm)
     cost = cost64(source, target)
     found = solve(source, target, TransportSettings(reg=share * cost.mean(), tolerance=1e-7, max_iterations=2000))
@@ -39,7 +39,7 @@ def test_plan_agrees_with_pot_in_float64(problem: str, norm: float, share: float
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("share", [1e-2, 4e-3])
+@pytest.mark.parametrize("share", [1e-2, 1e-3])
 def test_cost_agrees_with_pot_at_equal_error(problem: str, norm: float, share: float) -> None:
     source, target = PROBLEMS[problem](48, 64, 40, norm=norm)
     cost = cost64(source, target)
