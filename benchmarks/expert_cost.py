@@ -46,7 +46,7 @@ def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
     """The model with exactly the trained tensors unfrozen."""
     from surgeon.models.load import load_model
 
-    model = load_model(folder, device=device, trust_remote_code=True)
+    model = load_model(folder, device=device)
     if kind == "full":
         return model.requires_grad_(True)
     if not kind.startswith("lora"):

@@ -40,7 +40,7 @@ BATCH, LENGTH, DECODED = 4, 512, 16
 def load(folder: Path) -> Any:
     from surgeon.models.load import load_model
 
-    return load_model(folder, trust_remote_code=True)
+    return load_model(folder)
 
 
 def speed(folder: Path, rounds: int) -> dict[str, float]:

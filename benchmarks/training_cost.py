@@ -58,7 +58,7 @@ def load(folder: Path, kind: str, device: str) -> Any:
     from surgeon.models.load import load_model
     from surgeon.train.trainer import unfreeze
 
-    model = load_model(folder, device=device, trust_remote_code=True)
+    model = load_model(folder, device=device)
     model.config.use_cache = False
     if kind == "lora":
         import peft

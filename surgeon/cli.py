@@ -11,15 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
+from surgeon.checkpoint.room import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.plain import Result
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -38,7 +39,10 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            done = super().invoke(ctx)
+            # What is shown is written at the latest here, where there may be no room for it.
+            sys.stdout.flush()
+            return done
         except SurgeonError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
@@ -49,8 +53,68 @@ class _Group(TyperGroup):
             # Usage errors (an unknown option, say) have their own exit code; typer shows them.
             if isinstance(getattr(error, "exit_code", None), int):
                 raise
+            if (why := no_room(error)) is not None:
+                where = getattr(error, "filename", None)
+                _stop_writing(where)
+                _fail(f"{where or 'the output'}: {why}; make room and run the same command again", 2)
+            if isinstance(error, OSError):
+                # What a command did not foresee of paths, permissions and disks is not in surgeon either.
+                named = f"{error.filename}: " if isinstance(error.filename, str) else ""
+                _fail(f"{named}{error.strerror or error}; check the path, its permissions and the disk", 2)
             summary = f"{type(error).__name__}: {error}".splitlines()[0]
             _fail(f"a bug in surgeon: {summary} (--debug shows the trace; please report it)", 1)
+
+
+class _Command(TyperCommand):
+    """A command that asks, where its arguments are refused, whether they stand in each other's places."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BadInput as error:
+            if hint := _mixed_up(ctx):
+                raise BadInput(f"{error}{'' if str(error).endswith('?') else ';'} {hint}") from error
+            raise
+
+
+def _mixed_up(ctx: typer.Context) -> str:
+    """What to ask about the arguments of a command, by what each is called in its help."""
+    from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
+
+    takes: dict[str, set[Kind]] = {
+        "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
+        "BASE": {*CHECKPOINTS, NAME},
+        "OUT": {NEW, NAME} if ctx.command.name == "apply" else {"an output of surgeon"},
+        "DEST": {NEW, NAME},
+        "RUN": {NEW, NAME},
+        "MODEL…": {*CHECKPOINTS, NAME},
+        "DATA": {"a file", "a folder", "a data file", "a training config"},
+        "TRAIN.YAML": {"a training config"},
+        "TASKS.YAML": {"a tasks file"},
+        "DIR": {*CHECKPOINTS},
+        "A": {*CHECKPOINTS},
+        "B": {*CHECKPOINTS},
+        "REPO": {NAME},
+        "--base": {*CHECKPOINTS, NAME},
+        "--text": {"a file"},
+    }
+    arguments = []
+    for parameter in ctx.command.params:
+        called = parameter.metavar or parameter.opts[0]
+        given = ctx.params.get(parameter.name or "")
+        # Of a repeatable one it is looked at only where it was given once.
+        if isinstance(given, list) and len(given) == 1:
+            given = given[0]
+        if called in takes and isinstance(given, str | Path):
+            arguments.append(Argument(called, str(given), frozenset(takes[called])))
+    return mixed_up(arguments)
+
+
+def _stop_writing(where: str | None) -> None:
+    """Let go of what is still to be written to a full stdout: Python would try again, and fail again, at its end."""
+    if where is None:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -358,6 +422,10 @@ def revert(
     to: Annotated[
         int | None, typer.Option("--to", metavar="N", help="keep the first N surgeries; default: all but the last")
     ] = None,
+    base_digest: Annotated[
+        str | None,
+        typer.Option(metavar="HEX", help="the state's digest, as `apply` showed it for its base; refuse any other"),
+    ] = None,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -410,9 +478,13 @@ def push(
     out: OutArgument,
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
     base: Annotated[
-        Path | None, typer.Option(help="verify against this base first, logits included; default: OUT's own manifest")
+        Path | None,
+        typer.Option(help="verify against this base first, logits included; default: the one that OUT names"),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="make the repository private, if it is new")] = False,
+    public: Annotated[
+        bool | None,
+        typer.Option("--public/--private", help="who may see the repository, if it is new  [default: private]"),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="branch to push to, created at need; default: main")] = None,
     pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be uploaded and how much is new")] = False,
@@ -602,6 +674,10 @@ def demo(
     _console().print(demo_view(shown))
     if not shown.holds:
         raise typer.Exit(3)
+
+
+for _registered in app.registered_commands:
+    _registered.cls = _Command
 
 
 def _leave_ranks() -> None:

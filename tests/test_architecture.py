@@ -6,13 +6,14 @@ Imports inside functions and for types alone count: they are dependencies all th
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.house import FILES, MODULES, PACKAGE, dependencies, floors, imports, room_of
+from tests.house import FILES, MODULES, PACKAGE, dependencies, floors, imports, module_of, room_of
 
 # Top-down, in the order in which data flows; a room imports rooms that stand below it here, and nothing else.
 ORDER = (
@@ -107,6 +108,27 @@ def test_only_the_command_line_prints_or_exits() -> None:
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in ("print", "sys.exit", "exit", "quit"), f"{file}:{node.lineno} calls {called}"
+
+
+# By these transformers (and PEFT) read folders, and run what lies in them.
+LOADERS = ("from_pretrained", "from_config", "get_class_from_dynamic_module", "load_adapter", "pipeline")
+_LOADING_CLASS = re.compile(r"Auto(Model|Config|Tokenizer|Processor|FeatureExtractor|ImageProcessor|Peft)\w*|Peft\w+")
+
+
+def test_only_one_module_lets_transformers_load_anything() -> None:
+    """It shows transformers a view of a folder that was opened and judged; there is no other way to a model."""
+    for file in FILES:
+        if module_of(file) == "surgeon.models.load":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Attribute) and node.attr in LOADERS:
+                # Shipped classes pass on to transformers' own.
+                assert ast.unparse(node) == "super().from_pretrained" and room_of(module_of(file)) == "runtime", where
+            if isinstance(node, ast.Name | ast.Attribute):
+                assert not _LOADING_CLASS.fullmatch(node.id if isinstance(node, ast.Name) else node.attr), where
+            if isinstance(node, ast.ImportFrom):
+                assert not [name.name for name in node.names if _LOADING_CLASS.fullmatch(name.name)], where
 
 
 def imported_by(code: str) -> set[str]:

@@ -31,7 +31,7 @@ from tests.models.test_tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS]
 
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
 # Configs of other tools say in their first line whose they are.

@@ -91,7 +91,7 @@ def load(method: Method, outs: Path, base: Path, spec: dict[str, Any]) -> tuple[
     folder = grown(outs, method.name, spec["seed"]) if method.how == "plan" else base
     # At these lengths the plain attention is the faster one in bfloat16 on a CPU.
     attention = "eager" if spec["device"] == "cpu" else "sdpa"
-    model = load_model(folder, dtype="auto", device=spec["device"], attention=attention, trust_remote_code=True)
+    model = load_model(folder, dtype="auto", device=spec["device"], attention=attention)
     model.requires_grad_(False)
     if method.how == "plan":
         out = CheckpointFolder.open(folder)

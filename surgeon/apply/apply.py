@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Computing, Job, begins_in, manifest_and_card, model_files, origins_in
+from surgeon.apply.job import Computing, Job, begins_in, beside_weights, manifest_and_card, model_files, origins_in
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
@@ -27,7 +27,8 @@ from surgeon.common.formatting import PROMISE_STYLES, listed
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import printable
-from surgeon.manifest.manifest import BaseId, Manifest, compose, written_manifest
+from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
+from surgeon.manifest.manifest import Manifest, written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
@@ -53,7 +54,8 @@ class Applied:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
+        told = plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
+        return told | {"base_digest": self.manifest.base_digest}
 
 
 def apply(
@@ -126,20 +128,20 @@ def surgery_job(
     metadata = metadata_of(base)
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        base_digests = proof.digests_of(base)
+        layers = len(blueprint.layer_of_base)
+        found = base_entry(base, base_id, layers=layers, digests=proof.digests_of(base), files=proof.files)
         for adapter in adapters.values():
             adapter.check_unchanged()
         manifest = compose(
             loaded,
             blueprint,
-            base,
-            base_id,
-            shards,
+            found,
+            surgeries_of(base),
             digests=proof.digests,
-            base_digests=base_digests,
             maps=proof.maps,
             texts=texts,
             adapters={name: adapter.facts for name, adapter in adapters.items()},
+            files=beside_weights(proof.files),
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 
@@ -190,6 +192,7 @@ def applied_view(applied: Applied) -> RenderableType:
             PROMISE_STYLES[manifest.promise],
         ),
         Text(f"{kept} base tensors in their places, {proof}", style="dim"),
+        Text(f"digest of the base: {manifest.base_digest}", style="dim"),
     ]
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))

@@ -43,7 +43,7 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.models.load import stored_dtype
+from surgeon.models.load import running, stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
@@ -346,7 +346,7 @@ def activations(
             f"{printable(str(text))} gives {tokens.ids.numel()} tokens in windows of {support.window}, `samples` asks"
             f" for {support.samples}"
         )
-    streamed = StreamedModel(base, dtype="float32", device=str(device), trust_remote_code=base.code == "shipped")
+    streamed = StreamedModel(base, dtype="float32", device=str(device))
     named = {stored: name for name, stored in streamed.stored_as.items()}
     kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
     for weight in kept:
@@ -354,7 +354,8 @@ def activations(
         module.register_forward_hook(_keeping(kept[weight]))
     with torch.inference_mode():
         for ids in torch.split(tokens.ids, _WINDOWS_AT_ONCE):
-            streamed.module(ids.to(device), use_cache=False, logits_to_keep=1)
+            with running(streamed.module):
+                streamed.module(ids.to(device), use_cache=False, logits_to_keep=1)
     return {weight: torch.cat(parts)[: support.samples].T.contiguous() for weight, parts in kept.items()}
 
 

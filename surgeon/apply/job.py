@@ -38,10 +38,11 @@ class Job:
     """One execution: shards with their tensors in order, and small files.
 
     `origins` says of every copied output where its bytes lie. `files` are the small files that are known beforehand;
-    side files of `carried` go along as they are. `finish` is called when every shard is written and read back: it
-    raises where the output must not be published, and returns the files that are known only then. `identity` is, as
-    JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
-    `begins` says of shards whose data should lie as in another file, modulo the alignment, where that file's begin.
+    side files of `carried` (those of `carried_names`; None: all) go along as they are. `finish` is called when every
+    shard is written and read back and these files are written: it raises where the output must not be published, and
+    returns the files that are known only then. `identity` is, as JSON data, what the output's bytes depend on beside
+    shards and `files`: the checkpoints that are read, the plan. `begins` says of shards whose data should lie as in
+    another file, modulo the alignment, where that file's begin.
     """
 
     shards: tuple[Shard, ...]
@@ -50,6 +51,7 @@ class Job:
     finish: Callable[[ReadBack], Mapping[str, bytes]]
     identity: Mapping[str, Any]
     carried: CheckpointFolder | None = None
+    carried_names: tuple[str, ...] | None = None
     begins: Mapping[str, int] = field(default_factory=dict)
     computing: Computing | None = None
     read_back: bool = True
@@ -133,9 +135,17 @@ def index_of(shards: tuple[Shard, ...]) -> bytes:
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
+    """Of the digests of all small files those that the manifest holds: not its own, the card's or the index's.
+
+    The card may be edited; the index says nothing that the headers do not, and depends on how shards were cut.
+    """
+    return {name: digest for name, digest in files.items() if name not in (MANIFEST_FILE, CARD_FILE, INDEX_FILE)}
+
+
 def manifest_and_card(
     manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
 ) -> dict[str, bytes]:
-    """The manifest, and the card that is written from it. Raises BadInput where an ancestor's manifest was edited."""
+    """The manifest, and the card that is written from it."""
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
     return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

@@ -10,7 +10,7 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
-from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.models.load import LOAD_FAILURES, first_line, is_idle, quiet_transformers, shipped_config
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
@@ -40,8 +40,11 @@ def check_skeleton(blueprint: Blueprint) -> None:
             raise BadInput(
                 f"{name}: the plan makes it of shape {list(planned[name])}, the shipped code needs {list(shape)}"
             )
+    copied = {output.name for output in blueprint.outputs if not output.new}
     for name in planned:
-        # Old buffers, which transformers passes over, may stay.
+        # What the base has no place for either may stay, and old buffers, which transformers passes over.
+        if name in copied and is_idle(name):
+            continue
         if name not in wanted and "rotary_emb" not in name and not any(part in name for part in ignored):
             raise BadInput(f"{printable(name)}: the plan makes this tensor, the shipped code has no place for it")
 
@@ -62,6 +65,6 @@ def _build(config: dict[str, Any]) -> Any:
     kind = getattr(import_bundle(config), config["architectures"][0])
     try:
         with quiet_transformers(), torch.device("meta"):
-            return kind(kind.config_class.from_dict(dict(config)))
+            return kind(shipped_config(kind, config))
     except LOAD_FAILURES as error:
         raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error

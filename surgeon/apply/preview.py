@@ -20,7 +20,7 @@ from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.anatomy import dissect, without_a_place
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
@@ -142,7 +142,8 @@ def preview_of(
     blueprint = draw(loaded, anatomy, folder.config, known)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
-    notes = [*folder.notes, *(f"the base is run on {printable(str(path))}" for path in texts.values())]
+    notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
+    notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)
     outputs = blueprint.outputs

@@ -13,13 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
+from surgeon.apply.finite import FiniteCheck
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, read_header
 from surgeon.checkpoint.ranges import compare_ranges, sha256_range, zeros_sha256
 from surgeon.checkpoint.source import Source
-from surgeon.checkpoint.staging import Staging, sync
+from surgeon.checkpoint.staging import Staging
+from surgeon.checkpoint.working import sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.
@@ -63,14 +65,18 @@ class OpenShards:
 class ReadBack:
     """Proves shards in threads of its own. A failure comes out at the next `add`, or in `settle`.
 
-    `digests` (of every output; a copy's is its original's, which it was found equal to) fill as shards are done, and
-    so do `maps`, the reports of transport maps that were handed in with them. `origins` says where the bytes of copies
-    lie. Without `compare` copies are taken on trust: originals are hashed, the output is not read again.
+    `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
+    is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
+    maps that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is computed
+    never does). `origins` says where the bytes of copies lie. Without `compare` copies are taken on trust: originals
+    are hashed, the output is not read again.
     """
 
     def __init__(self, origins: Mapping[str, Origin], staging: Staging, *, compare: bool = True) -> None:
         self.digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
+        self.not_finite: set[str] = set()
+        self.files: dict[str, str] = {}
         self._origins = origins
         self._originals: dict[tuple[int, str], str] = {}
         self._staging = staging
@@ -99,6 +105,7 @@ class ReadBack:
         with self._lock:
             self.digests.update(record["digests"])
             self.maps.update(record["maps"])
+            self.not_finite.update(record.get("not_finite", ()))
             for name, digest in record["digests"].items():
                 if name in self._origins:
                     self._originals[self._origins[name].key] = digest
@@ -120,6 +127,7 @@ class ReadBack:
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
         digests: dict[str, str] = {}
+        not_finite: list[str] = []
         written = os.open(self._staging.folder / shard.file, os.O_RDONLY)
         try:
             infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
@@ -127,32 +135,34 @@ class ReadBack:
                 for output in shard.outputs:
                     info = infos[output.name]
                     if isinstance(output.recipe, Copy):
-                        origin = self._origins[output.name]
+                        origin, look = self._origins[output.name], FiniteCheck(info.dtype)
                         digests[output.name] = (
-                            _compared(written, info, shards.of(origin), origin.tensor)
+                            _compared(written, info, shards.of(origin), origin.tensor, look)
                             if self._compare
-                            else self._digest(shards, origin)
+                            else self._digest(shards, origin, look)
                         )
+                        if not look.finite:
+                            not_finite.append(origin.tensor.name)
                     elif is_hole(output):
                         digests[output.name] = zeros_sha256(info.nbytes)
                     else:
                         digests[output.name] = sha256_range(written, info.begin, info.end)
         finally:
             os.close(written)
-        record = {"digests": digests, "maps": maps}
+        record = {"digests": digests, "maps": maps, "not_finite": not_finite}
         self.remember(record)
         flushed.result()
         with self._lock:
             self._staging.done(shard.file, record)
 
-    def _digest(self, shards: OpenShards, origin: Origin) -> str:
+    def _digest(self, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
         """An original's digest; a layer's copy finds it known where its original's shard is done."""
         known = self._originals.get(origin.key)
-        return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end)
+        return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end, look)
 
 
-def _compared(written: int, info: TensorInfo, source: int, original: TensorInfo) -> str:
-    digest = compare_ranges(source, original.begin, written, info.begin, original.nbytes)
+def _compared(written: int, info: TensorInfo, source: int, original: TensorInfo, look: FiniteCheck) -> str:
+    digest = compare_ranges(source, original.begin, written, info.begin, original.nbytes, look)
     if digest is None:
         raise PromiseBroken(
             f"{printable(info.name)} ({info.file}): what was read back is not what {printable(original.name)}"

@@ -7,10 +7,10 @@ it with the base (readback.py).
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,10 +24,12 @@ from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
 from surgeon.checkpoint.header import ALIGNMENT, FLOAT_DTYPES, build_header
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
+from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
+from surgeon.checkpoint.working import write_new
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
-from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.errors import SurgeonError, printable
 
 if TYPE_CHECKING:
     from surgeon.apply.compute import Workshop
@@ -51,17 +53,19 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
     what was read back is not what was written.
     """
-    try:
-        with Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging:
-            if staging.already_published:
-                listener.say(f"{printable(str(out))} was already complete; nothing to do")
-                ranks.send(Order("", ()))
-                ranks.gather(Report({}))
-            else:
-                _write(job, staging, listener, stopwatch, ranks)
-                staging.publish()
-    except OSError as error:
-        raise BadInput(disk_error(error, out)) from error
+    working = printable(str(out.parent / f".{out.name}.surgeon"))
+    kept = f"what was finished is kept in {working}: the same command continues"
+    with (
+        writing(out, kept=kept, needed_bytes=job.bytes_to_write),
+        Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging,
+    ):
+        if staging.already_published:
+            listener.say(f"{printable(str(out))} was already complete; nothing to do")
+            ranks.send(Order("", ()))
+            ranks.gather(Report({}))
+        else:
+            _write(job, staging, listener, stopwatch, ranks)
+            staging.publish()
 
 
 def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
@@ -73,6 +77,8 @@ def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch,
             run.all_shards()
             with stopwatch.stage("wait for read-back"):
                 proof.settle()
+                _say_not_finite(proof, listener)
+                run.small_files()
                 last = job.finish(proof)
         job.check_unchanged()
     except SurgeonError as error:
@@ -80,17 +86,19 @@ def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch,
         if not (isinstance(error, Elsewhere) and error.momentary):
             staging.abandon()
         raise
-    run.small_files(last)
+    for name, content in last.items():
+        run.small_file(name, content)
 
 
-def disk_error(error: OSError, out: Path) -> str:
-    """The message for an error while `out` was being written: where, what, and that nothing finished is lost."""
-    where = printable(str(error.filename or out))
-    working = printable(str(out.parent / f".{out.name}.surgeon"))
-    staged = f"what was finished is kept in {working}: the same command continues"
-    if error.errno == errno.ENOSPC:
-        return f"{where}: the disk is full; make room and run the same command again ({staged})"
-    return f"{where}: {error.strerror or error}; {staged}"
+def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
+    """Bytes pass through whatever they mean, and an honest base may hold an infinity: it is said, not refused."""
+    if proof.not_finite:
+        names = sorted(proof.not_finite)
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        listener.say(
+            f"{printable(names[0])}{more}: holds NaN or infinity in the base, copied as it is; `surgeon verify` shows"
+            " whether the base computes with it, and training stops at a loss that is no number"
+        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ class _Share:
     def begin(self, shard: Shard) -> None:
         """Make a shard's file: its header, and room for its tensors."""
         header, places = self._header(shard)
-        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         try:
             reserve(target, places[-1][1])
             write_all(target, header, 0)
@@ -181,7 +189,7 @@ class _Share:
         _, places = self._header(shard)
         place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
         computes = any(is_computed(output.recipe) for output in outputs)
-        target = os.open(self.folder / shard.file, os.O_RDWR)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             with OpenShards() as shards, WriteBehind(target, self.listener.advance) as behind:
                 for layer, following in pairwise([*group_by_layer(outputs), then]):
@@ -272,21 +280,21 @@ class _Run(_Share):
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
         return True
 
-    def small_files(self, last: Mapping[str, bytes]) -> None:
-        """Write the small files, each journalled; `last` are those that became known in the end."""
+    def small_files(self) -> None:
+        """Write the small files that are known beforehand, and those that are carried along."""
         job = self.job
         for name, content in job.files.items():
-            self._small(name, content)
+            self.small_file(name, content)
         if job.carried is not None:
-            for name in job.carried.side_files:
-                self._small(name, job.carried.read_side_file(name))
-        for name, content in last.items():
-            self._small(name, content)
+            for name in job.carried.side_files if job.carried_names is None else job.carried_names:
+                self.small_file(name, job.carried.read_side_file(name))
 
-    def _small(self, name: str, content: bytes) -> None:
+    def small_file(self, name: str, content: bytes) -> None:
+        """Write a small file, which is then journalled, and keep its digest."""
         file = self.staging.folder / name
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content)
+        write_new(file, content)
+        self.proof.files[name] = hashlib.sha256(content).hexdigest()
         self.staging.done(name, {})
 
 

@@ -8,17 +8,24 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.trust import (
+    MAX_CODE_BYTES,
+    Classes,
+    Code,
+    beside_weights,
+    brought_by,
+    check_config,
+    check_trusted,
+)
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
-from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.known import native_of
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
@@ -29,10 +36,7 @@ RECORD_FILE = "continual.json"
 DELTA_FILE = "delta.json"
 MAX_CONFIG_BYTES = 4_000_000
 MAX_MANIFEST_BYTES = 64_000_000
-MAX_CODE_BYTES = 1_000_000
 MAX_CARD_BYTES = 1_000_000
-
-Code = Literal["none", "shipped", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class CheckpointFolder:
     `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
     relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
     `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
-    exactly what this version of surgeon ships for its model type, or other code.
+    exactly what this version of surgeon ships for its config, or other code, which `scripts` names and the user
+    trusts (of this folder alone). `classes` says whose classes the model is built of.
     """
 
     path: Path
@@ -56,6 +61,8 @@ class CheckpointFolder:
     notes: list[str]
     source: Source
     code: Code = "none"
+    classes: Classes = "installed"
+    scripts: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -73,27 +80,25 @@ class CheckpointFolder:
             )
         weights = choose_weights(source)
         config = _config(source, listing)
-        manifest = _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES) if MANIFEST_FILE in listing else None
+        manifest = _manifest(source) if MANIFEST_FILE in listing else None
         if missing := missing_plugins((manifest or {}).get("plugins")):
             raise BadInput(
                 f"{source.shown}: made with {', '.join(missing)}, which is not installed here; install this plugin (or"
                 " all of them), as nothing else knows its tensors"
             )
-        code, found = code_of(config, listing, source)
-        if code == "foreign" and not trust_remote_code:
-            raise BadInput(
-                f"{source.shown}: the base has code of its own ({found}), which surgeon neither runs nor copies; read"
-                " it, then pass `--trust-remote-code`"
-            )
+        brought = brought_by(config, source)
+        check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
+        check_config(config)
         notes = list(weights.notes)
+        notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
         side_files = _side_files(source, listing, notes)
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
         known.update(f"{folder}/" for folder, slash, _ in (name.partition("/") for name in side_files) if slash)
         if SINGLE_FILE not in weights.files:
             known.add(INDEX_FILE)
-        if code == "shipped":  # the output gets the same files, from the package
+        if brought.code == "shipped":  # the output gets the same files, from the package
             known.update(name for name in listing if name.endswith(".py"))
         return cls(
             path=path,
@@ -106,7 +111,9 @@ class CheckpointFolder:
             manifest=manifest,
             notes=notes,
             source=source,
-            code=code,
+            code=brought.code,
+            classes=brought.classes,
+            scripts=brought.scripts,
         )
 
     def read(self, name: str) -> bytearray:
@@ -213,27 +220,24 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     return _object(source, CONFIG_FILE, MAX_CONFIG_BYTES)
 
 
-def _object(source: Source, name: str, max_bytes: int) -> dict[str, Any]:
-    found = parse_json_strict(source.small(name, max_bytes=max_bytes), file=name, max_bytes=max_bytes)
+def _manifest(source: Source) -> dict[str, Any]:
+    # Losses of a training run may be infinite.
+    return _object(source, MANIFEST_FILE, MAX_MANIFEST_BYTES, constants=True)
+
+
+def _object(source: Source, name: str, max_bytes: int, *, constants: bool = False) -> dict[str, Any]:
+    content = source.small(name, max_bytes=max_bytes)
+    found = parse_json_strict(content, file=name, max_bytes=max_bytes, constants=constants)
     if not isinstance(found, dict):
-        raise BadInput(f"{source.shown}: {name} holds a {type(found).__name__}, expected a JSON object")
+        raise BadInput(
+            f"{source.shown}: {name} holds a {type(found).__name__}, expected a JSON object; get the checkpoint's own"
+            " file again"
+        )
     return found
 
 
-def code_of(config: dict[str, Any], listing: dict[str, int], source: Source) -> tuple[Code, str]:
-    """Whose code the folder brings, and what was found that is not surgeon's."""
-    scripts = [name for name in listing if name.endswith(".py")]
-    mapped = config.get("auto_map")
-    if mapped is None and not scripts:
-        return "none", ""
-    native = native_of(config)
-    if mapped is not None and (native is None or mapped != native.auto_map):
-        return "foreign", "config.json has an `auto_map`"
-    for name in scripts:
-        ours = native is not None and name == CODE_FILE
-        if not ours or source.small(name, max_bytes=MAX_CODE_BYTES) != bundle(config):
-            return "foreign", f"{printable(name)} lies beside it, which is not what this version of surgeon ships"
-    return "shipped", ""
+def _set_aside(listing: dict[str, int], shards: tuple[str, ...]) -> dict[str, str]:
+    return {printable(name): does for name, does in beside_weights(listing, shards).items()}
 
 
 def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tuple[str, ...]:
@@ -249,5 +253,8 @@ def _side_files(source: Source, listing: dict[str, int], notes: list[str]) -> tu
         except BadInput as error:
             notes.append(f"not carried along: {error}")
             continue
+        # Larger ones are tokenizers, which are checked where they are loaded; those on the Hub once they are here.
+        if name.endswith(".json") and size <= MAX_CONFIG_BYTES and source.at_hand:
+            _object(source, name, MAX_CONFIG_BYTES)
         carried.append(name)
     return tuple(carried)

@@ -25,6 +25,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_DEPTH = 3
 # torch and every reader count in signed 64-bit.
 _MAX_COUNT = 2**63 - 1
+_AGAIN = "is the file damaged? download it again"
 _LFS_POINTER = b"version https://git-lfs"
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -143,9 +144,9 @@ def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
     shown = printable(file)
     if len(prefix) < 9 or prefix[8:9] != b"{":
         raise BadInput(f"{shown}: the header is not a JSON object; is this a safetensors file?")
-    parsed = parse_json_strict(prefix[8:], file=f"{file} (header)", max_depth=_MAX_DEPTH, constants=False)
+    parsed = parse_json_strict(prefix[8:], file=f"{file} (header)", max_depth=_MAX_DEPTH)
     if not isinstance(parsed, dict):
-        raise BadInput(f"{shown}: the header is not a JSON object")
+        raise BadInput(f"{shown}: the header is not a JSON object; {_AGAIN}")
     metadata = _metadata(parsed.pop(_METADATA, {}), shown)
     data_begin = len(prefix)
     tensors = sorted(
@@ -158,27 +159,32 @@ def parse_header(prefix: bytes, *, file: str, file_size: int) -> Header:
 
 def _metadata(found: Any, shown: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise BadInput(f"{shown}: `{_METADATA}` in the header must map strings to strings")
+        raise BadInput(f"{shown}: `{_METADATA}` in the header must map strings to strings; {_AGAIN}")
     return found
 
 
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
     where = f"{printable(file)}: tensor {printable(name)}"
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise BadInput(f"{where}: expected exactly dtype, shape and data_offsets in the header")
+        raise BadInput(f"{where}: expected exactly dtype, shape and data_offsets in the header; {_AGAIN}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise BadInput(f"{where}: unknown dtype {printable(str(dtype))!r}; expected one of {', '.join(DTYPE_BITS)}")
+        known = ", ".join(DTYPE_BITS)
+        raise BadInput(f"{where}: unknown dtype {printable(str(dtype))!r}; expected one of {known}; {_AGAIN}")
     if not _counts(shape):
-        raise BadInput(f"{where}: shape {printable(str(shape))} is not a list of whole numbers from 0 to 2^63 - 1")
+        raise BadInput(
+            f"{where}: shape {printable(str(shape))} is not a list of whole numbers from 0 to 2^63 - 1; {_AGAIN}"
+        )
     if not _counts(offsets) or len(offsets) != 2:
-        raise BadInput(f"{where}: data_offsets {printable(str(offsets))} are not two whole numbers")
+        raise BadInput(f"{where}: data_offsets {printable(str(offsets))} are not two whole numbers; {_AGAIN}")
     begin, end = offsets
     if begin > end:
-        raise BadInput(f"{where}: data_offsets end ({end}) before they begin ({begin})")
+        raise BadInput(f"{where}: data_offsets end ({end}) before they begin ({begin}); {_AGAIN}")
     expected = _nbytes(dtype, shape, where)
     if end - begin != expected:
-        raise BadInput(f"{where}: {dtype} {printable(str(shape))} takes {expected} bytes, data_offsets {end - begin}")
+        raise BadInput(
+            f"{where}: {dtype} {printable(str(shape))} takes {expected} bytes, data_offsets {end - begin}; {_AGAIN}"
+        )
     return TensorInfo(name, dtype, tuple(shape), file, data_begin + begin, data_begin + end)
 
 
@@ -193,9 +199,9 @@ def _nbytes(dtype: str, shape: Sequence[int], where: str) -> int:
         bits *= size
         # At every step, as the library does: a later 0 does not excuse an overflow, and the product stays small.
         if bits > _MAX_COUNT:
-            raise BadInput(f"{where}: shape {printable(str(list(shape)))} overflows 64 bits")
+            raise BadInput(f"{where}: shape {printable(str(list(shape)))} overflows 64 bits; {_AGAIN}")
     if bits % 8:
-        raise BadInput(f"{where}: {dtype} {printable(str(list(shape)))} does not end on a whole byte")
+        raise BadInput(f"{where}: {dtype} {printable(str(list(shape)))} does not end on a whole byte; {_AGAIN}")
     return bits // 8
 
 
@@ -206,13 +212,13 @@ def _check_contiguous(tensors: Sequence[TensorInfo], shown: str, data_begin: int
             kind = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
             raise BadInput(
                 f"{shown}: tensor {printable(info.name)} {kind}: begins at {info.begin - data_begin},"
-                f" expected {position - data_begin}"
+                f" expected {position - data_begin}; {_AGAIN}"
             )
         position = info.end
     if position > file_size:
         raise BadInput(f"{shown}: truncated, {position - file_size:,} bytes are missing; download it again")
     if position < file_size:
-        raise BadInput(f"{shown}: {file_size - position:,} bytes after the last tensor that no tensor owns")
+        raise BadInput(f"{shown}: {file_size - position:,} bytes after the last tensor that no tensor owns; {_AGAIN}")
 
 
 def build_header(
@@ -231,7 +237,7 @@ def build_header(
     places: list[tuple[int, int]] = []
     for name, dtype, shape in tensors:
         if name in header or name == _METADATA:
-            raise BadInput(f"{printable(name)}: a file cannot hold two tensors of this name")
+            raise BadInput(f"{printable(name)}: a file cannot hold two tensors of this name; rename one")
         end = position + _nbytes(dtype, shape, printable(name))
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         places.append((position, end))
@@ -239,7 +245,9 @@ def build_header(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * ((phase - len(text) - 8) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise BadInput(f"a header of {len(text):,} bytes is more than the {MAX_HEADER_BYTES:,} that readers allow")
+        raise BadInput(
+            f"a header of {len(text):,} bytes is more than the {MAX_HEADER_BYTES:,} that readers allow; use more shards"
+        )
     prefix = struct.pack("<Q", len(text)) + text
     return prefix, [(len(prefix) + begin, len(prefix) + end) for begin, end in places]
 

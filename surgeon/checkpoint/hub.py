@@ -53,19 +53,21 @@ class Located:
     revision: str | None = None
 
 
-def locate(base: str, *, revision: str | None, weights: bool = True, code: bool = False) -> Located:
+def locate(
+    base: str, *, revision: str | None, weights: bool = True, code: bool = False, download: bool = True
+) -> Located:
     """Find a base: a local path, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
 
     It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
-    them; never a pickle, and Python files only with `code`. Raises BadInput where it is not found, gated, of an unknown
-    revision, or neither cached nor reachable.
+    them; never a pickle, and Python files only with `code`. Without `download` only the cache is asked. Raises BadInput
+    where it is not found, gated, of an unknown revision, or neither cached nor reachable.
     """
     if Path(base).exists():
         if revision is not None:
             raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
         return Located(Path(base))
     _check_id(base)
-    if offline():
+    if offline() or not download:
         return _cached(base, revision)
     repository = _Repository.ask(base, revision)
     wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
@@ -150,6 +152,11 @@ class _Repository:
         """The name that errors use."""
         return printable(self.repo_id)
 
+    @property
+    def at_hand(self) -> bool:
+        """Small files are downloaded one by one."""
+        return False
+
     def listing(self) -> dict[str, int]:
         """Files at the top and chat templates; of other folders only the names, as in a local folder."""
         found: dict[str, int] = {}
@@ -161,13 +168,18 @@ class _Repository:
                 found[name] = size
         return dict(sorted(found.items()))
 
+    def tree(self) -> Iterator[str]:
+        """Every file of the repository."""
+        return iter(self.files)
+
     def small(self, name: str, *, max_bytes: int) -> bytes:
         """A small file's content, through the cache."""
         from huggingface_hub import hf_hub_download
 
         if self.files.get(name, 0) > max_bytes:
             raise BadInput(
-                f"{self.shown}: {printable(name)} has {self.files[name]:,} bytes, at most {max_bytes:,} are read"
+                f"{self.shown}: {printable(name)} has {self.files[name]:,} bytes, at most {max_bytes:,} are read; is it"
+                " the right repository?"
             )
         with bars_on_terminals_only():
             path = _call(lambda: hf_hub_download(self.repo_id, name, revision=self.commit), self.repo_id, self.commit)

@@ -22,6 +22,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4_000_000
 
+_AGAIN = "get the adapter's own file again"
 _PICKLE = "adapter_model.bin"
 _MOST_PATTERNS = 10_000
 _LONGEST_PATTERN = 200
@@ -127,20 +128,20 @@ class AdapterFolder:
         check_adapter_files(listing, source.shown)
         content = source.small(ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         shown = printable(str(path / ADAPTER_CONFIG))
-        config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES, constants=False)
+        config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
-            raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object")
+            raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_plain(config, shown)
         header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
         for info in header.tensors:
             if info.dtype not in FLOAT_DTYPES:
                 raise BadInput(
                     f"{source.shown}: tensor {printable(info.name)} is {info.dtype}; a slot takes plain floating-point"
-                    f" matrices ({', '.join(sorted(FLOAT_DTYPES))})"
+                    f" matrices ({', '.join(sorted(FLOAT_DTYPES))}): save it in one of these"
                 )
         rank = _number(config, "r", shown, 8)
         if rank < 1:
-            raise BadInput(f"{shown}: `r` is {rank}; at least 1 is expected")
+            raise BadInput(f"{shown}: `r` is {rank}; at least 1 is expected; {_AGAIN}")
         facts = Adapter(
             id=id,
             revision=revision,
@@ -211,10 +212,10 @@ def _check_plain(config: Mapping[str, Any], shown: str) -> None:
     """Refuse every setting that makes the adapter more than B A times a number at linear modules."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA fits a slot")
+        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA fits a slot; import another adapter")
     if config.get("bias", "none") != "none":
         raise BadInput(
-            f"{shown}: `bias` is {_show(config['bias'])}: biases were trained beside the LoRA; only none fits"
+            f"{shown}: `bias` is {_show(config['bias'])}: biases were trained beside the LoRA; import one without"
         )
     init = config.get("init_lora_weights", True)
     if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
@@ -226,34 +227,39 @@ def _check_plain(config: Mapping[str, Any], shown: str) -> None:
         if key in _READ or key in _OF_NO_EFFECT or value in (None, False, "", [], {}):
             continue
         reason = _REASONS.get(key, "surgeon does not know what that does to the adapter's output")
-        raise BadInput(f"{shown}: `{printable(key)}` is {_show(value)}: {reason}; such an adapter does not fit a slot")
+        raise BadInput(
+            f"{shown}: `{printable(key)}` is {_show(value)}: {reason}; such an adapter does not fit a"
+            " slot: import another"
+        )
 
 
 def _number(config: Mapping[str, Any], key: str, shown: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
-        raise BadInput(f"{shown}: `{key}` is {_show(value)}; a finite number is expected")
+        raise BadInput(f"{shown}: `{key}` is {_show(value)}; a finite number is expected; {_AGAIN}")
     return float(value)
 
 
 def _flag(config: Mapping[str, Any], key: str, shown: str) -> bool:
     value = config.get(key) or False
     if value is not True and value is not False:
-        raise BadInput(f"{shown}: `{key}` is {_show(value)}; true or false is expected")
+        raise BadInput(f"{shown}: `{key}` is {_show(value)}; true or false is expected; {_AGAIN}")
     return value
 
 
 def _dropout(config: Mapping[str, Any], shown: str) -> float:
     value = _number(config, "lora_dropout", shown, 0.0)
     if not 0.0 <= value < 1.0:
-        raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1)")
+        raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1); {_AGAIN}")
     return value
 
 
 def _alpha_pattern(config: Mapping[str, Any], shown: str) -> dict[str, float]:
     found = config.get("alpha_pattern") or {}
     if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
-        raise BadInput(f"{shown}: `alpha_pattern` must map at most {_MOST_PATTERNS:,} names of modules to numbers")
+        raise BadInput(
+            f"{shown}: `alpha_pattern` must map at most {_MOST_PATTERNS:,} names of modules to numbers; {_AGAIN}"
+        )
     for pattern in found:
         check_pattern(pattern, shown)
     return {pattern: _number(found, pattern, shown, 0.0) for pattern in found}

@@ -53,18 +53,32 @@ def _ends_early(fd: int, missing: int) -> BadInput:
     return BadInput(f"{name}: ends {missing:,} bytes early; was it cut meanwhile?")
 
 
-def sha256_range(fd: int, begin: int, end: int) -> str:
-    """Hex sha256 of the bytes `begin` to `end` of the open file. Raises BadInput when the file ends before `end`."""
+# Looks at bytes that are read anyway.
+Look = Callable[[bytearray | memoryview], None]
+
+
+def _no_look(_piece: bytearray | memoryview) -> None:
+    pass
+
+
+def sha256_range(fd: int, begin: int, end: int, look: Look = _no_look) -> str:
+    """Hex sha256 of the bytes `begin` to `end` of the open file; `look` gets them piece by piece.
+
+    Raises BadInput when the file ends before `end`.
+    """
     digest = hashlib.sha256()
     for piece in _pieces(fd, begin, end, _CHUNK):
         digest.update(piece)
+        look(piece)
     return digest.hexdigest()
 
 
-def compare_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: int) -> str | None:
+def compare_ranges(
+    fd: int, begin: int, other_fd: int, other_begin: int, count: int, look: Look = _no_look
+) -> str | None:
     """Hex sha256 of `count` bytes at `begin` if the other file holds the same bytes at `other_begin`, else None.
 
-    One pass over both. Raises BadInput when a file ends early.
+    One pass over both; `look` gets the bytes piece by piece. Raises BadInput when a file ends early.
     """
     digest = hashlib.sha256()
     size = min(_CHUNK, count)
@@ -78,6 +92,7 @@ def compare_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: 
         if ours != theirs:
             return None
         digest.update(ours)
+        look(ours)
         begin, other_begin, count = begin + size, other_begin + size, count - size
     return digest.hexdigest()
 

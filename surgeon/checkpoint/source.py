@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol
@@ -15,6 +16,8 @@ from typing import Any, Never, Protocol
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
 
+# Files and folders below a checkpoint's folder, of which real ones have a few dozen.
+MAX_ENTRIES = 100_000
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
@@ -23,17 +26,12 @@ def open_regular(folder: Path, name: str) -> int:
 
     Nothing else is ever opened: a FIFO would hang, opening a device may have effects. Raises BadInput.
     """
-    path = folder / name
-    shown = printable(str(path))
+    shown = printable(str(folder / name))
+    path = resolved(folder, name)
     try:
-        found = os.lstat(path)
-        if stat.S_ISLNK(found.st_mode):
-            path = _behind_link(folder, path, shown)
-            found = os.lstat(path)
-        _check_regular(found, shown)
         # The file may have been replaced since: do not follow a link now, do not wait for a FIFO's writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _refuse(error, shown)
     try:
         _check_regular(os.fstat(fd), shown)
@@ -43,6 +41,21 @@ def open_regular(folder: Path, name: str) -> int:
     return fd
 
 
+def resolved(folder: Path, name: str) -> Path:
+    """Where the regular file `name` in `folder` lies: there, or behind a link that may be followed. Raises BadInput."""
+    path = folder / name
+    shown = printable(str(path))
+    try:
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            path = _behind_link(folder, path, shown)
+            found = os.lstat(path)
+        _check_regular(found, shown)
+    except OSError as error:
+        _refuse(error, shown)
+    return path
+
+
 def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
     """All bytes of a small regular file in `folder`. Raises BadInput where it cannot be opened or is too large."""
     shown = printable(str(folder / name))
@@ -50,7 +63,7 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
     try:
         size = os.fstat(fd).st_size
         if size > max_bytes:
-            raise BadInput(f"{shown}: {size:,} bytes, at most {max_bytes:,} are read")
+            raise BadInput(f"{shown}: {size:,} bytes, at most {max_bytes:,} are read; is this the right file?")
         with open(fd, "rb", closefd=False) as file:
             return file.read(max_bytes)
     except OSError as error:
@@ -93,15 +106,17 @@ def _check_regular(found: os.stat_result, shown: str) -> None:
             stat.S_IFSOCK: "a socket",
         }
         kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
-        raise BadInput(f"{shown}: {kind}, expected a regular file")
+        raise BadInput(f"{shown}: {kind}, expected a regular file; put the file itself here")
 
 
-def _refuse(error: OSError, shown: str) -> Never:
+def _refuse(error: OSError | ValueError, shown: str) -> Never:
+    if isinstance(error, ValueError):
+        raise BadInput(f"{shown}: a name with a NUL character, which no file has; check the path") from None
     if isinstance(error, FileNotFoundError):
         raise BadInput(f"{shown}: no such file, or a link to nowhere; is the download complete?") from None
     if isinstance(error, PermissionError):
         raise BadInput(f"{shown}: permission denied; make it readable (`chmod u+r`) or run as its owner") from None
-    raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
+    raise BadInput(f"{shown}: cannot be read ({error.strerror}); check the path and the disk") from None
 
 
 MAX_SIDE_FILE_BYTES = 64_000_000
@@ -145,8 +160,15 @@ class Source(Protocol):
     def shown(self) -> str:
         """The name that errors use, fit for a terminal."""
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether its small files can be read without a download."""
+
     def listing(self) -> dict[str, int]:
         """Every file's relative name and size in bytes, sorted; a folder's name ends in `/`."""
+
+    def tree(self) -> Iterator[str]:
+        """Every file's relative name, those in subfolders too; links to folders are not followed."""
 
     def small(self, name: str, *, max_bytes: int) -> bytes:
         """A small file's content."""
@@ -181,7 +203,7 @@ def read_tensor(source: Source, info: TensorInfo) -> bytearray:
                 )
             rest, position = rest[count:], position + count
     except OSError as error:
-        raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror})") from None
+        raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror}); check the disk") from None
     finally:
         os.close(fd)
     return content
@@ -205,6 +227,7 @@ class LocalSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shown = printable(str(path))
+        self.at_hand = True
         self._identities: dict[str, _Identity] = {}
 
     def listing(self) -> dict[str, int]:
@@ -218,7 +241,31 @@ class LocalSource:
         except PermissionError:
             raise BadInput(f"{self.shown}: permission denied; make it readable or run as its owner") from None
         except OSError as error:
-            raise BadInput(f"{self.shown}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{self.shown}: cannot be read ({error.strerror}); check the path and the disk") from None
+        except ValueError:
+            raise BadInput(f"{self.shown}: a name with a NUL character, which no folder has; check the path") from None
+
+    def tree(self) -> Iterator[str]:
+        """Every file's relative name, those in subfolders too. Raises BadInput where there are too many."""
+        waiting, seen = [""], 0
+        while waiting:
+            folder = waiting.pop()
+            try:
+                found = _list(self.path / folder, folder)
+            except OSError:
+                # No loader can read it either; a folder that is gone or unreadable at the top is refused by `listing`.
+                continue
+            seen += len(found)
+            if seen > MAX_ENTRIES:
+                raise BadInput(
+                    f"{self.shown}: more than {MAX_ENTRIES:,} files and folders below it; give the checkpoint a folder"
+                    " of its own"
+                )
+            for name in found:
+                if name.endswith("/"):
+                    waiting.append(name)
+                else:
+                    yield name
 
     def _templates(self) -> dict[str, int]:
         folder = self.path / TEMPLATES_FOLDER
@@ -243,7 +290,7 @@ class LocalSource:
                 self._identities[file] = _Identity.of(fd)
                 found[file] = read_header(fd, file=file)
             except OSError as error:
-                raise BadInput(f"{printable(file)}: cannot be read ({error.strerror})") from None
+                raise BadInput(f"{printable(file)}: cannot be read ({error.strerror}); check the disk") from None
             finally:
                 os.close(fd)
         return found

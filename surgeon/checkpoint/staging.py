@@ -7,62 +7,24 @@ command continues from the journal.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from surgeon.checkpoint.names import check_new_name
+from surgeon.checkpoint.room import check_room
+from surgeon.checkpoint.working import LOCK_FILE, WorkFolder, read_own, sync
 from surgeon.errors import BadInput, printable
 
 _JOURNAL = "journal.jsonl"
-_LOCK = "lock"
 _STAGED = "out"
 _FORMAT = 1
-# Another process may clean up and remove the folder between our opening its lock and holding it.
-_LOCK_ATTEMPTS = 20
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text`: at every moment it holds the old content, or all of the new."""
-    beside = path.with_suffix(".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync(path.parent)
-
-
-@contextmanager
-def working_in(folder: Path, *, target: Path) -> Iterator[None]:
-    """Make `folder` at need and lock it inside. Raises BadInput where another process holds it, to make `target`."""
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"{printable(str(target))}: another process is making it; wait for it") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 @dataclass
@@ -77,12 +39,9 @@ class _Journal:
 
     @classmethod
     def read(cls, path: Path) -> _Journal:
+        """The journal at `path`, empty where there is none. Raises BadInput for what is no file."""
         journal = cls()
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return journal
-        for line in content.splitlines(keepends=True):
+        for line in (read_own(path) or b"").splitlines(keepends=True):
             try:
                 entry = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
@@ -92,7 +51,7 @@ class _Journal:
             journal.valid_bytes += len(line)
             if "fingerprint" in entry:
                 journal.fingerprint = entry["fingerprint"] if entry.get("format") == _FORMAT else None
-            elif "file" in entry:
+            elif isinstance(entry.get("file"), str):
                 journal.done[entry["file"]] = entry
             elif "published" in entry:
                 journal.published = entry["published"]
@@ -112,11 +71,11 @@ class Staging:
     def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
         self.out = _absolute(out)
         self.working = _working_folder(self.out)
+        self._work = WorkFolder(self.working, target=self.out)
         self.folder = self.working / _STAGED
         self.fingerprint = fingerprint
         self.already_published = False
         self._say = say
-        self._lock = -1
         self._journal = -1
         self._done: dict[str, dict[str, Any]] = {}
         # Files that this run needs or wrote: an earlier run may have left more.
@@ -125,7 +84,7 @@ class Staging:
         self._published = False
 
     def __enter__(self) -> Self:
-        self._lock = self._take_lock()
+        self._work.__enter__()
         try:
             self._continue_or_begin()
         except BaseException:
@@ -143,7 +102,7 @@ class Staging:
             self._release()
 
     def is_done(self, file: str) -> dict[str, Any] | None:
-        """The journal's record of a file whose size and mtime have not changed since, else None."""
+        """The journal's record of a file that nobody has touched since, else None."""
         record = self._unchanged(file)
         if record is not None:
             self._wanted.add(file)
@@ -157,15 +116,19 @@ class Staging:
             found = os.lstat(self.folder / file)
         except OSError:
             return None
-        same = stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (entry["size"], entry["mtime_ns"])
-        record: dict[str, Any] = entry["record"]
-        return record if same else None
+        record = entry.get("record")
+        same = stat.S_ISREG(found.st_mode) and {**entry, **_facts(found)} == entry
+        return record if same and isinstance(record, dict) else None
 
     def done(self, file: str, record: dict[str, Any]) -> None:
-        """Flush a finished file of `folder` to disk, then add it to the journal with `record` (JSON data)."""
+        """Flush a finished file of `folder` to disk, then add it to the journal with `record` (JSON data).
+
+        Raises BadInput where the working folder was moved or replaced meanwhile.
+        """
+        self._work.check_there()
         sync(self.folder / file)
         found = os.lstat(self.folder / file)
-        entry = {"file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns, "record": record}
+        entry = {"file": file, **_facts(found), "record": record}
         self._append(entry)
         self._done[file] = entry
         self._wanted.add(file)
@@ -178,8 +141,9 @@ class Staging:
         """Rename the staged folder to `out`, durably. Every file in it must be in the journal.
 
         Files of an earlier run that this one neither needed nor wrote are dropped: the base may have lost a
-        side file meanwhile. Raises BadInput where `out` exists by now.
+        side file meanwhile. Raises BadInput where `out` exists by now, or what leads to it was moved or replaced.
         """
+        self._work.check_there()
         staged = self._staged()
         assert staged <= self._done.keys(), f"not journalled: {sorted(staged - self._done.keys())}"
         assert self._wanted <= staged, f"journalled, yet not there: {sorted(self._wanted - staged)}"
@@ -197,6 +161,7 @@ class Staging:
                 f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing is lost:"
                 " move it away and run the same command again"
             )
+        self._work.check_there()
         self.folder.rename(self.out)
         sync(self.out.parent)
         self._published = True
@@ -204,55 +169,6 @@ class Staging:
 
     def _staged(self) -> set[str]:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
-
-    def _take_lock(self) -> int:
-        for _ in range(_LOCK_ATTEMPTS):
-            try:
-                self.working.mkdir(exist_ok=True)
-                self._check_ours()
-                lock = os.open(self.working / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            except FileExistsError:
-                raise BadInput(
-                    f"{printable(str(self.working))}: not a folder, but surgeon needs this name; move it away"
-                ) from None
-            except FileNotFoundError:
-                if self.out.parent.is_dir():
-                    continue
-                raise BadInput(f"{printable(str(self.out.parent))}: no such folder to write into; make it") from None
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
-                os.close(lock)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                raise BadInput(
-                    f"{printable(str(self.out))}: process {printable(holder) or '(unknown)'} is writing it; wait for it"
-                    " or choose another folder"
-                ) from None
-            if self._still_there(lock):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-                return lock
-            os.close(lock)
-        raise BadInput(
-            f"{printable(str(self.working))}: other processes keep making and removing it; choose another folder"
-        )
-
-    def _check_ours(self) -> None:
-        # In a folder that everybody may write to, another user may have made something of this name first.
-        found = os.lstat(self.working)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise BadInput(
-                f"{printable(str(self.working))}: a link, or another user's, but surgeon needs this name; remove it or"
-                " choose another folder"
-            )
-
-    def _still_there(self, lock: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(lock), os.lstat(self.working / _LOCK))
-        except FileNotFoundError:
-            return False
 
     def _continue_or_begin(self) -> None:
         journal = _Journal.read(self.working / _JOURNAL)
@@ -268,7 +184,9 @@ class Staging:
             journal = _Journal()
         self._done = journal.done
         begun = journal.fingerprint is not None
-        self._journal = os.open(self.working / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
+        self._journal = os.open(
+            self.working / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND, 0o600
+        )
         os.ftruncate(self._journal, journal.valid_bytes if begun else 0)
         if not begun:
             self._append({"format": _FORMAT, "fingerprint": self.fingerprint})
@@ -298,7 +216,7 @@ class Staging:
             f" {printable(aside.name)}, remove it when you do not need it"
         )
         self._release()
-        self._lock = self._take_lock()
+        self._work.__enter__()
 
     def _append(self, entry: dict[str, Any]) -> None:
         # Unsorted: records of an earlier run go into the manifest in the same order as without a kill.
@@ -311,7 +229,7 @@ class Staging:
     def _clean_up(self) -> None:
         published = self._published or self.already_published
         # The journal goes last where a run after a kill needs it to see that `out` is complete; else the lock does.
-        order = (_LOCK, _JOURNAL) if published else (_JOURNAL, _LOCK)
+        order = (LOCK_FILE, _JOURNAL) if published else (_JOURNAL, LOCK_FILE)
         try:
             if self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -322,21 +240,29 @@ class Staging:
             self._say(f"{printable(str(self.working))} could not be removed ({error.strerror}); remove it by hand")
 
     def _release(self) -> None:
-        for fd in (self._journal, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        self._journal = self._lock = -1
+        if self._journal >= 0:
+            os.close(self._journal)
+        self._journal = -1
+        self._work.release()
+
+
+def _facts(found: os.stat_result) -> dict[str, int]:
+    """By what a file that somebody touched is known: the time of its last change cannot be set back."""
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns, "inode": found.st_ino}
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Raise BadInput for an `out` that exists, has no writable parent, or is `base`, contains it or lies in it.
+    """Raise BadInput for an `out` that exists, has no writable parent, or is `base`, contains it or lies in it, and
+    for a name that nothing can be written to.
 
     An `out` that a killed run completed but did not clean up passes: `Staging` finds out which run wrote it.
     """
+    check_new_name(out)
     target = _absolute(out)
     shown = printable(str(out))
-    if not target.parent.is_dir():
-        raise BadInput(f"{shown}: {printable(str(target.parent))} is not a folder; make it first")
+    # As it is written, not as it is resolved: `absent/..` leads nowhere.
+    if not out.absolute().parent.is_dir():
+        raise BadInput(f"{shown}: {printable(str(out.absolute().parent))} is not a folder; make it first")
     if base is not None:
         _check_apart(target, base, shown)
     if os.path.lexists(target) and _Journal.read(_working_folder(target) / _JOURNAL).published is None:
@@ -366,16 +292,10 @@ def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None)
     Files that an earlier run of the same `fingerprint` has staged are not counted.
     """
     target = _absolute(out)
-    system = os.statvfs(target.parent)
-    free = system.f_bavail * system.f_frsize
     working = _working_folder(target)
     if fingerprint is not None and _Journal.read(working / _JOURNAL).fingerprint == fingerprint:
         needed_bytes -= sum(path.lstat().st_blocks * 512 for path in (working / _STAGED).glob("*"))
-    if needed_bytes > free:
-        raise BadInput(
-            f"{printable(str(out))}: {needed_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free on its disk;"
-            " free some or choose another disk"
-        )
+    check_room(target, needed_bytes)
 
 
 def _absolute(out: Path) -> Path:

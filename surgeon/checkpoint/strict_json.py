@@ -6,7 +6,9 @@ checkpoint's header, index or config, so its cost is limited here first.
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 import re
 from typing import Any, Never
 
@@ -37,33 +39,53 @@ def parse_json_strict(
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
     max_items: int = MAX_ITEMS,
-    constants: bool = True,
+    constants: bool = False,
 ) -> Any:
     """The value of a UTF-8 JSON document; errors call it `file`.
 
-    `constants` admits NaN and Infinity, which Python writes and transformers reads in configs. Raises BadInput
-    for what is too large, too deep, not JSON, not UTF-8, holds a key twice or half of a UTF-16 pair.
+    `constants` admits NaN and Infinity, which Python writes where a loss was no number: for files of surgeon's own.
+    Raises BadInput for what is too large, too deep, not JSON, not UTF-8, for a number that a float cannot hold, and
+    for a key that stands there twice or half of a UTF-16 pair.
     """
     shown = printable(file)
     if len(data) > max_bytes:
-        raise BadInput(f"{shown}: {len(data):,} bytes of JSON, at most {max_bytes:,} are read")
+        raise BadInput(f"{shown}: {len(data):,} bytes of JSON, at most {max_bytes:,} are read; is this the right file?")
+    if data.startswith(codecs.BOM_UTF8):
+        raise BadInput(f"{shown}: begins with a byte order mark, which JSON does not allow; save it as UTF-8 without")
     _check_cost(data, shown, max_depth=max_depth, max_items=max_items)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise BadInput(f"{shown}: the key {printable(_first_repeated(pairs))!r} occurs twice in one object")
+            repeated = printable(_first_repeated(pairs))
+            raise BadInput(f"{shown}: the key {repeated!r} occurs twice in one object; remove one of them")
         return found
 
     def refuse(constant: str) -> Never:
-        raise BadInput(f"{shown}: {constant} is not JSON")
+        raise BadInput(f"{shown}: {constant} is not JSON, and not a number to compute with; write a finite number")
+
+    def finite(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            raise BadInput(f"{shown}: {digits} is more than a float can hold; write a finite number")
+        return value
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=None if constants else refuse)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_constant=None if constants else refuse,
+            parse_float=finite,
+        )
     except UnicodeDecodeError as error:
-        raise BadInput(f"{shown}: not UTF-8 at byte {error.start}") from None
+        raise BadInput(
+            f"{shown}: not UTF-8 at byte {error.start}; is the file damaged, or saved in another encoding?"
+        ) from None
     except json.JSONDecodeError as error:
-        raise BadInput(f"{shown}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+        raise BadInput(
+            f"{shown}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}); download it again, or"
+            " undo the last edit"
+        ) from None
     if _SURROGATE.search(data):
         _refuse_half_characters(value, shown)
     return value
@@ -72,12 +94,12 @@ def parse_json_strict(
 def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> None:
     # Counted first, because taking strings out costs memory for each of them.
     if data.count(b'"') > _QUOTES_PER_ITEM * max_items + 2:
-        raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is not a checkpoint's file")
+        raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is not a checkpoint's file: get it again")
     bare = _STRING.sub(b"", data)
     if bare.count(b",") + bare.count(b"[") + bare.count(b"{") > max_items:
-        raise BadInput(f"{shown}: more than {max_items:,} values; this is not a checkpoint's file")
+        raise BadInput(f"{shown}: more than {max_items:,} values; this is not a checkpoint's file: get it again")
     if _LONG_NUMBER.search(bare):
-        raise BadInput(f"{shown}: a number of more than {MAX_DIGITS} digits")
+        raise BadInput(f"{shown}: a number of more than {MAX_DIGITS} digits; is the file damaged?")
     if _MINUS_ZERO.search(bare):
         raise BadInput(f"{shown}: minus zero, which parsers read differently; write 0")
     brackets = bare.translate(_BRACES_AS_BRACKETS, delete=_NO_BRACKETS)
@@ -105,4 +127,6 @@ def _refuse_half_characters(value: Any, shown: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise BadInput(f"{shown}: a string holds half of a UTF-16 pair, which no encoding can write") from None
+        raise BadInput(
+            f"{shown}: a string holds half of a UTF-16 pair, which no encoding can write; remove it"
+        ) from None

@@ -63,12 +63,14 @@ class Repository:
 class Destination:
     """Where to push: a repository, a branch of it (None: main), or a new pull request.
 
+    `public` says of a new repository whether all may see it (None: no).
+
     Raises BadInput for a name that is not `user/name`, a commit as the branch, or a pull request beside a branch.
     """
 
     repo_id: str
     branch: str | None = None
-    private: bool = False
+    public: bool | None = None
     pull_request: bool = False
 
     def __post_init__(self) -> None:
@@ -159,11 +161,13 @@ def send(
     *,
     message: str,
     say: Callable[[str], None],
+    check_unchanged: Callable[[], None],
 ) -> Commit:
     """Create the repository and branch at need, upload `files`, and commit them without the `stale` ones.
 
-    Raises BadInput where the Hub refuses or cannot be reached; the repository then has not changed, and blobs that
-    arrived are not sent again.
+    `check_unchanged` raises where a file is no longer what was checked; it is asked between upload and commit. Raises
+    BadInput where the Hub refuses or cannot be reached; the repository then has not changed, and blobs that arrived are
+    not sent again.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -171,15 +175,24 @@ def send(
     with _with_timeout(), bars_on_terminals_only(), _warnings_shown(say):
         if not before.exists:
             _call(
-                lambda: api.create_repo(to.repo_id, private=True if to.private else None, exist_ok=True),
+                # One that stands there all the same may be public: it was not looked at.
+                lambda: api.create_repo(to.repo_id, private=not to.public, exist_ok=False),
                 to,
                 "create the repository",
             )
         if to.branch is not None and (before.branches_off or not before.exists):
             branch = to.branch
             _call(lambda: api.create_branch(to.repo_id, branch=branch, exist_ok=True), to, "create the branch")
-        operations: list[Any] = [CommitOperationAdd(name, content) for name, content in files.items()]
-        operations += [CommitOperationDelete(name) for name in stale]
+        added = [CommitOperationAdd(name, content) for name, content in files.items()]
+        _call(
+            lambda: api.preupload_lfs_files(
+                to.repo_id, added, revision=to.branch, create_pr=to.pull_request, free_memory=False
+            ),
+            to,
+            "write to the repository",
+        )
+        check_unchanged()
+        operations: list[Any] = [*added, *(CommitOperationDelete(name) for name in stale)]
         made = _call(
             lambda: api.create_commit(
                 to.repo_id,

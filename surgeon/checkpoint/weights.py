@@ -19,6 +19,9 @@ MAX_INDEX_BYTES = 64_000_000
 # A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
 _POSITIONS = "embeddings.position_ids"
 
+_LONGEST_NAME = 500
+_AGAIN = "they are of two downloads: get both again"
+
 _SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
 
@@ -93,7 +96,7 @@ def _weight_map(content: bytes) -> dict[str, str]:
         if not isinstance(file, str) or not _is_plain(file):
             raise BadInput(
                 f"{INDEX_FILE}: places tensor {printable(tensor)} in {printable(str(file))!r}; expected the"
-                " plain name of a .safetensors file in the same folder"
+                f" plain name of a .safetensors file in the same folder; download it again"
             )
     return weight_map
 
@@ -115,11 +118,14 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
         for info in headers[file].tensors:
             if weights.weight_map is not None:
                 _check_place(info, weights.weight_map)
+            _check_tensor_name(info)
             _check_float(info, config)
             tensors[info.name] = info
     for name, file in (weights.weight_map or {}).items():
         if name not in tensors:
-            raise BadInput(f"{INDEX_FILE}: places tensor {printable(name)} in {printable(file)}, which lacks it")
+            raise BadInput(
+                f"{INDEX_FILE}: places tensor {printable(name)} in {printable(file)}, which lacks it; {_AGAIN}"
+            )
     if not tensors:
         raise BadInput(f"{printable(weights.files[0])}: holds no tensors; download it again")
     return tensors
@@ -128,11 +134,22 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
 def _check_place(info: TensorInfo, weight_map: Mapping[str, str]) -> None:
     place = weight_map.get(info.name)
     if place is None:
-        raise BadInput(f"{printable(info.file)}: holds tensor {printable(info.name)}, which {INDEX_FILE} does not name")
+        raise BadInput(
+            f"{printable(info.file)}: holds tensor {printable(info.name)}, which {INDEX_FILE} does not name; {_AGAIN}"
+        )
     if place != info.file:
         raise BadInput(
             f"{printable(info.file)}: holds tensor {printable(info.name)}, which {INDEX_FILE} places in"
-            f" {printable(place)}"
+            f" {printable(place)}; {_AGAIN}"
+        )
+
+
+def _check_tensor_name(info: TensorInfo) -> None:
+    """Names become paths of modules, keys of JSON and words on a terminal: no model has others than these."""
+    if not (info.name.isprintable() and 0 < len(info.name) <= _LONGEST_NAME):
+        raise BadInput(
+            f"{printable(info.file)}: a tensor is called {printable(info.name)!r}, which is no module's name (1 to"
+            f" {_LONGEST_NAME} characters that can be shown); get the model's own files"
         )
 
 

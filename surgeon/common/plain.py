@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
@@ -44,3 +45,8 @@ def plain_fields(held: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
     """
     shown = [field.name for field in fields(held) if field.name not in without]
     return {name.replace("nbytes", "bytes"): plain(getattr(held, name)) for name in shown}
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON: true is not 1, and NaN is itself."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.files import read_given
 from surgeon.errors import BadInput, printable
 
 LARGEST_FILE = 1_000_000  # bytes
@@ -36,23 +35,13 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 def read_text(path: Path, *, what: str) -> str:
     """The text of a regular file. Raises BadInput, which names file and line, where it cannot be read as UTF-8."""
-    shown = printable(str(path))
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:
-        raise BadInput(f"{shown}: cannot read the {what} ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise BadInput(f"{shown}: not a regular file; give the file of a {what}")
-    with os.fdopen(handle, "rb") as file:
-        raw = file.read(LARGEST_FILE + 1)
-    if len(raw) > LARGEST_FILE:
-        raise BadInput(f"{shown}: larger than {LARGEST_FILE} bytes; is this a {what}?")
+    raw = read_given(path, what=what, most=LARGEST_FILE)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise BadInput(f"{shown}:{line}: not UTF-8 text (byte {raw[error.start]:#04x})") from None
+        where = f"{printable(str(path))}:{line}"
+        raise BadInput(f"{where}: not UTF-8 text (byte {raw[error.start]:#04x}); save it as UTF-8") from None
 
 
 def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[str, Any], dict[Place, int]]:
@@ -66,15 +55,19 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise BadInput(f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}") from None
+        raise BadInput(
+            f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}; mend this line"
+        ) from None
     except yaml.YAMLError as error:
-        raise BadInput(f"{shown}: not valid YAML: {printable(str(error).splitlines()[0])}") from None
+        raise BadInput(
+            f"{shown}: not valid YAML: {printable(str(error).splitlines()[0])}; save it as plain text"
+        ) from None
     lines: dict[Place, int] = {}
     if node is None:
         raise BadInput(f"{shown}: the {what} is empty; it needs {needs}")
     data = _Builder(shown, lines, what).build(node, ())
     if not isinstance(data, dict):
-        raise BadInput(f"{shown}: a {what} is a mapping with {needs}, not {_kind_of(data)}")
+        raise BadInput(f"{shown}: a {what} is a mapping with {needs}, not {_kind_of(data)}; write one")
     return data, lines
 
 
@@ -110,7 +103,9 @@ class _Builder:
         if self.built > MOST_NODES:
             raise BadInput(f"{self.shown}:{line}: expands to more than {MOST_NODES} entries; remove aliases")
         if len(place) > DEEPEST:
-            raise BadInput(f"{self.shown}:{line}: an alias contains itself, or the file nests more than {DEEPEST} deep")
+            raise BadInput(
+                f"{self.shown}:{line}: an alias contains itself, or it nests more than {DEEPEST} deep; write it out"
+            )
         if not any(node.tag == f"tag:yaml.org,2002:{tag}" for tag in (*_CORE_TAGS, "timestamp", "merge", "value")):
             raise BadInput(
                 f"{self.shown}:{line}: tag {printable(node.tag)!r} is not allowed in a {self.what}; write plain data"
@@ -129,8 +124,10 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise BadInput(f"{self.shown}:{line}: a key must be a plain word, not a list or a mapping")
-            key = key_node.value
+                raise BadInput(
+                    f"{self.shown}:{line}: a key must be a plain word, not a list or a mapping; write one in its place"
+                )
+            key = self._characters(key_node.value, line)
             if key in result:
                 first = self.lines[(*place, key)]
                 raise BadInput(
@@ -140,8 +137,16 @@ class _Builder:
             result[key] = self.build(value_node, (*place, key))
         return result
 
+    def _characters(self, text: str, line: int) -> str:
+        """The text itself; its escapes (`\\0`, `\\ud800`) may stand for what no file name and no encoding has."""
+        wrong = next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), None)
+        if wrong is not None:
+            kind = "a NUL character" if wrong == "\0" else "half of a UTF-16 pair"
+            raise BadInput(f"{self.shown}:{line}: {kind} ({printable(wrong)}) in a text; remove it")
+        return text
+
     def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
-        text = node.value
+        text = self._characters(node.value, line)
         if node.style in ("'", '"', "|", ">") or (node.tag.endswith(":str") and not _FLOAT.fullmatch(text)):
             return text
         if text in ("", "~", "null", "Null", "NULL"):

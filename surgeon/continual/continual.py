@@ -14,6 +14,7 @@ from rich.text import Text
 from surgeon.apply.preview import preview
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.room import writing
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
@@ -151,15 +152,10 @@ def continual(
             kept=course.kept,
         )
 
-    try:
+    with writing(Path(run), kept="what is complete is kept: the same command continues"):
         course = run_course(
             asked, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
         )
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        message = f"{printable(str(error.filename or run))}: {error.strerror or error}"
-        raise BadInput(f"{message}; what is complete is kept: the same command continues") from error
     return result(course)
 
 

@@ -12,21 +12,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from surgeon._version import __version__
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.staging import check_destination, sync, working_in, write_durably
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.staging import check_destination
+from surgeon.checkpoint.working import WorkFolder, parse_record, read_own, sync, working_in, write_durably, write_record
 from surgeon.common.listener import Listener
 from surgeon.common.plain import plain
 from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor, held_by, manifest_of, written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.session import run_training
@@ -77,23 +79,28 @@ class _State:
     trainings: list[dict[str, Any]] = field(default_factory=list)
     # Inode and device of the last run when it was about to become RUN.
     published: list[int] | None = None
+    # By the name of a complete folder: digests of its files but for the shards, of which surgery.json has its own.
+    made: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> _State | None:
-        if not path.is_file():
+        """The state at `path`, None where there is none. Raises BadInput for one that is not as it was written."""
+        content = read_own(path)
+        if content is None:
             return None
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data["rows"]]
-        return cls(data["fingerprint"], rows, data["trainings"], data["published"])
+        try:
+            data = parse_record(content)
+            rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data.pop("rows")]
+            return cls(rows=rows, **data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadInput(
+                f"{printable(str(path))}: damaged or edited ({printable(str(error))}); remove"
+                f" {printable(str(path.parent))}, and the run begins anew"
+            ) from None
 
     def write(self, path: Path) -> None:
-        data = {
-            "fingerprint": self.fingerprint,
-            "rows": plain(self.rows),
-            "trainings": self.trainings,
-            "published": self.published,
-        }
-        write_durably(path, json.dumps(data))
+        """Replace the state at `path`, durably."""
+        write_record(path, {each.name: plain(getattr(self, each.name)) for each in fields(self)})
 
 
 def work_folder(target: Path) -> Path:
@@ -119,7 +126,7 @@ def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
     digests = digests_of(base, base.tensors, listener.advance)
     fingerprint = _fingerprint(asked.loaded, base, digests, measure)
     work = work_folder(target)
-    with working_in(work, target=target):
+    with working_in(work, target=target, marker=STATE_FILE) as folder:
         state = _State.read(work / STATE_FILE) or _State(fingerprint)
         _check_same(state, fingerprint, work)
         course = _Course(asked, measure, state)
@@ -129,9 +136,12 @@ def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
         else:
             for note in measure.notes:
                 listener.say(note)
+            course.go_back()
+            done.resumed_after = max(0, len(state.rows) - 1)
             course.carry_out()
+            folder.check_there()
             course.publish(record(done))
-        done.kept = course.clean_up()
+        done.kept = course.clean_up(folder)
     return done
 
 
@@ -148,6 +158,48 @@ class _Course:
     def run_of(self, number: int) -> Path:
         """The run of task `number` (from 0)."""
         return self.work / f"{number + 1:02}-{self.config.tasks[number].name}"
+
+    def go_back(self) -> None:
+        """Forget what can no longer be trusted: rows of runs that are gone or changed, and their folders."""
+        done = len(self.state.rows) - 1
+        # What the next task begins with, or RUN is made of; with `keep` every run is wanted.
+        wanted = range(done) if self.asked.keep else range(max(0, done - 1), done)
+        while wrong := next(((n, why) for n in wanted if (why := self._damage(self.run_of(n)))), None):
+            number, why = wrong
+            self.asked.listener.say(f"{why}, so task {number + 1} is learnt again")
+            del self.state.rows[number + 1 :]
+            wanted = range(number) if self.asked.keep else range(max(0, number - 1), number)
+        for number in range(max(0, len(self.state.rows) - 1), len(self.config.tasks)):
+            for folder in (self.run_of(number), self._grown_of(number)):
+                if folder.exists() and (why := self._damage(folder)):
+                    self.asked.listener.say(f"{why}, so it is made again")
+                    shutil.rmtree(folder)
+
+    def _damage(self, folder: Path) -> str | None:
+        """Why a complete folder is not what was made there, in words; None where it is."""
+        shown = printable(folder.name)
+        if not folder.exists():
+            return f"{shown} is gone"
+        try:
+            opened = CheckpointFolder.open(folder, trust_remote_code=self.asked.trust_remote_code)
+            found = _small_digests(opened)
+            # Where a kill fell between its making and our writing that down, its own manifest alone speaks for it.
+            listed = self.state.made.get(folder.name, found)
+            for name in sorted(found.keys() | listed.keys()):
+                if found.get(name) != listed.get(name):
+                    return f"{shown}/{printable(name)} is not what was written"
+            held = held_by(manifest_of(opened), file=str(folder / MANIFEST_FILE))
+            for name, digest in digests_of(opened, opened.tensors, lambda _count: None).items():
+                if held.get(name) != StoredTensor.of(opened.tensors[name], digest):
+                    return f"{shown}: {printable(name)} is not what was written"
+        except BadInput as error:
+            return f"{shown} cannot be used ({error})"
+        return None
+
+    def _note_made(self, folder: Path) -> None:
+        opened = CheckpointFolder.open(folder, trust_remote_code=self.asked.trust_remote_code)
+        self.state.made[folder.name] = _small_digests(opened)
+        self.state.write(self.work / STATE_FILE)
 
     def carry_out(self) -> None:
         """Every step whose row is not written yet."""
@@ -166,6 +218,7 @@ class _Course:
             run = self.run_of(number)
             if not run.exists():
                 self._train(number, self._grown(number, before), run)
+                self._note_made(run)
             self.state.trainings[number:] = [_training_of(run)]
             so_far = [each.name for each in tasks[: number + 1]]
             self._measure(run, [*so_far, *general], f"after {task.name}")
@@ -176,7 +229,7 @@ class _Course:
         asked, plan = self.asked, self.asked.plans[number]
         if plan is None:
             return before
-        grown = self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
+        grown = self._grown_of(number)
         if not grown.exists():
             # The base by the name it was given: what the manifest calls it.
             source, revision = (asked.source, asked.revision) if number == 0 else (str(before), None)
@@ -190,7 +243,12 @@ class _Course:
                     trust_remote_code=asked.trust_remote_code,
                     listener=asked.listener,
                 )
+            self._note_made(grown)
         return grown
+
+    def _grown_of(self, number: int) -> Path:
+        """The output of task `number`'s surgery."""
+        return self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
         asked = self.asked
@@ -201,7 +259,6 @@ class _Course:
             LoadedConfig(self.config.training(number), asked.loaded.source),
             run,
             device=asked.device,
-            trust_remote_code=asked.trust_remote_code,
             listener=asked.listener,
         )
 
@@ -223,7 +280,7 @@ class _Course:
     def _drop(self, number: int) -> None:
         """Remove what task `number`, which is done, was made of."""
         run = self.run_of(number)
-        made_of = [run.with_name(f"{run.name}.grown")]
+        made_of = [self._grown_of(number)]
         if number and not self.asked.keep:
             made_of.append(self.run_of(number - 1))
         for folder in (*made_of, *self.work.glob(f".{run.name}*")):
@@ -241,6 +298,9 @@ class _Course:
         """The last run becomes RUN."""
         last = self.run_of(len(self.config.tasks) - 1)
         write_durably(last / RECORD_FILE, result)
+        manifest = written_manifest(last)
+        files = manifest.files | {RECORD_FILE: hashlib.sha256(result.encode()).hexdigest()}
+        write_durably(last / MANIFEST_FILE, manifest.changed(files=files).to_bytes().decode())
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
@@ -252,21 +312,19 @@ class _Course:
         last.rename(self.asked.target)
         sync(self.asked.target.parent)
 
-    def clean_up(self) -> Path | None:
+    def clean_up(self, folder: WorkFolder) -> Path | None:
         """Remove the work folder; what of it is kept goes where it is seen."""
         runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
         kept = kept_folder(self.asked.target)
         if self.asked.keep and any(run.exists() for run in runs):
             kept.mkdir(exist_ok=True)
+            if kept.is_symlink():
+                raise BadInput(f"{printable(str(kept))}: a link; --keep puts the tasks' runs there, remove it")
             for run in runs:
                 if run.exists():
                     run.rename(kept / run.name)
         # The state goes last: while it is there, the same command knows that RUN is its own.
-        for path in self.work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-        (self.work / STATE_FILE).unlink()
-        shutil.rmtree(self.work)
+        folder.remove(last=STATE_FILE)
         return kept if self.asked.keep and kept.is_dir() else None
 
 
@@ -279,6 +337,16 @@ def _check_places(target: Path, base: Path, *, keep: bool) -> None:
     kept = kept_folder(target)
     if keep and os.path.lexists(kept):
         raise BadInput(f"{printable(str(kept))}: exists; --keep puts the tasks' runs there, move it away")
+
+
+def _small_digests(folder: CheckpointFolder) -> dict[str, str]:
+    """Digests of every file that is loaded beside the shards, RECORD_FILE excepted: it comes last."""
+    names = [name for name in folder.source.listing() if not name.endswith("/") and name not in folder.shards]
+    return {
+        name: hashlib.sha256(folder.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest()
+        for name in names
+        if name not in (RECORD_FILE, f".{RECORD_FILE}.new")
+    }
 
 
 def _training_of(run: Path) -> dict[str, Any]:

@@ -94,13 +94,8 @@ class Measure:
         advance: Callable[[int], None],
     ) -> dict[str, Measured]:
         """The checkpoint's performance on the named tasks and general sources. `advance` counts the sequences done."""
-        opened = CheckpointFolder.open(folder, trust_remote_code=trust_remote_code)
         model = load_model(
-            folder,
-            device=device,
-            attention=attention,
-            # Only code that is byte for byte what this version ships runs unasked.
-            trust_remote_code=trust_remote_code or opened.code == "shipped",
+            CheckpointFolder.open(folder, trust_remote_code=trust_remote_code), device=device, attention=attention
         )
         found: dict[str, Measured] = {}
         for name in names:

@@ -16,10 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.checkpoint.hub import first_line
 from surgeon.errors import BadInput, printable
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
+_FIELD = "`field:` of the source names another key"
+_AGAIN = "get the file again, or leave it out"
 _KINDS = (".jsonl", ".txt", ".parquet")
 
 
@@ -93,7 +96,7 @@ class Documents:
                 handle.seek(begin)
                 content = handle.read(end - begin)
         except OSError as error:
-            raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror}); check the path") from None
         if path.suffix == ".txt":
             return content.decode("utf-8")
         return self._parsed(content, f"{path} (byte {begin}; changed since the run began?)")
@@ -108,7 +111,7 @@ class Documents:
                 case _:
                     spans = list(self._rows(file))
         except OSError as error:
-            raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror})") from None
+            raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror}); check the path") from None
         places = np.array(spans, dtype=np.int64).reshape(-1, 2)
         return np.column_stack([np.full(len(places), number, dtype=np.int64), places])
 
@@ -128,7 +131,9 @@ class Documents:
         try:
             entry = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise BadInput(f"{printable(where)}: not UTF-8 text (byte {error.start} of the line)") from None
+            raise BadInput(
+                f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise BadInput(
                 f"{printable(where)}: not JSON ({printable(str(error))}); expected one object a line"
@@ -141,15 +146,14 @@ class Documents:
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
         """Row group and row within it, of every row whose text is not blank."""
-        parquet = _pyarrow(file)
-        opened = parquet.ParquetFile(file)
+        opened = _parquet(file)
         if self.key not in opened.schema_arrow.names:
             raise BadInput(
                 f"{printable(str(file))}: no column `{printable(self.key)}`; it has"
-                f" {printable(', '.join(opened.schema_arrow.names))}"
+                f" {printable(', '.join(opened.schema_arrow.names))}; `field:` of the source names another one"
             )
         for group in range(opened.num_row_groups):
-            for row, value in enumerate(opened.read_row_group(group, columns=[self.key])[self.key].to_pylist()):
+            for row, value in enumerate(_column(opened, group, self.key, file)):
                 if is_blank(self._document(value, f"{file}, row {row} of group {group}")):
                     self.blank += 1
                 else:
@@ -159,9 +163,8 @@ class Documents:
         if (file, group) not in self._groups:
             while len(self._groups) >= 4:
                 self._groups.pop(next(iter(self._groups)))
-            opened = _pyarrow(self.files[file]).ParquetFile(self.files[file])
-            column = opened.read_row_group(group, columns=[self.key])[self.key]
-            self._groups[file, group] = column.to_pylist()
+            path = self.files[file]
+            self._groups[file, group] = _column(_parquet(path), group, self.key, path)
         return self._groups[file, group][row]
 
     def identity(self) -> list[Any]:
@@ -181,21 +184,34 @@ def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
     """The value under an entry's `key`, as a document. Raises BadInput, beginning with `where`, if it is not one."""
     if not chat:
         if isinstance(value, str):
-            return value
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is {printable(repr(value), 40)}, not a text")
+            return checked_text(value, where)
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is {printable(repr(value), 40)}, not a text; {_FIELD}")
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is not a list of messages")
+        raise BadInput(f"{printable(where)}: `{printable(key)}` is not a list of messages; {_FIELD}")
     messages: list[Message] = []
     for nth, message in enumerate(value, 1):
         ours = isinstance(message, dict) and all(isinstance(message.get(part), str) for part in ("role", "content"))
         if not ours:
-            raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text")
-        messages.append(Message(message["role"], message["content"]))
+            raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text; add them")
+        role, content = (checked_text(message[part], f"{where}, message {nth}") for part in ("role", "content"))
+        messages.append(Message(role, content))
     if not any(message.role == "assistant" for message in messages):
         raise BadInput(
             f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
         )
     return tuple(messages)
+
+
+def checked_text(text: str, where: str) -> str:
+    """The text; BadInput, beginning with `where`, for half of a UTF-16 pair in it, which nothing can encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"{printable(where)}: character {error.start + 1} of the text is half of a UTF-16 pair"
+            f" ({printable(text[error.start])}), which no tokenizer takes; remove or replace it"
+        ) from None
+    return text
 
 
 def is_blank(document: Document) -> bool:
@@ -231,7 +247,8 @@ def _pieces(file: Path) -> Iterator[tuple[int, int]]:
                 seen = bool(line.decode("utf-8").strip()) or seen
             except UnicodeDecodeError as error:
                 raise BadInput(
-                    f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line)"
+                    f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line); save it as"
+                    " UTF-8"
                 ) from None
             end += len(line)
             if end - begin >= PIECE:
@@ -242,11 +259,29 @@ def _pieces(file: Path) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _pyarrow(file: Path) -> Any:
+def _parquet(file: Path) -> Any:
+    """The opened file; BadInput where it is not parquet, or pyarrow is not there to read it."""
+    shown = printable(str(file))
     try:
         import pyarrow.parquet
     except ImportError:
         raise BadInput(
-            f"{printable(str(file))}: parquet is read with pyarrow, which is not installed; install surgeon[parquet]"
+            f"{shown}: parquet is read with pyarrow, which is not installed; install surgeon[parquet]"
         ) from None
-    return pyarrow.parquet
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowException as error:
+        raise BadInput(f"{shown}: not a parquet file that can be read ({first_line(error)}); {_AGAIN}") from None
+
+
+def _column(opened: Any, group: int, key: str, file: Path) -> list[Any]:
+    """The values of one column in a row group; BadInput where they are damaged."""
+    import pyarrow
+
+    try:
+        values: list[Any] = opened.read_row_group(group, columns=[key])[key].to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise BadInput(
+            f"{printable(str(file))}: row group {group} cannot be read ({first_line(error)}); {_AGAIN}"
+        ) from None
+    return values

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from surgeon.data.documents import Document, Message
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.models.tokenizer import open_tokenizer
+from surgeon.models.tokens import check_ids
 
 # Characters that texts should not hold (Unicode's private use).
 _BEGIN, _END = "\uf8e0", "\uf8e1"
@@ -21,19 +21,15 @@ class Encoder:
 
     def __init__(self, folder: Path, *, vocabulary: int) -> None:
         """Load the folder's tokenizer without running code of the folder. Raises BadInput where none can be loaded."""
-        from transformers import AutoTokenizer
-
         self.folder = folder
         self.vocabulary = vocabulary
-        try:
-            with quiet_transformers():
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                    folder, trust_remote_code=False, local_files_only=True
-                )
-        except LOAD_FAILURES as error:
+        found, why_not = open_tokenizer(folder)
+        if found is None:
             raise BadInput(
-                f"{printable(str(folder))}: no tokenizer that can be loaded ({first_line(error)}); texts need one"
-            ) from None
+                f"{printable(str(folder))}: no tokenizer that can be loaded ({why_not}); texts need one: copy the"
+                " model's own tokenizer files here"
+            )
+        self.tokenizer = found
 
     def check_chat(self) -> None:
         """Raise BadInput where the tokenizer has no chat template."""
@@ -46,20 +42,15 @@ class Encoder:
     def encode(self, document: Document) -> Encoded:
         """Token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
 
-        Raises BadInput for a token beyond the model's vocabulary, and for a chat template that cannot be masked.
+        Raises BadInput for a token that is no row of the embedding, for a chat template that cannot be masked or
+        refuses the chat, and where template or tokenizer reach a limit of time or memory.
         """
-        with quiet_transformers():
-            ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
-        if ids and max(ids) >= self.vocabulary:
-            raise BadInput(
-                f"{printable(str(self.folder))}: its tokenizer gives token {max(ids)}, but the model has only"
-                f" {self.vocabulary} tokens; the tokenizer belongs to another model"
-            )
+        ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
+        check_ids(ids, self.tokenizer, rows=self.vocabulary)
         return ids, counted
 
     def _text(self, text: str) -> Encoded:
-        # verbose=False: a document may be longer than the context; it is cut later.
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        ids = self.tokenizer.ids(text)
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids.append(end)
@@ -68,8 +59,10 @@ class Encoder:
     def _chat(self, messages: tuple[Message, ...]) -> Encoded:
         """The template's tokens; the loss is on what the assistant says, to the end of its turn."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        if _GENERATION.search(self.tokenizer.chat_template):
-            return self._marked(turns)
+        template = self.tokenizer.chat_template
+        assert template is not None, "check_chat was not asked"
+        if _GENERATION.search(template):
+            return self._marked(turns, template)
         whole = self._templated(turns)
         counted = [False] * len(whole)
         for nth, turn in enumerate(turns):
@@ -85,15 +78,13 @@ class Encoder:
             counted[len(before) : len(upto)] = [True] * (len(upto) - len(before))
         return whole, counted
 
-    def _marked(self, turns: list[dict[str, str]]) -> Encoded:
+    def _marked(self, turns: list[dict[str, str]], template: str) -> Encoded:
         """Mask by the template's own `{% generation %}` blocks, whose ends are marked in the text and removed again.
 
         transformers' mask runs to the end of the chat where a block ends in a character that no token covers.
         """
-        template = _GENERATION.sub(
-            lambda tag: f"{{{{{tag[1]} '{_END if tag[2] else _BEGIN}' {tag[3]}}}}}", self.tokenizer.chat_template
-        )
-        marked = self.tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
+        template = _GENERATION.sub(lambda tag: f"{{{{{tag[1]} '{_END if tag[2] else _BEGIN}' {tag[3]}}}}}", template)
+        marked = self.tokenizer.render(turns, template=template)
         spans: list[tuple[int, int]] = []
         text = ""
         for part in re.split(f"({_BEGIN}[^{_BEGIN}{_END}]*{_END})", marked):
@@ -101,15 +92,11 @@ class Encoder:
                 spans.append((len(text), len(text) + len(part) - 2))
                 part = part[1:-1]
             text += part
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        counted = [
-            any(begin < min(end, last) and first < end for first, last in spans)
-            for begin, end in encoded["offset_mapping"]
-        ]
-        return list(encoded["input_ids"]), counted
+        ids, offsets = self.tokenizer.offsets(text, special=False)
+        counted = [any(begin < min(end, last) and first < end for first, last in spans) for begin, end in offsets]
+        return ids, counted
 
     def _templated(self, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
         if not turns:
             return []
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.tokenizer.ids(self.tokenizer.render(turns, prompt=prompt), special=False)

@@ -25,7 +25,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import quiet_transformers
+from surgeon.models.load import running
 
 # Confidence level of all intervals.
 CONFIDENCE = 0.95
@@ -87,12 +87,11 @@ def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     whole = len(document.encode())
     if not ids or ids[0] in tokenizer.all_special_ids:
         return whole
-    with quiet_transformers():
-        if tokenizer.is_fast:
-            offsets = tokenizer(document, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-            first = document[: offsets[0][1]] if offsets else ""
-        else:
-            first = tokenizer.decode(ids[:1])
+    if tokenizer.is_fast:
+        _, offsets = tokenizer.offsets(document)
+        first = document[: offsets[0][1]] if offsets else ""
+    else:
+        first = tokenizer.decode(ids[:1])
     return max(0, whole - len(first.encode()))
 
 
@@ -209,7 +208,8 @@ def _by_token(
     """For every token but a sequence's first: its loss, whether it was guessed right, whether it counts."""
     batch = batch_of(sequences, domains=False)
     wanted = batch.pop("labels")[:, 1:].to(device)
-    logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
+    with running(model):
+        logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
     losses: list[Tensor] = []
     right: list[Tensor] = []
     # One sequence after the other: float32 logits of a large vocabulary take the most memory.

@@ -159,7 +159,7 @@ def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Tab
         except Exception as error:
             raise BadInput(
                 f"{printable(str(folder))}: looks like a folder saved by `datasets`, and cannot be read"
-                f" ({first_line(error)})"
+                f" ({first_line(error)}); save it again, or name a file"
             ) from error
     shown = str(folder)
     if isinstance(found, library.DatasetDict):
@@ -169,7 +169,14 @@ def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Tab
         found, shown, folder = found[split], f"{shown} (split {split})", folder / split
     elif split is not None:
         raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
-    return Table(found, shown=shown, identity=["saved", *stamps(_files_of(folder))], key=key, chat=chat)
+    try:
+        identity = ["saved", *stamps(_files_of(folder))]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise BadInput(
+            f"{printable(str(folder))}: state.json names other files than are there ({first_line(error)}); save it"
+            " again"
+        ) from None
+    return Table(found, shown=shown, identity=identity, key=key, chat=chat)
 
 
 class HubDataset:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import load_model, quiet_transformers
+from surgeon.models.load import find_tokenizer, load_model, quiet_transformers
 
 Progress = Callable[[float, str], None]
 
@@ -140,11 +140,11 @@ def sample(folder: Path, prompt: str, tokens: int) -> str:
 
     Raises BadInput where the checkpoint cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     model = load_model(folder)
+    tokenizer, why_not = find_tokenizer(folder)
+    if tokenizer is None:
+        raise BadInput(f"{printable(str(folder))}: {why_not}; download it again")
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         written = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)

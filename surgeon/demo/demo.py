@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from rich.text import Text
 
 from surgeon.apply.apply import Applied, apply
 from surgeon.apply.preview import preview_view
+from surgeon.checkpoint.names import check_new_name
+from surgeon.checkpoint.room import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.data.encoding import Encoder
@@ -87,11 +90,21 @@ def run_demo(folder: Path, *, seconds: float = 25.0, seed: int = 0, listener: Li
     `seconds` is about what the base's training takes on one core; the later steps scale with it. Raises BadInput where
     the folder exists; PromiseBroken and WrongSet as `verify` and `train` do.
     """
-    if folder.exists():
+    check_new_name(folder)
+    if os.path.lexists(folder):
         raise BadInput(f"{printable(str(folder))}: exists; choose another folder: surgeon demo DIR")
+    with writing(folder, kept="remove the folder first"):
+        return _run_demo(folder, seconds=seconds, seed=seed, listener=listener)
+
+
+def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) -> Demo:
+    """`run_demo`, where there is nothing at `folder`."""
     documents = documentation()
     base_folder, out = folder / "base", folder / "grown"
-    base_folder.mkdir(parents=True)
+    try:
+        base_folder.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(f"{printable(str(folder))}: cannot be made ({error.strerror}); choose another folder") from None
     listener.say(f"training a small Llama on Python's own documentation (about {seconds:.0f} s)")
     listener.begin("training", 1000)
     done = 0

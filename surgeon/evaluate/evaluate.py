@@ -59,7 +59,6 @@ def evaluate(
         batch=batch,
         dtype=dtype,
         device=device,
-        trust_remote_code=trust_remote_code,
         listener=listener,
     )
 

@@ -151,15 +151,13 @@ class Candidate:
         manifest = None
         if folder.manifest is not None:
             manifest = parse(folder.manifest, file=str(located.path / MANIFEST_FILE))
-        vocabulary = folder.config.get("vocab_size")
-        encoder = Encoder(located.path, vocabulary=vocabulary if isinstance(vocabulary, int) else sys.maxsize)
+        encoder = Encoder(located.path, vocabulary=_count(folder.config.get("vocab_size"), least=1))
         return cls(name, folder, located.repo_id, manifest, encoder)
 
     @property
     def context(self) -> int:
         """Positions the model was made for."""
-        found = self.folder.config.get("max_position_embeddings")
-        return found if isinstance(found, int) else sys.maxsize
+        return _count(self.folder.config.get("max_position_embeddings"), least=2)
 
     @property
     def ids(self) -> set[str]:
@@ -170,7 +168,12 @@ class Candidate:
         """The ids of the checkpoints it was made from, from its manifest; the last surgery's base first."""
         if self.manifest is None:
             return set()
-        return {self.manifest.base.id, *(ancestor.base for ancestor in self.manifest.lineage)}
+        return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
+
+
+def _count(found: object, *, least: int) -> int:
+    """A number of a config, which may be of any family; no limit where it is none, or too small to be meant."""
+    return found if type(found) is int and found >= least else sys.maxsize
 
 
 def evaluate_models(
@@ -181,7 +184,6 @@ def evaluate_models(
     batch: int,
     dtype: str,
     device: str,
-    trust_remote_code: bool,
     listener: Listener,
 ) -> Evaluation:
     """Score every model on every source, one model in memory at a time. Raises BadInput where one cannot be loaded."""
@@ -195,6 +197,8 @@ def evaluate_models(
 
     window = _window(candidates, length, note)
     for candidate in candidates:
+        for line in candidate.folder.notes:
+            note(f"{candidate.name}: {line}")
         _ask_for_base(candidate, candidates, note)
     first = candidates[0]
     cut = [_cut(sources, first, window)]
@@ -212,7 +216,7 @@ def evaluate_models(
     rows: list[ModelScores] = []
     reference: dict[str, Scores] | None = None
     for candidate, windows in zip(candidates, cut, strict=True):
-        found = _run(candidate, windows, batch, dtype, device, trust_remote_code, listener)
+        found = _run(candidate, windows, batch, dtype, device, note, listener)
         rows.append(ModelScores(candidate.name, windows is cut[0], _summaries(windows, found, cut[0], reference)))
         reference = reference or found
     return Evaluation(tuple(rows), window, dtype, device, tuple(notes))
@@ -256,17 +260,11 @@ def _run(
     batch: int,
     dtype: str,
     device: str,
-    trust_remote_code: bool,
+    note: Callable[[str], None],
     listener: Listener,
 ) -> dict[str, Scores]:
     listener.say(f"loading {candidate.name}")
-    model = load_model(
-        candidate.folder.path,
-        dtype=dtype,
-        device=device,
-        # Code that is byte for byte what this version ships runs without the flag; opening refused any other code.
-        trust_remote_code=trust_remote_code or candidate.folder.code == "shipped",
-    )
+    model = load_model(candidate.folder, dtype=dtype, device=device, say=note)
     listener.begin(f"scoring {candidate.name}", sum(len(windows.sequences) for windows in cut.values()), "windows")
     found = {
         name: score(

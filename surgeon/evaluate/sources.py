@@ -5,6 +5,7 @@ All sources are opened and read through once before any model is loaded.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _entries(data: str | Path | Sequence[str | Path] | Mapping[str, str | Path])
 def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[tuple[str, _Opener]]:
     """The sources of one entry of the data: names, and how to open each."""
     if path.suffix not in _CONFIGS:
-        called = name or re.sub(r"[^A-Za-z0-9_-]", "_", path.resolve().stem)[:60]
+        called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
         return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
     content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
     if name is not None:

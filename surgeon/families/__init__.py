@@ -40,7 +40,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint's config; BadInput for an architecture surgeon does not know."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise BadInput("config.json: no `model_type`; is this a transformers checkpoint?")
+        found = f"is {printable(repr(model_type), 60)}, not a name" if "model_type" in config else "is missing"
+        raise BadInput(f"config.json: `model_type` {found}; is this a transformers checkpoint?")
     family = FAMILIES.get(model_type) or ENCODERS.get(model_type)
     if family is None:
         hint = ""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES, family_of
-from surgeon.families.family import Family, Part, Sizes, per_layer_lists
+from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
+from surgeon.families.settings import check_settings
 from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
@@ -50,7 +52,8 @@ class Anatomy:
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
     maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that
     carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
-    grafts, `bank` those of control states, by what follows the prefix.
+    grafts, `bank` those of control states, by what follows the prefix. `idle` are tensors outside the layers that no
+    model of this config has a place for: they are copied like any other, and compute nothing.
     """
 
     family: Family
@@ -63,6 +66,7 @@ class Anatomy:
     tied: bool
     grafted: tuple[dict[str, TensorInfo], ...]
     bank: dict[str, TensorInfo]
+    idle: tuple[str, ...]
 
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""
@@ -101,6 +105,7 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     native = copy.deepcopy(dict(config))
     if not is_grafted(config):
         return native
+    check_settings(config)
     trunk = _trunk_layers(config)
     for key, values in per_layer_lists(native, native["num_hidden_layers"]).items():
         native[key] = values[:trunk]
@@ -136,12 +141,15 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
     carries_grafts = is_grafted(config)
     config = native_config(config)
     family = family_of(config)
-    _refuse_quantised(config)
+    refuse_quantised(config)
     sizes = family.sizes(config)
+    check_settings(config)
+    listed_layer_types(config, sizes.layers)
     parts = family.layer_parts(config, sizes)
     prefix, layers, outer = _sort(tensors, sizes.layers, family)
     grafted = tuple(_take_grafts(layer) if carries_grafts else {} for layer in layers)
     bank = _take_bank(outer, prefix) if carries_grafts else {}
+    _check_free(outer, tensors, prefix, family)
     _check_layers(layers, parts, f"{prefix}{family.stem}")
     _check_branches(grafted, parts)
     tied = family.tied(config)
@@ -159,7 +167,60 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
         tied=tied,
         grafted=grafted,
         bank=bank,
+        idle=tuple(_idle(outer, [f"{prefix}{suffix}" for suffix in family.outer_parts(config, sizes)], family)),
     )
+
+
+# Heads of encoders, which come and go: which of them are used is a matter of the class that loads them.
+_ENCODER_HEADS = ("lm_head.", "cls.", "classifier.", "score.", "pooler.", "lm_predictions.", "mask_predictions.")
+_DECODER_HEADS = ("lm_head.weight", "score.weight")
+_POSITIONS = "embeddings.position_ids"
+
+
+def _idle(outer: Mapping[str, TensorInfo], parts: Sequence[str], family: Family) -> Iterator[str]:
+    for name, info in _by_present_names(outer).items():
+        bare = name.removeprefix(family.prefix)
+        head = bare.startswith(_ENCODER_HEADS) if family.encoder else name in _DECODER_HEADS
+        if name not in parts and not head and bare != _POSITIONS:
+            yield info.name
+
+
+def without_a_place(names: Sequence[str]) -> str:
+    """A line that names tensors which the model has no place for."""
+    shown = ", ".join(printable(name) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the model has no place for {shown}{more}: carried along byte for byte, computing nothing"
+
+
+def _check_free(
+    outer: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], prefix: str, family: Family
+) -> None:
+    """Raise BadInput for a tensor outside the layers under a name that control states or another tensor has."""
+    for name, info in outer.items():
+        if name.startswith(f"{prefix}{BANK}"):
+            raise BadInput(
+                f"{printable(name)} ({info.file}): the name of control states, which this checkpoint has none of;"
+                " take the tensor out"
+            )
+    if twice := doubled(tensors, family.prefix):
+        first, second = twice
+        raise BadInput(
+            f"{printable(second)} ({tensors[second].file}): to transformers the same tensor as {printable(first)};"
+            " keep one of them"
+        )
+
+
+def doubled(names: Iterable[str], prefix: str) -> tuple[str, str] | None:
+    """Two names that transformers takes for one: it adds and drops the base model's `prefix` as it needs."""
+    found: dict[str, str] = {}
+    for name in names:
+        bare = name
+        while prefix and bare.startswith(prefix):
+            bare = bare.removeprefix(prefix)
+        if bare in found:
+            return found[bare], name
+        found[bare] = name
+    return None
 
 
 def _take_bank(outer: dict[str, TensorInfo], prefix: str) -> dict[str, TensorInfo]:
@@ -180,16 +241,6 @@ def _check_branches(grafted: tuple[dict[str, TensorInfo], ...], parts: tuple[Par
             _check_tensor(info, shapes.get(suffix, info.shape))
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    method = config.get("quantization_config")
-    if method is not None:
-        kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
-        raise BadInput(
-            f"config.json: the base is quantised ({printable(str(kind))}); surgery needs the full-precision weights,"
-            " operate on those and quantise the output"
-        )
-
-
 def _sort(
     tensors: Mapping[str, TensorInfo], count: int, family: Family
 ) -> tuple[str, tuple[dict[str, TensorInfo], ...], dict[str, TensorInfo]]:
@@ -199,6 +250,11 @@ def _sort(
     for name, info in tensors.items():
         place = layer_of(name)
         if place is None or place[0] not in known:
+            if name.startswith(known):
+                raise BadInput(
+                    f"{printable(name)} ({info.file}): not the name of a layer's tensor; layers are numbered 0,"
+                    f" 1, 2, … in plain digits (`{known[0]}0.…`): rename it, or get the model's own files"
+                )
             outer[name] = info
             continue
         stem, index, suffix = place
@@ -231,7 +287,7 @@ def _check_layers(layers: tuple[dict[str, TensorInfo], ...], parts: tuple[Part, 
             if suffix not in expected and suffix not in _OLD_BUFFERS:
                 raise BadInput(
                     f"{printable(info.name)} ({info.file}): a layer of this architecture and config has no such"
-                    f" tensor; expected {', '.join(expected)}"
+                    f" tensor; expected {', '.join(expected)}: is config.json another model's?"
                 )
 
 
@@ -285,15 +341,27 @@ def _check_tensor(info: TensorInfo, shape: tuple[int, ...]) -> None:
 def _trunk_layers(config: Mapping[str, Any]) -> int:
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(config.get("surgery"), dict):
-        raise BadInput("config.json: a model type of surgeon's, yet no `surgery` or `num_hidden_layers` in it")
-    types = config.get("layer_types")
-    if types is not None and (not isinstance(types, list) or len(types) != layers):
-        raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
+        raise BadInput(
+            "config.json: a model type of surgeon's, yet no `surgery` or `num_hidden_layers` in it; get the"
+            " output's own config.json"
+        )
+    # Before anything is counted out that long.
+    if not 0 < layers <= MOST_LAYERS:
+        raise BadInput(
+            f"config.json: `num_hidden_layers` is {layers}; 1 to {MOST_LAYERS} are read; get the output's own"
+            " config.json"
+        )
+    types = listed_layer_types(config, layers)
     stated = SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types)
     try:
         trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"config.json: `surgery` cannot be read: {printable(str(error))}") from None
+        raise BadInput(
+            f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"
+        ) from None
     if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
-        raise BadInput(f"config.json: `surgery.trunk_layers` is {printable(repr(trunk))}, of {layers} layers")
+        raise BadInput(
+            f"config.json: `surgery.trunk_layers` is {printable(repr(trunk), 60)}, of {layers} layers; get the"
+            " output's own config.json"
+        )
     return trunk

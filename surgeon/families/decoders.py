@@ -10,6 +10,7 @@ from typing import Literal
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import (
+    OWN_CONFIG,
     Config,
     Family,
     LayerParts,
@@ -23,6 +24,7 @@ from surgeon.families.family import (
     listed_layer_types,
     norm,
     projection,
+    whole,
 )
 
 
@@ -73,7 +75,7 @@ def qwen_layer_types(config: Config, layers: int) -> list[str] | None:
         return listed
     if config.get("sliding_window", 4096) is None:
         return None
-    full = config.get("max_window_layers", 28)
+    full = whole(config, "max_window_layers", 28)
     return ["sliding_attention" if i >= full else "full_attention" for i in range(layers)]
 
 
@@ -95,8 +97,9 @@ def gemma3_layer_types(config: Config, layers: int) -> list[str]:
     if listed is not None:
         return listed
     pattern = config.get("sliding_window_pattern", 6)
-    if not isinstance(pattern, int) or pattern < 1:
-        raise BadInput(f"config.json: `sliding_window_pattern` is {printable(repr(pattern))}, not a whole number > 0")
+    if type(pattern) is not int or pattern < 1:
+        shown = printable(repr(pattern), 60)
+        raise BadInput(f"config.json: `sliding_window_pattern` is {shown}, not a whole number above 0; {OWN_CONFIG}")
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
 
 

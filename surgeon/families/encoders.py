@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import (
+    OWN_CONFIG,
     Config,
     Family,
     LayerParts,
@@ -26,7 +27,7 @@ def roberta_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
     """Attention and FFN, each followed by a norm of output plus input. Raises BadInput for a decoder's config."""
     for key in ("is_decoder", "add_cross_attention"):
         if flag(config, key):
-            raise BadInput(f"config.json: `{key}` is set; surgeon knows RoBERTa as an encoder only")
+            raise BadInput(f"config.json: `{key}` is set; surgeon knows RoBERTa as an encoder only; use one")
     return (
         *projection("attention.self.query", "query", sizes.hidden, sizes.hidden, bias=True),
         *projection("attention.self.key", "key", sizes.hidden, sizes.hidden, bias=True),
@@ -82,7 +83,7 @@ def position_terms(config: Config) -> tuple[str, ...]:
     if isinstance(terms, str):
         terms = [term.strip() for term in terms.lower().split("|")]
     if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
-        raise BadInput(f"config.json: `pos_att_type` is {printable(repr(terms))}, not a list of names")
+        raise BadInput(f"config.json: `pos_att_type` is {printable(repr(terms), 60)}, not names; {OWN_CONFIG}")
     return tuple(terms) if flag(config, "relative_attention") else ()
 
 
@@ -153,7 +154,7 @@ def deberta_v2_outer(config: Config, sizes: Sizes) -> dict[str, tuple[int, ...]]
         parts["encoder.rel_embeddings.weight"] = (2 * span, sizes.hidden)
     normed = config.get("norm_rel_ebd", "none")
     if not isinstance(normed, str):
-        raise BadInput(f"config.json: `norm_rel_ebd` is {printable(repr(normed))}, not a name")
+        raise BadInput(f"config.json: `norm_rel_ebd` is {printable(repr(normed), 60)}, not a name; {OWN_CONFIG}")
     norms = ["encoder.LayerNorm"] if "layer_norm" in normed.lower().split("|") else []
     kernel = whole(config, "conv_kernel_size", 0)
     if kernel > 0:

@@ -40,6 +40,8 @@ _PER_LAYER_KEY = re.compile(r"(^|_)layers?(_|$)")
 # Far above any model so far; stops a hostile config that asks for a billion layers.
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 2**31
+# What to do about a setting that is no setting of any model.
+OWN_CONFIG = "use the model's own config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,26 +127,43 @@ class Family:
         """Read and check the sizes. Raises BadInput, which names the field that is missing or out of range."""
 
         def read(key: str, default: int | None = None) -> int:
-            value = config.get(key)
-            value = self.defaults.get(key, default) if value is None else value
+            value = self._of(config, key)
+            value = default if value is None else value
             if value is None:
-                raise BadInput(f"config.json: `{key}` is missing; use the model's own config.json")
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST_SIZE:
-                raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a positive whole number")
+                raise BadInput(f"config.json: `{key}` is missing; {OWN_CONFIG}")
+            if type(value) is not int or not 0 < value <= LARGEST_SIZE:
+                shown = printable(repr(value), 60)
+                raise BadInput(f"config.json: `{key}` is {shown}, not a whole number from 1 to 2^31; {OWN_CONFIG}")
             return value
 
         layers, hidden, heads = read("num_hidden_layers"), read("hidden_size"), read("num_attention_heads")
         if layers > MOST_LAYERS:
-            raise BadInput(f"config.json: `num_hidden_layers` is {layers}; more than {MOST_LAYERS} is refused")
+            raise BadInput(
+                f"config.json: `num_hidden_layers` is {layers}; more than {MOST_LAYERS} is refused; {OWN_CONFIG}"
+            )
+        kv_heads = read("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise BadInput(
+                f"config.json: `num_key_value_heads` {kv_heads} does not divide `num_attention_heads` {heads};"
+                f" {OWN_CONFIG}"
+            )
+        if hidden % heads and (self.encoder or self._of(config, "head_dim") is None):
+            raise BadInput(
+                f"config.json: `num_attention_heads` {heads} does not divide `hidden_size` {hidden}; {OWN_CONFIG}"
+            )
         return Sizes(
             layers=layers,
             hidden=hidden,
             intermediate=read("intermediate_size"),
             heads=heads,
-            kv_heads=read("num_key_value_heads", heads),
+            kv_heads=kv_heads,
             head_dim=read("head_dim", hidden // heads or None),
             vocabulary=read("vocab_size"),
         )
+
+    def _of(self, config: Config, key: str) -> Any:
+        value = config.get(key)
+        return self.defaults.get(key) if value is None else value
 
     def silence(self, parts: tuple[Part, ...]) -> dict[str, float]:
         """The values to store, by suffix, so that a layer adds exactly zero to the residual stream.
@@ -173,7 +192,7 @@ def whole(config: Config, key: str, default: int) -> int:
     value = config.get(key, default)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_SIZE:
-        raise BadInput(f"config.json: `{key}` is {printable(repr(value))}, not a whole number")
+        raise BadInput(f"config.json: `{key}` is {printable(repr(value), 60)}, not a whole number; {OWN_CONFIG}")
     return value
 
 
@@ -240,5 +259,8 @@ def listed_layer_types(config: Config, layers: int) -> list[str] | None:
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) for t in types):
-        raise BadInput(f"config.json: `layer_types` must list one name for each of the {layers} layers")
+        shown = f"has {len(types)} entries" if isinstance(types, list) else f"is {printable(repr(types), 60)}"
+        raise BadInput(
+            f"config.json: `layer_types` {shown}; it must list one name for each of the {layers} layers; {OWN_CONFIG}"
+        )
     return list(types)

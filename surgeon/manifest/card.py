@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
-from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.operations import papers_of
 
@@ -46,9 +45,9 @@ def card(
 ) -> bytes:
     """The card's text. `config` is the output's, `sizes` are numbers of parameters by tensor.
 
-    `verified` are lines on what was checked. Raises BadInput where an earlier surgery's manifest was edited.
-    With `repo_id` (`user/name`) the snippets load from the Hub, else from a folder. The card of a `delta` says what it
-    lacks and how to put it back; `sizes` are then those of the tensors that it holds.
+    `verified` are lines on what was checked. With `repo_id` (`user/name`) the snippets load from the Hub, else from a
+    folder. The card of a `delta` says what it lacks and how to put it back; `sizes` are then those of the tensors that
+    it holds.
     """
     base_model, auto = base_model_of(manifest, metadata), _auto_class(config)
     done = [_done(manifest), _proof(manifest, list(verified))]
@@ -89,7 +88,7 @@ def base_model_of(manifest: Manifest, metadata: Metadata) -> str | None:
     if metadata.base_model is not None and manifest.base.revision is None:
         return metadata.base_model
     nearest = [(manifest.base.id, manifest.base.revision)]
-    nearest += [(ancestor.base, ancestor.revision) for ancestor in reversed(manifest.lineage)]
+    nearest += [(ancestor.base.id, ancestor.base.revision) for ancestor in reversed(manifest.lineage)]
     return next((name for name, commit in nearest if commit and HUB_ID.fullmatch(name)), None)
 
 
@@ -138,7 +137,8 @@ def _done(manifest: Manifest) -> str:
     if manifest.lineage:
         lines += ["", "Before that, oldest first:", ""]
         for ancestor in manifest.lineage[-_MOST_NAMED:]:
-            lines.append(f"- {_code(', '.join(ancestor.operations))} on {_code(ancestor.base)}")
+            done = ", ".join(entry.op for entry in ancestor.operations)
+            lines.append(f"- {_code(done)} on {_code(ancestor.base.id)}")
     if manifest.training:
         lines += ["", "Trained since, only what the surgeries made:", ""]
         for run in manifest.training[-_MOST_NAMED:]:
@@ -210,8 +210,10 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
         lines.append(f"- {_code(entry.op)}, {promise}: {_code(entry.reason)}")
     lines += [
         "",
-        f"`{MANIFEST_FILE}` holds the sha256 of each of the base's {len(manifest.base.tensors)} tensors and of each of"
-        f" the {len(manifest.new_tensors)} new ones at birth. `surgeon verify BASE THIS` checks bytes, then logits.",
+        f"`{MANIFEST_FILE}` holds the sha256 of each of the base's {len(manifest.base.tensors)} tensors, of each of"
+        f" the {len(manifest.new_tensors)} new ones at birth, and of every file beside the weights but this card. It is"
+        " a claim: `surgeon verify BASE THIS` makes it again from plan and base and compares, bytes first, then logits."
+        f" The base's digest: `{manifest.base_digest}`.",
     ]
     if verified:
         lines += ["", "Checked before this was pushed:", "", *(f"- {_code(line)}" for line in verified)]
@@ -282,13 +284,9 @@ def _license(metadata: Metadata) -> str:
 
 
 def _papers(manifest: Manifest) -> str:
-    """Papers of all surgeries; raises BadInput where the manifest of an earlier one was edited."""
-    lineage = Lineage.of(manifest)
-    # Of surgeries whose manifests were not kept, the operations are known and not what their layers were made of.
-    done: list[tuple[str, list[str]]] = [
-        (op, []) for ancestor in manifest.lineage[: lineage.first - 1] for op in ancestor.operations
-    ]
-    for known in lineage.surgeries:
+    """Papers of all surgeries."""
+    done: list[tuple[str, list[str]]] = []
+    for known in (*manifest.lineage, manifest):
         made = [layer for layer in known.layers if layer.base is None]
         for number, entry in enumerate(known.operations):
             done.append((entry.op, [layer.init for layer in made if layer.operation == number]))
@@ -300,8 +298,7 @@ def _papers(manifest: Manifest) -> str:
 
 def _history(manifest: Manifest) -> list[list[str]]:
     """The operations of every surgery, oldest first."""
-    earlier: list[list[str]] = [ancestor.operations for ancestor in manifest.lineage]
-    return [*earlier, [entry.op for entry in manifest.operations]]
+    return [[entry.op for entry in surgery.operations] for surgery in (*manifest.lineage, manifest)]
 
 
 def _auto_class(config: Mapping[str, Any]) -> str:

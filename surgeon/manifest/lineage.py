@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from surgeon.checkpoint.folder import MANIFEST_FILE, MAX_CODE_BYTES, CheckpointFolder
+from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect, is_grafted
-from surgeon.manifest.manifest import Manifest, digest_of, layers_of, parse, places_of
+from surgeon.families.anatomy import dissect
+from surgeon.manifest.manifest import Base, Manifest, layers_of, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -27,38 +28,22 @@ CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
 @dataclass(frozen=True)
 class Lineage:
-    """An output's surgeries, oldest first, the output's own last; each earlier one is what its digest says.
-
-    Older versions of surgeon did not keep every manifest: `first` is the number, from 1, of the oldest that is here.
-    """
+    """An output's surgeries, oldest first, the output's own last."""
 
     surgeries: tuple[Manifest, ...]
-    first: int
     file: str
 
     @classmethod
     def of(cls, last: Manifest, *, file: str = MANIFEST_FILE) -> Lineage:
-        """The surgeries before `last`, which was read from `file`, as far as their manifests were kept.
-
-        Raises BadInput where one of them was edited, or where two do not fit together.
-        """
-        # As the ancestors' files had it: the data as it was read, no default filled in.
-        entries = [entry.model_dump(exclude_unset=True) for entry in last.lineage]
-        surgeries = [last]
-        for number in range(len(entries), 0, -1):
-            entry = last.lineage[number - 1]
-            if entry.manifest is None:
-                break
-            data = entry.manifest | {"lineage": entries[: number - 1]}
-            surgeries.insert(0, _ancestor(data, entry.sha256, file=f"{file} (surgery {number})"))
-        first = len(entries) + 2 - len(surgeries)
-        for number, (earlier, later) in enumerate(pairwise(surgeries), first):
+        """The surgeries of `last`, which was read from `file`. Raises BadInput where two do not fit together."""
+        surgeries = [manifest_before(last, number) for number in range(len(last.lineage))] + [last]
+        for number, (earlier, later) in enumerate(pairwise(surgeries), 1):
             if len(earlier.layers) != later.base.layers:
                 raise BadInput(
                     f"{printable(file)}: surgery {number} made {len(earlier.layers)} layers, surgery {number + 1} found"
                     f" {later.base.layers}; was it edited by hand?"
                 )
-        return cls(tuple(surgeries), first, file)
+        return cls(tuple(surgeries), file)
 
     @property
     def last(self) -> Manifest:
@@ -67,17 +52,15 @@ class Lineage:
 
     @property
     def count(self) -> int:
-        """How many surgeries there were, those included whose manifests were not kept."""
-        return len(self.last.lineage) + 1
+        """How many surgeries there were."""
+        return len(self.surgeries)
 
     def since(self, number: int) -> tuple[Manifest, ...]:
-        """The surgeries after state `number`, oldest first. Raises BadInput where one of them was not kept."""
-        if number + 1 < self.first:
-            raise self.too_old(f"the manifest of surgery {self.first - 1}")
-        return self.surgeries[number + 1 - self.first :]
+        """The surgeries after state `number`, oldest first."""
+        return self.surgeries[number:]
 
     def layers(self, number: int) -> dict[int, int]:
-        """For every layer of state `number`, its number in the output. Raises as `since`."""
+        """For every layer of state `number`, its number in the output. Raises BadInput."""
         undone = self.since(number)
         count = undone[0].base.layers if undone else len(self.last.layers)
         layers = {layer: layer for layer in range(count)}
@@ -87,7 +70,7 @@ class Lineage:
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """How tensors of state `number` are called in the output, by layer numbers. Raises as `since`."""
+        """How tensors of state `number` are called in the output, by layer numbers. Raises BadInput."""
         places = {name: name for name in names}
         for nth, manifest in enumerate(self.since(number), number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
@@ -108,28 +91,23 @@ class Lineage:
                 f"{printable(str(out.path))} has {has}; --to {number}: N must be"
                 f" {'0' if self.count == 1 else f'between 0 and {self.count - 1}'}"
             )
-        own = self.since(number - 1)[0] if number else None
+        own = self.surgeries[number - 1] if number else None
         undone = self.since(number)
         config = undone[0].base.config
-        if config is None:
-            raise self.too_old(f"the config.json that surgery {number + 1} found", undone[0])
         places = self._kept(number)
         for name, place in places.items():
             if place not in out.tensors:
                 raise BadInput(
                     f"{shown_name(name, place)}: no shard of {printable(str(out.path))} has it; {instead_of(undone[0])}"
                 )
+            there, then = out.tensors[place], undone[0].base.tensors[name]
+            if (there.dtype, list(there.shape)) != (then.dtype, then.shape):
+                raise BadInput(
+                    f"{shown_name(name, place)}: {there.dtype} {list(there.shape)} now, {printable(then.dtype)}"
+                    f" {then.shape} then; {instead_of(undone[0])}"
+                )
         dissect(config, {name: dataclasses.replace(out.tensors[place], name=name) for name, place in places.items()})
-        return State(number, self, own, undone, places, config, _code(config, own, out))
-
-    def too_old(self, what: str, manifest: Manifest | None = None) -> BadInput:
-        """The error for `what` an older surgeon did not keep in `manifest` (None: the output's own)."""
-        manifest = manifest or self.last
-        return BadInput(
-            f"{printable(self.file)}: does not hold {what}, since an older surgeon"
-            f" ({printable(manifest.tool.version)}) wrote it; {instead_of(manifest)}, or apply the plan again with this"
-            " one"
-        )
+        return State(number, self, own, undone, places, config, _code(config, undone[0], out))
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
@@ -142,9 +120,9 @@ class Lineage:
         for nth, manifest in enumerate(undone, number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
             for name, place in places.items():
-                digest = manifest.base.tensors.get(place)
-                if digest != found[name]:
-                    how = "gone" if digest is None else "trained or edited"
+                there = manifest.base.tensors.get(place)
+                if there != found[name]:
+                    how = "gone" if there is None else "trained or edited"
                     raise BadInput(
                         f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
                         f" there is lost; {instead_of(undone[0])}"
@@ -177,9 +155,14 @@ class State:
     code: Mapping[str, bytes]
 
     @property
-    def digests(self) -> Mapping[str, str]:
-        """What the state's tensors held."""
-        return self.undone[0].base.tensors
+    def base(self) -> Base:
+        """The state as the next surgery found it."""
+        return self.undone[0].base
+
+    @property
+    def digest(self) -> str:
+        """One digest of all of it: config, tensors, files beside them, and its own surgeries."""
+        return self.undone[0].base_digest
 
     @property
     def promise(self) -> str:
@@ -198,41 +181,29 @@ class State:
         return tuple(found[layer] for layer in sorted(found))
 
 
-def _ancestor(data: dict[str, Any], sha256: str, *, file: str) -> Manifest:
-    if digest_of(data) != sha256:
-        raise BadInput(
-            f"{printable(file)}: not what its sha256 says, so it was edited since surgeon wrote it; use the file as it"
-            " was"
-        )
-    return parse(data, file=file)
+def manifest_before(last: Manifest, number: int) -> Manifest:
+    """The manifest of surgery `number` (from 0) in the lineage of `last`, as its output had it."""
+    return Manifest(**last.lineage[number].own, lineage=last.lineage[:number])
 
 
-def _code(config: Mapping[str, Any], kept: Manifest | None, out: CheckpointFolder) -> dict[str, bytes]:
-    """Files of code beside a grafted state's weights; this version's, or the output's own where those were kept."""
-    if not is_grafted(config):
-        return {}
-    known = kept.code if kept else {}
+def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFolder) -> dict[str, bytes]:
+    """Files of code beside a grafted state's weights; this version's, or the output's own where those were found."""
     found: dict[str, bytes] = {}
-    for name in known or (CODE_FILE,):
+    for name, digest in next_surgery.base.files.items():
+        if not name.endswith(".py"):
+            continue
         if CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
         shipped = bundle(config) if name == CODE_FILE and native_of(config) is not None else None
-        content = _same(known.get(name), out.read_code(name), shipped)
+        candidates = (out.read_code(name), shipped)
+        content = next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
         if content is None or len(content) > MAX_CODE_BYTES:
-            tool = kept.tool.version if kept else "(unknown)"
             raise BadInput(
-                f"{printable(name)}: neither beside the weights nor in this version is the file that surgeon"
-                f" {printable(tool)} put there; use that version"
+                f"{printable(name)}: neither beside the weights nor in this version is the file that was there when"
+                f" surgeon {printable(next_surgery.tool.version)} operated; use that version"
             )
         found[name] = content
     return found
-
-
-def _same(digest: str | None, *candidates: bytes | None) -> bytes | None:
-    """The first content with this digest; of no known digest, the last candidate."""
-    if digest is None:
-        return candidates[-1]
-    return next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
 
 
 def shown_name(name: str, place: str) -> str:
@@ -264,7 +235,7 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
     """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
 
     An operation that trains everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
-    where a tensor is missing, where an ancestor's manifest was edited or not kept, and where nothing is left to train.
+    where a tensor is missing, where surgeries do not fit together, and where nothing is left to train.
     """
     shown = printable(str(out.path / MANIFEST_FILE))
     chosen: dict[str, None] = {}

@@ -1,7 +1,8 @@
 """The manifest, `surgery.json`: what was done to a checkpoint, tensor by tensor, with digests.
 
-`verify`, the trainer and further surgery trust it and nothing else; it is itself checked on reading, since a
-checkpoint's manifest is as untrusted as its weights.
+It is a claim: whoever writes a checkpoint writes its manifest too. On reading, each surgery in it must have the seal
+that its content asks for, so that no field was edited alone; who seals it anew is found out by the base alone, of which
+`verify` makes the manifest again (`surgeon/verify/claims.py`), or by a digest of the base that was noted elsewhere.
 """
 
 from __future__ import annotations
@@ -9,27 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import describe
-from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
-from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import native_config, renumbered
-from surgeon.operations import OPERATIONS
-from surgeon.plan.plan import LoadedPlan
-from surgeon.runtime.bundle import bundle
-from surgeon.runtime.known import plugins_in
+from surgeon.families.anatomy import renumbered
 
 FORMAT = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -51,23 +42,38 @@ class Tool(Entry):
     version: str
 
 
+class StoredTensor(Entry):
+    """A tensor's value, as a file of weights has it: dtype, shape, and the digest of its bytes."""
+
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    sha256: Sha256
+
+    @classmethod
+    def of(cls, info: TensorInfo, sha256: str) -> StoredTensor:
+        """The value of a tensor whose bytes have this digest."""
+        return cls(dtype=info.dtype, shape=list(info.shape), sha256=sha256)
+
+
 class Base(Entry):
     """The checkpoint that was operated on: where it came from and what it held.
 
-    `config` is its config.json as data; older versions of surgeon did not keep it.
+    `config` is its config.json as data; `files` are digests of the files beside its weights that came along: tokenizer
+    and other side files, and the code of its grafts.
     """
 
     id: str
     revision: str | None
     model_type: str
     layers: int
-    tensors: dict[str, Sha256]
-    config: dict[str, Any] | None = None
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    files: dict[str, Sha256]
 
     @property
-    def digest(self) -> str:
-        """One digest for all tensors: sha256 over their names and digests, sorted."""
-        return hashlib.sha256(json.dumps(self.tensors, sort_keys=True).encode()).hexdigest()
+    def digests(self) -> dict[str, str]:
+        """The digest of every tensor's bytes."""
+        return {name: tensor.sha256 for name, tensor in self.tensors.items()}
 
 
 class OperationEntry(Entry):
@@ -97,13 +103,11 @@ class LayerEntry(Entry):
     grafts: list[GraftEntry] = []
 
 
-class NewTensor(Entry):
-    """A tensor the base does not have: how it came to be and its digest at birth."""
+class NewTensor(StoredTensor):
+    """A tensor the base does not have: which operation made it, how, and its value at birth."""
 
-    shard: str
     operation: int
     recipe: dict[str, Any]
-    sha256: Sha256
 
 
 class TrainedTensor(Entry):
@@ -126,29 +130,6 @@ class TrainingEntry(Entry):
     tensors: dict[str, TrainedTensor]
 
 
-class Ancestor(Entry):
-    """An earlier surgery that the base itself came from.
-
-    `sha256` is of that surgery's complete manifest, `manifest` that manifest as data without its `lineage` (which are
-    the entries before this one); older versions of surgeon did not keep it.
-    """
-
-    sha256: Sha256
-    base: str
-    revision: str | None
-    operations: list[str]
-    tool: str
-    manifest: dict[str, Any] | None = None
-
-
-class ImportedTensor(Entry):
-    """A tensor of an imported adapter, as the adapter's file had it."""
-
-    dtype: str
-    shape: list[Annotated[int, Field(ge=0)]]
-    sha256: Sha256
-
-
 class ImportedAdapter(Entry):
     """A PEFT adapter that the plan imported: everything that drawing the plan again needs."""
 
@@ -158,13 +139,18 @@ class ImportedAdapter(Entry):
     rslora: bool
     dropout: Annotated[float, Field(ge=0, lt=1)]
     alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
-    tensors: dict[str, ImportedTensor]
+    tensors: dict[str, StoredTensor]
 
 
-class Manifest(Entry):
-    """Everything `surgery.json` says."""
+class Surgery(Entry):
+    """One applied plan: the base, what was done to it, and what training made of the result since.
+
+    `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
+    this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone.
+    """
 
     surgeon_manifest: Literal[1]
+    sha256: Sha256
     tool: Tool
     base: Base
     plan: str
@@ -174,107 +160,70 @@ class Manifest(Entry):
     layers: list[LayerEntry]
     new_tensors: dict[str, NewTensor]
     transport_maps: dict[str, dict[str, Any]]
-    lineage: list[Ancestor]
-    code: dict[str, Sha256] = {}
-    texts: dict[str, Sha256] = {}
-    adapters: dict[str, ImportedAdapter] = {}
-    plugins: dict[str, str] = {}
-    training: list[TrainingEntry] = []
+    files: dict[str, Sha256]
+    texts: dict[str, Sha256]
+    adapters: dict[str, ImportedAdapter]
+    plugins: dict[str, str]
+    training: list[TrainingEntry]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields of this surgery alone, as they are; those that came after it was written are not among them."""
+        return {name: getattr(self, name) for name in Surgery.model_fields if name in self.model_fields_set}
+
+    @property
+    def code(self) -> dict[str, Sha256]:
+        """Digests of the files of code."""
+        return {name: digest for name, digest in self.files.items() if name.endswith(".py")}
 
     @property
     def trained(self) -> dict[str, Sha256]:
         """Digests of the tensors that were trained since the surgery, as the last run left each."""
         return {name: tensor.sha256 for run in self.training for name, tensor in run.tensors.items()}
 
+
+class Manifest(Surgery):
+    """Everything `surgery.json` says: the last surgery, and in `lineage` those before it, oldest first."""
+
+    lineage: list[Surgery]
+
+    @property
+    def base_digest(self) -> str:
+        """One digest of the base: its config, tensors, files, and the seal of its own last surgery."""
+        base = self.base.model_dump(include={"config", "tensors", "files"})
+        return _sha256({**base, "surgery": self.lineage[-1].sha256 if self.lineage else None})
+
+    def changed(self, **fields: Any) -> Manifest:
+        """The manifest with other fields, sealed anew."""
+        changed = self.model_copy(update=fields)
+        return changed.model_copy(update={"sha256": seal_of(changed.data())})
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data. Fields that came after an entry was written stay out of it: its seal is without them."""
+        return self.model_dump(exclude_unset=True)
+
     def to_bytes(self) -> bytes:
         """The file's content."""
-        # An ancestor whose entry lacks a field that came later is written as it was: digests are over such entries.
-        return (json.dumps(self.model_dump(exclude_unset=True), indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
-@dataclass(frozen=True)
-class BaseId:
-    """How the base is called: a Hub id with the commit it was read at, or a folder's name."""
+def seal_of(data: Mapping[str, Any]) -> str:
+    """What `sha256` of a manifest (as JSON data) must be: a digest of all else in it.
 
-    name: str
-    revision: str | None = None
-
-
-def compose(
-    loaded: LoadedPlan,
-    blueprint: Blueprint,
-    base: CheckpointFolder,
-    base_id: BaseId,
-    shards: tuple[Shard, ...],
-    *,
-    digests: Mapping[str, str],
-    base_digests: Mapping[str, str],
-    maps: Mapping[str, dict[str, Any]],
-    texts: Mapping[str, str],
-    adapters: Mapping[str, Adapter],
-) -> Manifest:
-    """The manifest of a finished execution. `digests` are of output tensors, `base_digests` of base tensors."""
-    manifest = Manifest(
-        surgeon_manifest=1,
-        tool=Tool(name="surgeon", version=__version__),
-        base=Base(
-            id=base_id.name,
-            revision=base_id.revision,
-            model_type=str(base.config["model_type"]),
-            layers=len(blueprint.layer_of_base),
-            tensors=dict(sorted(base_digests.items())),
-            config=base.config,
-        ),
-        plan=loaded.text,
-        promise=blueprint.promise,
-        native=blueprint.native,
-        operations=[
-            OperationEntry(
-                op=record.op,
-                matched=record.matched,
-                promise=record.claim.promise,
-                reason=record.claim.reason,
-                trains=record.trains,
-            )
-            for record in blueprint.operations
-        ],
-        layers=[
-            LayerEntry(
-                base=layer.base,
-                operation=layer.operation,
-                init=layer.init,
-                sources=list(layer.sources),
-                grafts=[GraftEntry(text=graft.text, operation=graft.operation) for graft in layer.grafts],
-            )
-            for layer in blueprint.layers
-        ],
-        new_tensors={
-            output.name: NewTensor(
-                shard=shard.file,
-                operation=output.operation or 0,
-                recipe=describe(output.recipe),
-                sha256=digests[output.name],
-            )
-            for shard in shards
-            for output in shard.outputs
-            if output.new
-        },
-        transport_maps=dict(sorted(maps.items())),
-        lineage=_lineage(base),
-        code={name: hashlib.sha256(bundle(blueprint.config)).hexdigest() for name in blueprint.code_files},
-        texts=dict(texts),
-        adapters={name: ImportedAdapter(**plain_fields(adapter)) for name, adapter in adapters.items()},
-    )
-    plugins = plugins_of(blueprint)
-    return manifest.model_copy(update={"plugins": plugins}) if plugins else manifest
+    Of the surgeries before it counts the seal of the last, which stands for those before.
+    """
+    own = {key: value for key, value in data.items() if key not in ("sha256", "lineage")}
+    lineage = data.get("lineage")
+    return _sha256({**own, "after": lineage[-1]["sha256"] if lineage else None})
 
 
-def plugins_of(blueprint: Blueprint) -> dict[str, str]:
-    """The distributions (with versions) whose operations, family or code took part."""
-    native = native_config(blueprint.config)
-    brought = [OPERATIONS.plugin_of(record.op) for record in blueprint.operations]
-    brought += [families.plugin_of(native["model_type"]) for families in (FAMILIES, ENCODERS)]
-    return {plugin.distribution: plugin.version for plugin in brought if plugin} | plugins_in(blueprint.config)
+def _sha256(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(data: dict[str, Any]) -> Manifest:
+    """The manifest of these fields, all but its seal."""
+    return Manifest(**data, sha256="0" * 64).changed()
 
 
 def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
@@ -293,8 +242,21 @@ def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
 
 
 def parse(data: object, *, file: str) -> Manifest:
-    """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be."""
-    return checked(Manifest, data, "manifest", file=file)
+    """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be.
+
+    Every surgery in it must have the seal that its content asks for.
+    """
+    manifest = checked(Manifest, data, "manifest", file=file)
+    assert isinstance(data, dict)
+    lineage: list[dict[str, Any]] = data["lineage"]
+    for number, entry in enumerate([*lineage, data], 1):
+        if seal_of({**entry, "lineage": lineage[: number - 1]}) != entry["sha256"]:
+            which = f" (surgery {number})" if number <= len(lineage) else ""
+            raise BadInput(
+                f"{printable(file)}{which}: not what its sha256 says, so it was edited since surgeon wrote it; use the"
+                " file as it was"
+            )
+    return manifest
 
 
 def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
@@ -343,34 +305,16 @@ def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: s
     return places
 
 
-def held_by(manifest: Manifest, *, file: str) -> dict[str, str]:
-    """What every tensor of the output holds, by digests, as far as the manifest says: born, kept, trained since."""
+def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
+    """What every tensor of the output holds, as far as the manifest says: born, kept, trained since."""
     held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
-    held.update({name: tensor.sha256 for name, tensor in manifest.new_tensors.items()})
-    return held | manifest.trained
-
-
-def digest_of(manifest: Mapping[str, Any]) -> str:
-    """The digest by which a later surgery's lineage knows this one's manifest (as data)."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-
-def _lineage(base: CheckpointFolder) -> list[Ancestor]:
-    """The base's own surgeries, oldest first; none where its manifest is absent."""
-    if base.manifest is None:
-        return []
-    earlier = parse(base.manifest, file=f"{base.path / MANIFEST_FILE}")
-    return [
-        *earlier.lineage,
-        Ancestor(
-            sha256=digest_of(base.manifest),
-            base=earlier.base.id,
-            revision=earlier.base.revision,
-            operations=[entry.op for entry in earlier.operations],
-            tool=earlier.tool.version,
-            manifest={key: value for key, value in base.manifest.items() if key != "lineage"},
-        ),
-    ]
+    for name, made in manifest.new_tensors.items():
+        held[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+    for name, sha256 in manifest.trained.items():
+        if name not in held:
+            raise BadInput(f"{printable(file)}: `training` names {printable(name)}, which the output does not have")
+        held[name] = held[name].model_copy(update={"sha256": sha256})
+    return held
 
 
 def manifest_of(folder: CheckpointFolder) -> Manifest:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.load import load_model
+from surgeon.models.load import load_model, running
 from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
@@ -52,31 +52,29 @@ class LogitComparison:
 
 
 def compare_logits(
-    base: Path,
-    out: Path,
+    base: CheckpointFolder | Path,
+    out: CheckpointFolder | Path,
     ids: Tensor,
     *,
     dtype: str = "auto",
     device: str = "cpu",
     decode_tokens: int = 16,
-    trust_remote_code: bool = False,
     batch_size: int = 4,
 ) -> list[LogitComparison]:
     """Load `base` and `out` whole and compare their logits on `ids` (windows, window).
 
     Prefill runs each window at once without a cache; cached decode prefills all but the last
     `decode_tokens` of each window, then feeds those one at a time. Both models use the dtype and the
-    attention implementation that transformers chooses for the base. Code inside a checkpoint runs
-    only with `trust_remote_code`. Memory: both models and the logits of one batch of each.
+    attention implementation that transformers chooses for the base. Each folder is trusted as it was opened, a path
+    with no code at all (`load_model`). Memory: both models and the logits of one batch of each.
     Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
     """
-    base_model = load_model(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    base_model = load_model(base, dtype=dtype, device=device)
     out_model = load_model(
         out,
         dtype=base_model.dtype,
         device=device,
         attention=base_model.config._attn_implementation,
-        trust_remote_code=trust_remote_code,
         failure=PromiseBroken,
     )
     return compare_models(base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size)
@@ -126,20 +124,25 @@ def _next_tokens(ids_BT: Tensor) -> Tensor:
 
 
 def _prefill(model: Any, ids_BT: Tensor) -> Iterator[Tensor]:
-    yield model(input_ids=ids_BT, use_cache=False).logits
+    with running(model):
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    yield logits_BTV
 
 
 def _decode(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
-    logits_BTV = model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits
+    with running(model):
+        cache = DynamicCache(config=model.config)
+        logits_BTV = model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits
     # A copy, so that the logits of the whole prefix are freed before the first step.
     yield logits_BTV[:, -1:].clone()
     del logits_BTV
     for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
-        yield model(input_ids=step_B1, past_key_values=cache, use_cache=True).logits
+        with running(model):
+            logits_BTV = model(input_ids=step_B1, past_key_values=cache, use_cache=True).logits
+        yield logits_BTV
 
 
 class _Tally:
@@ -269,7 +272,6 @@ def compare_streamed(
     dtype: str = "auto",
     device: str = "cpu",
     layer_of_base: Sequence[int],
-    trust_remote_code: bool = False,
     decode_tokens: int = 4,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
@@ -282,13 +284,12 @@ def compare_streamed(
     Memory: one unit of one model, the activations, the cache, and one batch of logits of each model.
     Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
     """
-    base_model = StreamedModel(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    base_model = StreamedModel(base, dtype=dtype, device=device)
     out_model = StreamedModel(
         out,
         dtype=base_model.dtype,
         device=device,
         attention=base_model.module.config._attn_implementation,
-        trust_remote_code=trust_remote_code,
         failure=PromiseBroken,
     )
     depth = len(base_model.layers)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.load import load_model
+from surgeon.models.load import load_model, running
 from surgeon.runtime.natives import ENCODER_HEADS
 
 WHOLE = "whole sequences"
@@ -45,14 +46,13 @@ def auto_class(config: Mapping[str, Any]) -> str:
 
 
 def compare_encoders(
-    base: Path,
-    out: Path,
+    base: CheckpointFolder | Path,
+    out: CheckpointFolder | Path,
     ids: Tensor,
     *,
     auto: str,
     dtype: str = "auto",
     device: str = "cpu",
-    trust_remote_code: bool = False,
     batch_size: int = 4,
 ) -> OutputComparison:
     """Load `base` and `out` whole by the auto class `auto` and compare their outputs on `ids` (windows, window).
@@ -60,7 +60,7 @@ def compare_encoders(
     The last third of every other window is padding. Raises BadInput when the base cannot be loaded or has fewer
     positions than a window, PromiseBroken when the output cannot be loaded.
     """
-    base_model = load_encoder(base, dtype=dtype, device=device, trust_remote_code=trust_remote_code, auto=auto)
+    base_model = load_encoder(base, dtype=dtype, device=device, auto=auto)
     config = base_model.config
     check_window(config, ids.shape[1])
     out_model = load_encoder(
@@ -68,7 +68,6 @@ def compare_encoders(
         dtype=base_model.dtype,
         device=device,
         attention=config._attn_implementation,
-        trust_remote_code=trust_remote_code,
         failure=PromiseBroken,
         auto=auto,
     )
@@ -78,8 +77,10 @@ def compare_encoders(
     name, identical, difference = "", True, 0.0
     batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
     for ids_BT, mask_BT in zip(*batches, strict=True):
-        with torch.inference_mode():
-            outputs = [model(input_ids=ids_BT, attention_mask=mask_BT) for model in (base_model, out_model)]
+        outputs = []
+        for model in (base_model, out_model):
+            with torch.inference_mode(), running(model):
+                outputs.append(model(input_ids=ids_BT, attention_mask=mask_BT))
         name = "logits" if "logits" in outputs[0] else "last_hidden_state"
         first, second = (_compared(output[name], mask_BT) for output in outputs)
         if first.isnan().any():
@@ -101,7 +102,7 @@ def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
     return values[mask_BT.bool()] if values.shape[:2] == mask_BT.shape and values.dim() == 3 else values
 
 
-def load_encoder(folder: Path, **options: Any) -> Any:
+def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
     """As `load_model`, in one dtype: transformers keeps two biases of DeBERTa in float32, whose products then fail.
 
     Raises BadInput, or the given `failure`, as `load_model` does.
@@ -113,7 +114,7 @@ def load_encoder(folder: Path, **options: Any) -> Any:
 def check_window(config: Any, window: int) -> None:
     """Raise BadInput where a window of tokens is longer than the encoder's positions."""
     # RoBERTa counts positions from after the padding index.
-    taken = config.pad_token_id + 1 if config.model_type.endswith("roberta") else 0
+    taken = (config.pad_token_id or 0) + 1 if config.model_type.endswith("roberta") else 0
     room = config.max_position_embeddings - taken
     if window > room:
         raise BadInput(

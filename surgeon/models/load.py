@@ -1,32 +1,34 @@
-"""Loading a checkpoint to run it: silent, offline, strict about missing tensors, weights aligned."""
+"""Loading a checkpoint to run it: silent, offline, strict about missing tensors, weights aligned.
+
+The only place where transformers loads anything, and all it gets is a view (view.py) of a folder that was opened and
+judged. Code of the folder runs only where its model is built of its own classes, and the user trusts this folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.families.anatomy import doubled, layer_of, without_a_place
+from surgeon.models.view import TOKENIZER_FILES, described, view_of_model, view_of_tokenizer
+from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.known import native_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
 CAUSAL = "AutoModelForCausalLM"
 
-LOAD_FAILURES = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    ImportError,
-    AttributeError,
-    TypeError,
-    SafetensorError,
-)
+# What libraries raise while they read files that anybody may have written: of any kind, as tokenizers' own errors are
+# plain `Exception`s. Nothing but a library's call stands where it is caught.
+LOAD_FAILURES = (Exception,)
 
 
 @contextlib.contextmanager
@@ -46,6 +48,20 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def running(model: Any) -> Iterator[None]:
+    """Raises BadInput for what a model's forward raises inside: a config may ask for what no code can compute."""
+    try:
+        yield
+    except SurgeonError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        shown = printable(str(getattr(model, "name_or_path", "") or type(model).__name__))
+        raise BadInput(
+            f"{shown}: the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -75,62 +91,182 @@ def _torch(name: str) -> torch.dtype:
     return found
 
 
+@dataclass(frozen=True)
+class _Loader:
+    """How a model is made: of a config alone (`blank`), or with the weights of a view (`filled`)."""
+
+    config: Any
+    blank: Callable[..., Any]
+    filled: Callable[..., Any]
+
+
+def _loader(folder: CheckpointFolder, view: Path, auto: str) -> _Loader:
+    """How transformers' class `auto` makes the model of `folder`, whose view this is."""
+    import transformers
+
+    if folder.classes == "shipped":
+        # The installed package's, which the folder's file equals byte for byte: transformers imports nothing of it.
+        kind = shipped_class(folder.config, auto)
+        config = shipped_config(kind, folder.config)
+        return _Loader(config, kind._from_config, kind.from_pretrained)
+    trusted = {"trust_remote_code": folder.classes == "own"}
+    config = transformers.AutoConfig.from_pretrained(view, local_files_only=True, **trusted)
+    made_by = getattr(transformers, auto)
+    return _Loader(
+        config,
+        lambda config, **options: made_by.from_config(config, **trusted, **options),
+        lambda view, **options: made_by.from_pretrained(view, **trusted, **options),
+    )
+
+
+def shipped_class(config: Mapping[str, Any], auto: str) -> Any:
+    """The class that surgeon ships for a grafted model of this config, as transformers' class `auto` would choose it.
+
+    Raises ValueError where there is none.
+    """
+    native = native_of(config)
+    head = next((head for head, name in native.heads.items() if name == auto), None) if native is not None else None
+    if native is None or head is None:
+        raise ValueError(f"{printable(str(config.get('model_type')))} has no class for {auto}")
+    return getattr(import_bundle(config), f"{native.prefix}{head}")
+
+
+def shipped_config(kind: Any, config: Mapping[str, Any]) -> Any:
+    """A config.json as the config object of a shipped class."""
+    return kind.config_class.from_dict(described(config, kind.config_class))
+
+
+def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
+    """What the view of a folder says in its config.json."""
+    from transformers import CONFIG_MAPPING
+
+    if folder.classes == "own":
+        # Its code may read any field; where code comes from is the folder alone.
+        return {key: value for key, value in folder.config.items() if not key.endswith("name_or_path")}
+    try:
+        kind = CONFIG_MAPPING[str(folder.config.get("model_type"))]
+    except KeyError:
+        kind = None
+    return described(folder.config, kind)
+
+
+@contextlib.contextmanager
+def _loading(
+    folder: CheckpointFolder, auto: str, failure: type[SurgeonError], doing: str
+) -> Iterator[tuple[Path, _Loader]]:
+    """A view of the folder and the model's loader; whatever transformers raises becomes `failure`, in one line."""
+    shown = printable(str(folder.path))
+    with contextlib.ExitStack() as stack:
+        try:
+            view = stack.enter_context(view_of_model(folder, _shown_config(folder)))
+        except BadInput as error:
+            raise failure(str(error)) from error
+        try:
+            with quiet_transformers():
+                yield view, _loader(folder, view, auto)
+        except LOAD_FAILURES as error:
+            words = first_line(error).replace(str(view), shown)
+            raise failure(f"{shown}: {doing}: {words}") from error
+
+
+def opened(folder: CheckpointFolder | Path, failure: type[SurgeonError] = BadInput) -> CheckpointFolder:
+    """The checkpoint itself, or a folder opened as a stranger's: code of its own is refused. Raises `failure`."""
+    if isinstance(folder, CheckpointFolder):
+        return folder
+    try:
+        return CheckpointFolder.open(folder)
+    except BadInput as error:
+        raise failure(str(error)) from error
+
+
 def load_model(
-    folder: Path,
+    folder: CheckpointFolder | Path,
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "cpu",
     attention: str | None = None,
-    trust_remote_code: bool = False,
     failure: type[SurgeonError] = BadInput,
     auto: str = CAUSAL,
+    say: Callable[[str], None] | None = None,
 ) -> Any:
     """The model in `folder` as transformers' class `auto` loads it, in eval mode.
 
     `attention` is the attention implementation (None: the one transformers chooses). A tensor that is
-    missing, unexpected or of another shape raises `failure` (BadInput by default), naming the first: transformers only
-    warns, fills in random values and goes on. Weights at unaligned addresses of a mapped
+    missing, without a place in a layer or of another shape raises `failure` (BadInput by default), naming the first:
+    transformers only warns, fills in random values and goes on. Tensors outside the layers that the model has no place
+    for compute nothing; `say` gets a line that names them. Weights at unaligned addresses of a mapped
     file are copied to aligned ones, because BLAS kernels may round differently by alignment and two
     files rarely have the same tensor at the same offset. For encoders, whose head may be missing, a tensor without
     a place in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
     """
-    import transformers
-
-    shown = printable(str(folder))
-    if not (folder / "config.json").is_file():
-        raise BadInput(f"{shown}: no config.json here; expected the folder of a checkpoint")
+    folder = opened(folder, failure)
     wanted = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
-    try:
-        with quiet_transformers():
-            model, info = getattr(transformers, auto).from_pretrained(
-                folder,
-                dtype=wanted,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-    except LOAD_FAILURES as error:
-        raise failure(f"{shown}: cannot be loaded with transformers: {first_line(error)}") from error
-    _check_loaded(info, auto, shown, failure)
+    with _loading(folder, auto, failure, "cannot be loaded with transformers") as (view, loader):
+        model, info = loader.filled(
+            view,
+            config=loader.config,
+            dtype=wanted,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    model.config.name_or_path = str(folder.path)
+    check_doubled(folder, model, failure)
+    _check_loaded(info, auto, printable(str(folder.path)), failure, say)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model.eval()
 
 
-def _check_loaded(info: dict[str, Any], auto: str, shown: str, failure: type[SurgeonError]) -> None:
-    """Raise `failure` naming the first tensor that is missing, unexpected or of another shape."""
+def build_model(
+    folder: CheckpointFolder,
+    *,
+    dtype: Callable[[Any], torch.dtype],
+    attention: str | None = None,
+    failure: type[SurgeonError] = BadInput,
+) -> Any:
+    """The causal model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype by its config object.
+
+    Its buffers are real: the ones outside the checkpoint (rotary frequencies, embedding scales) could not be recovered
+    from meta. Raises `failure` where it cannot be built.
+    """
+    from accelerate import init_empty_weights
+
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    with _loading(folder, CAUSAL, failure, "the model cannot be built") as (_, loader):
+        chosen = dtype(loader.config)
+        with init_empty_weights(include_buffers=False):
+            module = loader.blank(loader.config, dtype=chosen, **options)
+    module.config.name_or_path = str(folder.path)
+    return module.eval()
+
+
+def check_doubled(folder: CheckpointFolder, model: Any, failure: type[SurgeonError]) -> None:
+    """Raise `failure` where transformers has loaded one tensor twice: the last one stays, and it says nothing."""
+    if twice := doubled(folder.tensors, f"{model.base_model_prefix}." if model.base_model_prefix else ""):
+        first, second = map(printable, twice)
+        raise failure(f"{printable(str(folder.path))}: {first} and {second} are one tensor to transformers; keep one")
+
+
+def _check_loaded(
+    info: dict[str, Any], auto: str, shown: str, failure: type[SurgeonError], say: Callable[[str], None] | None
+) -> None:
+    """Raise `failure` naming the first tensor that is missing, without a place in a layer, or of another shape."""
     if auto != CAUSAL:
         info["unexpected_keys"] = ()
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
+    idle = [name for name in sorted(info["unexpected_keys"]) if is_idle(name)]
     for found, words in (
         (sorted(info["missing_keys"]), "the model has the tensor {}, the checkpoint lacks it"),
-        (sorted(info["unexpected_keys"]), "the checkpoint has the tensor {}, the model has no place for it"),
+        (
+            sorted(set(info["unexpected_keys"]) - set(idle)),
+            "the checkpoint has the tensor {}, the model has no place for it",
+        ),
         (
             sorted(key[0] for key in info["mismatched_keys"]),
             "tensor {} has another shape than the config requires",
@@ -139,3 +275,29 @@ def _check_loaded(info: dict[str, Any], auto: str, shown: str, failure: type[Sur
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise failure(f"{shown}: {words.format(printable(found[0]))}{more}")
+    if idle and say is not None:
+        say(f"{shown}: {without_a_place(idle)}")
+
+
+def is_idle(name: str) -> bool:
+    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside the layers."""
+    return layer_of(name) is None
+
+
+def find_tokenizer(folder: Path) -> tuple[Any, str]:
+    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None, "there is no tokenizer in the folder"
+    view = folder
+    try:
+        with view_of_tokenizer(folder) as view, quiet_transformers():
+            found = AutoTokenizer.from_pretrained(view, trust_remote_code=False, local_files_only=True)
+    except LOAD_FAILURES as error:
+        words = first_line(error).replace(str(view), printable(str(folder)))
+        return None, f"the tokenizer in the folder cannot be loaded ({words})"
+    if not isinstance(found, PreTrainedTokenizerBase):
+        return None, f"the tokenizer in the folder cannot be loaded ({type(found).__name__} is no tokenizer)"
+    found.name_or_path = str(folder)
+    return found, ""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers, stored_dtype, torch_dtype
+from surgeon.models.load import build_model, check_doubled, first_line, is_idle, stored_dtype, torch_dtype
 
 
 class StreamedModel:
@@ -38,11 +38,12 @@ class StreamedModel:
         dtype: str | torch.dtype = "auto",
         device: str = "cpu",
         attention: str | None = None,
-        trust_remote_code: bool = False,
         failure: type[SurgeonError] = BadInput,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
-        self.module, self.dtype = self._build(dtype, attention, trust_remote_code)
+        self.module = build_model(
+            folder, dtype=lambda config: self._chosen_dtype(dtype, config), attention=attention, failure=failure
+        )
         self.stored_as = self._stored_names()
         self.layers = self._decoder_layers()
         self.peak_weight_bytes = 0
@@ -56,46 +57,26 @@ class StreamedModel:
         digests, self._digests = self._digests, []
         return digests
 
-    def _build(
-        self, dtype: str | torch.dtype, attention: str | None, trust_remote_code: bool
-    ) -> tuple[Any, torch.dtype]:
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-        try:
-            with quiet_transformers():
-                config = AutoConfig.from_pretrained(
-                    self.folder.path, trust_remote_code=trust_remote_code, local_files_only=True
-                )
-                chosen = self._chosen_dtype(dtype, config)
-                # Buffers are made for real: the ones outside the checkpoint (rotary frequencies, embedding
-                # scales) could not be recovered from meta.
-                with init_empty_weights(include_buffers=False):
-                    module = AutoModelForCausalLM.from_config(
-                        config, dtype=chosen, trust_remote_code=trust_remote_code, **options
-                    )
-        except LOAD_FAILURES as error:
-            raise self.failure(f"{self._shown}: the model cannot be built: {first_line(error)}") from error
-        return module.eval(), chosen
-
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
         """The given one, else the config's, else the first stored tensor's, as in transformers."""
         if isinstance(dtype, torch.dtype):
-            return dtype
-        if dtype != "auto":
-            return torch_dtype(dtype)
-        if config.dtype is not None:
-            return torch_dtype(str(config.dtype).removeprefix("torch."))
-        floating = {name: info.dtype for name, info in self.folder.tensors.items() if info.dtype in FLOAT_DTYPES}
-        return stored_dtype(floating[min(floating)])
+            self.dtype = dtype
+        elif dtype != "auto":
+            self.dtype = torch_dtype(dtype)
+        elif config.dtype is not None:
+            self.dtype = torch_dtype(str(config.dtype).removeprefix("torch."))
+        else:
+            floating = {name: info.dtype for name, info in self.folder.tensors.items() if info.dtype in FLOAT_DTYPES}
+            self.dtype = stored_dtype(floating[min(floating)])
+        return self.dtype
 
     @property
     def _shown(self) -> str:
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, str]:
-        """For every tensor of the model, the name it is stored under; ties are followed, extra tensors are refused."""
+        """For every tensor of the model, the name it is stored under; ties are followed, layers' extras are refused."""
+        check_doubled(self.folder, self.module, self.failure)
         expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
         tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
         partners = {source: target for target, source in tied.items()} | tied
@@ -112,7 +93,7 @@ class StreamedModel:
             names[name] = found
         ignored = [re.compile(p) for p in self.module._keys_to_ignore_on_load_unexpected or ()]
         for full, name in sorted(stored.items()):
-            if full not in expected and not any(pattern.search(full) for pattern in ignored):
+            if full not in expected and not is_idle(name) and not any(pattern.search(full) for pattern in ignored):
                 raise self.failure(
                     f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
                 )

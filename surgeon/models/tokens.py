@@ -5,29 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import LOAD_FAILURES, first_line, quiet_transformers
-
-# A folder with none of these has no tokenizer; any other failure to load one gets a message of its own.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
+from surgeon.models.load import first_line
+from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
 # Enough characters for the tokens asked for, in any script, without reading all of a large file.
 _CHARACTERS_A_TOKEN = 32
@@ -71,14 +60,14 @@ def token_batches(
         # Read before the tokenizer is loaded, so that a wrong path is reported at once.
         shown = printable(str(text))
         documents = _documents(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
-        tokenizer, why_not = find_tokenizer(folder)
+        tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
             raise BadInput(
                 f"{printable(str(folder))}: {why_not}, so {shown} cannot be tokenised; add the tokenizer's files"
             )
         source = shown
     else:
-        tokenizer, why_not = find_tokenizer(folder)
+        tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
             made = torch.Generator().manual_seed(seed)
             ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
@@ -90,36 +79,33 @@ def token_batches(
     if full == 0:
         raise BadInput(f"{source} gives {len(tokens)} tokens, fewer than one window of {window}; use a smaller window")
     ids = tokens[: full * window].view(full, window)
-    if int(ids.max()) >= vocabulary:
-        raise BadInput(
-            f"{printable(str(folder))}: its tokenizer gives token {int(ids.max())}, but the model has only"
-            f" {vocabulary} tokens; the tokenizer belongs to another model"
-        )
+    check_ids((int(ids.min()), int(ids.max())), tokenizer, rows=vocabulary)
     return TokenBatches(ids, source)
 
 
-def _token_stream(tokenizer: Any, documents: Iterator[str]) -> Iterator[int]:
+def check_ids(ids: Sequence[int], tokenizer: Tokenizer, *, rows: int) -> None:
+    """Raise BadInput, which names the token, where an id is no row of an embedding of `rows` rows."""
+    outside = next((token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < rows), None)
+    if outside is None:
+        return
+    try:
+        called = repr(printable(tokenizer.decode([outside]), 40))
+    except BadInput:
+        called = "a token"
+    raise BadInput(
+        f"{printable(str(tokenizer.folder))}: its tokenizer gives {called} the id {outside}, the model's embedding has"
+        f" only {rows} rows (ids 0 to {rows - 1}); use the model's own tokenizer, or add a row"
+    )
+
+
+def _token_stream(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[int]:
     between = False
     for document in documents:
-        with quiet_transformers():
-            encoded = tokenizer.encode(document, add_special_tokens=False)
+        encoded = tokenizer.ids(document, special=False)
         if between and tokenizer.eos_token_id is not None:
             yield tokenizer.eos_token_id
         between = True
         yield from encoded
-
-
-def find_tokenizer(folder: Path) -> tuple[Any, str]:
-    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None, "there is no tokenizer in the folder"
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True), ""
-    except LOAD_FAILURES as error:
-        return None, f"the tokenizer in the folder cannot be loaded ({first_line(error)})"
 
 
 def _documents(path: Path, characters: int | None) -> Iterator[str]:
@@ -128,9 +114,9 @@ def _documents(path: Path, characters: int | None) -> Iterator[str]:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise BadInput(f"{shown}: cannot be read: {error.strerror}") from error
+        raise BadInput(f"{shown}: cannot be read ({error.strerror}); check the path") from error
     if not stat.S_ISREG(mode):
-        raise BadInput(f"{shown}: not a regular file; expected .jsonl or plain text")
+        raise BadInput(f"{shown}: not a regular file; expected .jsonl or plain text; give a file")
     return _json_lines(path, shown) if path.suffix.lower() == ".jsonl" else _plain(path, shown, characters)
 
 
@@ -139,9 +125,9 @@ def _plain(path: Path, shown: str, characters: int | None) -> Iterator[str]:
         with path.open(encoding="utf-8") as file:
             yield file.read(-1 if characters is None else characters)
     except UnicodeDecodeError as error:
-        raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}: {error.reason})") from error
+        raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from error
     except OSError as error:
-        raise BadInput(f"{shown}: cannot be read: {error.strerror}") from error
+        raise BadInput(f"{shown}: cannot be read ({error.strerror}); check the path") from error
 
 
 def _json_lines(path: Path, shown: str) -> Iterator[str]:
@@ -151,17 +137,21 @@ def _json_lines(path: Path, shown: str) -> Iterator[str]:
                 if line.strip():
                     yield _text_of(line, f"{shown}, line {number}")
     except OSError as error:
-        raise BadInput(f"{shown}: cannot be read: {error.strerror}") from error
+        raise BadInput(f"{shown}: cannot be read ({error.strerror}); check the path") from error
 
 
 def _text_of(line: bytes, where: str) -> str:
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadInput(f"{where}: not UTF-8 text") from error
+        raise BadInput(f"{where}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise BadInput(f'{where}: not JSON ({first_line(error)}); expected {{"text": "…"}}') from error
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise BadInput(f'{where}: no "text" that is a string; expected {{"text": "…"}}')
+    try:
+        entry["text"].encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadInput(f"{where}: half of a UTF-16 pair, which no tokenizer takes; remove or replace it") from None
     found: str = entry["text"]
     return found

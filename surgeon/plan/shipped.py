@@ -30,5 +30,5 @@ def find_plan(plan: str | Path) -> Path:
     if str(plan) in known:
         return folder() / f"{plan}.yaml"
     close = difflib.get_close_matches(str(plan), known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"shipped plans: {', '.join(known)}"
+    hint = f"did you mean `{close[0]}`?" if close else "`surgeon plans` lists the names, a plan file ends in .yaml"
     raise BadInput(f"{printable(str(plan))}: neither a plan file nor the name of a shipped plan; {hint}")

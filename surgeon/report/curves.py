@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.files import read_given
 from surgeon.errors import BadInput, printable
 from surgeon.report.history import History
 
@@ -82,12 +83,7 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
     without a loss, and losses that are not finite.
     """
     shown = printable(str(log))
-    try:
-        if log.stat().st_size > MAX_LOG_BYTES:
-            raise BadInput(f"{shown}: {log.stat().st_size} bytes; a log of losses has at most {MAX_LOG_BYTES}")
-        content = log.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
+    content = read_given(log, what="log of losses", most=MAX_LOG_BYTES)
     curves: dict[str, list[tuple[int, float]]] = {}
     for number, entry in _entries(content, log):
         for source, loss in _losses(entry).items():
@@ -106,7 +102,7 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
 def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The log's entries with their line numbers (for the output of `surgeon train --json`: their order)."""
     if content.startswith(b"{\n"):
-        record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES)
+        record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES, constants=True)
         held, logged = record.get("losses"), record.get("log")
         if not isinstance(held, dict) or not isinstance(logged, list):
             raise BadInput(f"{printable(str(log))}: neither JSON lines nor the output of `surgeon train --json`")
@@ -118,7 +114,7 @@ def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
-        entry = parse_json_strict(line, file=f"{log}, line {number}", max_bytes=1_000_000)
+        entry = parse_json_strict(line, file=f"{log}, line {number}", max_bytes=1_000_000, constants=True)
         if not isinstance(entry, dict):
             raise BadInput(f'{printable(str(log))}, line {number}: expected {{"step": …, "source": …, "loss": …}}')
         yield number, entry

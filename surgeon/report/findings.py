@@ -125,7 +125,7 @@ def gather(
         )
     surgery = folder.config.get("surgery")
     branches = isinstance(surgery, dict) and bool(surgery.get("control"))
-    probing = branch_alignment(folder, device, trust_remote_code, listener.say) if branches else None
+    probing = branch_alignment(folder, device, listener.say) if branches else None
     history = layer_history(folder, manifest)
     return Findings(
         name=folder.path.resolve().name,

@@ -52,15 +52,15 @@ class StackLayer:
 
 @dataclass(frozen=True)
 class History:
-    """The surgeries of an output, as far as their manifests were kept, and its layers."""
+    """The surgeries of an output, and its layers."""
 
     lineage: Lineage
     layers: tuple[StackLayer, ...]
 
     @property
     def surgeries(self) -> dict[int, Manifest]:
-        """The manifests that are known by the surgery's number, from 1, oldest first."""
-        return dict(enumerate(self.lineage.surgeries, self.lineage.first))
+        """The manifests by the surgery's number, from 1, oldest first."""
+        return dict(enumerate(self.lineage.surgeries, 1))
 
     @property
     def base_layers(self) -> int:
@@ -69,7 +69,7 @@ class History:
 
 
 def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
-    """Follow every layer back through the lineage, as far as manifests were kept. Raises BadInput for a broken one."""
+    """Follow every layer back through the lineage. Raises BadInput for a broken one."""
     lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
     _check(lineage, folder)
     grafts = grafts_of(folder.config)
@@ -115,7 +115,7 @@ def _layers_with_new_weights(manifest: Manifest) -> set[int]:
 
 def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: bool) -> StackLayer:
     """Walk down from the last surgery until one made the layer, or the first base had it."""
-    surgeries, first = lineage.surgeries, lineage.first
+    surgeries = lineage.surgeries
     brought: dict[str, int] = {}
     here, changed, changed_by = index, "", None
     made_by: int | None = None
@@ -123,9 +123,9 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
         entry = surgeries[nth].layers[here]
         for graft in entry.grafts:
             if graft.operation is not None:
-                brought.setdefault(graft.text, nth + first)
+                brought.setdefault(graft.text, nth + 1)
         if entry.base is not None and entry.init and not changed:
-            changed, changed_by = entry.init, nth + first
+            changed, changed_by = entry.init, nth + 1
         if entry.base is None:
             made_by = nth
             break
@@ -135,7 +135,7 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
         origin: Origin = "changed" if changed else "base"
         return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
     entry = surgeries[made_by].layers[here]
-    places = lineage.layers(made_by + first)
+    places = lineage.layers(made_by + 1)
     by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
     return StackLayer(
         index=index,
@@ -143,7 +143,7 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
         origin=origin_of(by, entry.init),
         init=entry.init,
         sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
-        surgery=made_by + first,
+        surgery=made_by + 1,
         operation=entry.operation,
         trains=trains,
         marks=marks,

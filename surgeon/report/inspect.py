@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, listed
 from surgeon.errors import printable
-from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.families.anatomy import Anatomy, dissect, without_a_place
 from surgeon.manifest.manifest import Manifest, manifest_of
 from surgeon.operations.selectors import show
 
@@ -41,6 +42,7 @@ class Inspection:
             "parameters": self.parameters,
             "tied_embeddings": self.anatomy.tied,
             "shards": list(self.folder.shards),
+            "notes": list(self.folder.notes),
             "surgery": self.manifest.model_dump() if self.manifest else None,
         }
 
@@ -68,18 +70,22 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
     facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
     facts.add_row("parameters", count(inspection.parameters))
+    for note in [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]:
+        facts.add_row("note", Text(note, style="yellow"))
     facts.add_row("shards", f"{len(folder.shards)}, {', '.join(sorted({i.dtype for i in folder.tensors.values()}))}")
     manifest = inspection.manifest
     if manifest is None:
         facts.add_row("surgery", "none (no surgery.json)")
         return facts
     facts.add_row("base", printable(at_revision(manifest.base.id, manifest.base.revision)))
+    facts.add_row("base's digest", manifest.base_digest)
     facts.add_row("promise", PROMISE_STYLES[manifest.promise])
     facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
     for number, entry in enumerate(manifest.operations):
         facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
     for ancestor in manifest.lineage:
-        facts.add_row("earlier", f"{printable(', '.join(ancestor.operations))} on {printable(ancestor.base)}")
+        done = ", ".join(entry.op for entry in ancestor.operations)
+        facts.add_row("earlier", f"{printable(done)} on {printable(ancestor.base.id)}")
     new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
     if new_layers:
         facts.add_row("new layers", show(new_layers))
@@ -95,8 +101,6 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         )
         losses = f"; held-out loss {losses}" if losses else ""
         facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{losses}")
-    facts.add_row(
-        "new tensors",
-        f"{len(manifest.new_tensors)}, in {listed(sorted({t.shard for t in manifest.new_tensors.values()}))}",
-    )
+    shards = sorted({folder.tensors[name].file for name in manifest.new_tensors if name in folder.tensors})
+    facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
     return facts

@@ -13,7 +13,7 @@ from torch.nn import functional
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
 from surgeon.models.load import load_model, stored_dtype
-from surgeon.models.tokens import find_tokenizer
+from surgeon.models.tokenizer import open_tokenizer
 from surgeon.runtime.adapters_rules import ADAPTER
 from surgeon.runtime.rules import BRANCH
 
@@ -121,23 +121,21 @@ def sentences() -> tuple[str, ...]:
     return tuple(f"{first} is to {second}" for first, _, second in pairs)
 
 
-def branch_alignment(
-    folder: CheckpointFolder, device: str, trust_remote_code: bool, progress: Callable[[str], None]
-) -> Probing:
+def branch_alignment(folder: CheckpointFolder, device: str, progress: Callable[[str], None]) -> Probing:
     """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
 
     Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
     """
     probes = sentences()
-    tokenizer, why_not = find_tokenizer(folder.path)
+    tokenizer, why_not = open_tokenizer(folder.path)
     if tokenizer is None:
         return Probing((), probes, f"the probe sentences were not run: {why_not}")
-    ids = [tokenizer(sentence)["input_ids"] for sentence in probes]
+    ids = [tokenizer.ids(sentence) for sentence in probes]
     vocabulary = folder.config.get("vocab_size", 0)
     if any(not row or max(row) >= vocabulary for row in ids):
         return Probing((), probes, "the probe sentences were not run: the tokenizer is not this model's")
     progress("comparing the branches of control blocks on probe sentences")
-    model = load_model(folder.path, device=device, trust_remote_code=trust_remote_code or folder.code == "shipped")
+    model = load_model(folder, device=device, say=progress)
     heard: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, layer in enumerate(model.base_model.layers):
         if getattr(layer, "interpolator", None) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.report.curves import Curve
+from surgeon.report.files import save_picture
 from surgeon.report.findings import Findings
 from surgeon.report.history import History
 from surgeon.report.page.stack import origin_words
@@ -36,15 +37,7 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
         drawn["gates"] = _gates(routing)
     if findings.curves:
         drawn["losses"] = _losses(findings.curves)
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in drawn.items():
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1])
-    except OSError as error:
-        raise BadInput(f"--png {printable(str(folder))}: cannot be written ({error.strerror})") from None
-    return tuple(paths)
+    return tuple(save_picture(figure, folder / f"{name}.png") for name, figure in drawn.items())
 
 
 def _empty(width: float, height: float) -> tuple[Any, Any]:

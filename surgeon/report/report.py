@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.names import check_new_name
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import manifest_of
+from surgeon.report.files import write_text
 from surgeon.report.findings import Findings, gather
 from surgeon.verify.verify import verify
 
@@ -69,6 +69,8 @@ def report(
         raise BadInput("--verify compares logits with the base's; give --base DIR")
     if html is not None:
         check_place(Path(html))
+    if png is not None:
+        check_new_name(Path(png))
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
     verification = None
@@ -103,30 +105,19 @@ def report(
 
         pictures = draw_pictures(findings, Path(png))
     if html is not None:
-        write_page(render(findings), Path(html))
+        write_text(render(findings), Path(html))
     return Reported(None if html is None else Path(html), pictures, findings)
 
 
 def check_place(html: Path) -> None:
     """Raise BadInput, before any work, where the page cannot be written there."""
+    check_new_name(html)
     shown = printable(str(html))
     if html.is_dir():
         raise BadInput(f"--html {shown}: a folder; give the page's file name")
+    if html.exists() and html.suffix.lower() not in (".html", ".htm"):
+        raise BadInput(f"--html {shown}: exists, and its name is not a page's; give a name such as report.html")
     if not html.parent.is_dir():
         raise BadInput(f"--html {shown}: cannot be written, there is no folder {printable(str(html.parent))}; make it")
-
-
-def write_page(page: str, to: Path) -> None:
-    """Write the page beside `to`, then rename it: `to` is the old file or the new one. Raises BadInput on an error."""
-    try:
-        handle, staged = tempfile.mkstemp(prefix=f".{to.name}.", dir=to.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(page)
-            Path(staged).chmod(0o644)
-            Path(staged).replace(to)
-        except BaseException:
-            Path(staged).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
+    if html.exists() and not html.is_file():
+        raise BadInput(f"--html {shown}: not a file, so no page is written there; give the page's file name")

@@ -8,6 +8,7 @@ loud: Neutral Residues, section 3) and the share α of expanded branches (Contro
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,14 +23,18 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.names import check_new_name
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common import devices
+from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, dissect, is_grafted
 from surgeon.models.encoders import auto_class, check_window, load_encoder
-from surgeon.models.load import load_model
-from surgeon.models.tokens import find_tokenizer, token_batches
+from surgeon.models.load import load_model, running
+from surgeon.models.tokenizer import Tokenizer, open_tokenizer
+from surgeon.models.tokens import token_batches
+from surgeon.report.files import write_text
 
 # How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
 _EXAMPLES = 256
@@ -136,13 +141,10 @@ class RoutingReport(_Entry):
 def read_routing(file: Path) -> RoutingReport:
     """The report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
     shown = printable(str(file))
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{shown}: cannot be read ({error.strerror})") from None
+    content = read_given(file, what="routing record", most=_MAX_BYTES)
     try:
         read = TypeAdapter(RoutingReport).validate_python(
-            parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES)
+            parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES, constants=True)
         )
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
@@ -162,6 +164,19 @@ def read_routing(file: Path) -> RoutingReport:
     return read
 
 
+def _check_record_place(to: Path) -> None:
+    """Raise BadInput, before any work, where the record would replace anything but an earlier record."""
+    check_new_name(to)
+    shown = printable(str(to))
+    if not to.absolute().parent.is_dir():
+        raise BadInput(f"--to {shown}: there is no folder {printable(str(to.absolute().parent))}; make it first")
+    if os.path.lexists(to):
+        try:
+            read_routing(to)
+        except BadInput as error:
+            raise BadInput(f"--to {shown}: exists, and is no routing record; give another file") from error
+
+
 def routing_report(
     out: str | Path,
     texts: Mapping[str, Path | None],
@@ -178,42 +193,42 @@ def routing_report(
     `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
     for a checkpoint without routers and gates, and for texts that cannot be read.
     """
-    device = devices.resolve(device)
+    listener, device = listener or Quiet(), devices.resolve(device)
+    if to is not None:
+        _check_record_place(to)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    for note in folder.notes:
+        listener.say(note)
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
         raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
     anatomy = dissect(folder.config, folder.tensors)
-    observer = _observer(folder, anatomy, window, device, trust_remote_code)
+    observer = _observer(folder, anatomy, window, device, listener.say)
     # None: there is no tokenizer, and tokens are shown by number.
-    tokenizer, _ = find_tokenizer(folder.path) if observer.router else (None, "")
+    tokenizer, _ = open_tokenizer(folder.path) if observer.router else (None, "")
     choices: dict[str, TextChoices] = {}
     for name, text in texts.items():
-        (listener or Quiet()).say(f"routing on {printable(name)}")
+        listener.say(f"routing on {printable(name)}")
         tokens = token_batches(
             folder.path, text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary
         )
         choices[name] = observer.run(tokens.ids.to(device), tokenizer)
     report = RoutingReport(1, Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
-        try:
-            to.write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"{printable(str(to))}: cannot be written ({error.strerror})") from None
+        write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", to)
     return report
 
 
 def _observer(
-    folder: CheckpointFolder, anatomy: Anatomy, window: int, device: str, trust_remote_code: bool
+    folder: CheckpointFolder, anatomy: Anatomy, window: int, device: str, say: Callable[[str], None]
 ) -> _Observer:
     """The checkpoint's model, loaded to be observed. Raises BadInput where nothing in it chooses."""
-    trusted = trust_remote_code or folder.code == "shipped"
     if anatomy.family.encoder:
         auto = auto_class(folder.config)
-        model = load_encoder(folder.path, device=device, trust_remote_code=trusted, auto=auto)
+        model = load_encoder(folder, device=device, auto=auto)
         check_window(model.config, window)
     else:
-        model = load_model(folder.path, device=device, trust_remote_code=trusted)
+        model = load_model(folder, device=device, say=say)
     observer = _Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
         raise BadInput(
@@ -251,7 +266,7 @@ class _Observer:
         """Whether the model has routers or gates."""
         return bool(self.router or self.sites or self._gates)
 
-    def run(self, ids: Tensor, tokenizer: Any) -> TextChoices:
+    def run(self, ids: Tensor, tokenizer: Tokenizer | None) -> TextChoices:
         """Run one text's windows (windows, window) and return the choices."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
@@ -260,7 +275,7 @@ class _Observer:
         states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
         for batch in torch.split(ids, _BATCH):
             flow = self._flow(records_choices=True)
-            with torch.inference_mode():
+            with torch.inference_mode(), running(self.model):
                 self.model(batch, **self._asked, surgery_flow=flow)
             if self.router:
                 routing.append(flow.routing.flatten(0, 1).double().cpu())
@@ -316,7 +331,7 @@ class _Observer:
         )
 
 
-def _router_choices(weights: Tensor, ids: list[int], tokenizer: Any) -> RouterChoices:
+def _router_choices(weights: Tensor, ids: list[int], tokenizer: Tokenizer | None) -> RouterChoices:
     largest = weights.argmax(dim=-1)
     shares = torch.bincount(largest, minlength=weights.shape[-1]).double() / len(largest)
     shown = ids[:_EXAMPLES]

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
@@ -29,6 +30,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import parse_plan
+from surgeon.report.files import save_picture
 from surgeon.report.history import History, layer_history
 
 if TYPE_CHECKING:
@@ -293,6 +295,7 @@ class _Drawer:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
             raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
+        check_new_name(folder)
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")
         self.folder = folder
@@ -314,9 +317,7 @@ class _Drawer:
         axes.set_xlabel("neuron of the upper layer")
         axes.set_ylabel("neuron of the lower layer")
         figure.colorbar(image, label="share of the lower neuron's mass")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.drawn.append(self.folder / f"{name}.png")
-        figure.savefig(self.drawn[-1])
+        self.drawn.append(save_picture(figure, self.folder / f"{name}.png"))
 
 
 def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:

@@ -17,17 +17,20 @@ from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import Shard
-from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields
+from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import dissect
-from surgeon.manifest.manifest import Manifest, places_of
+from surgeon.manifest.compose import surgeries_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, places_of
 from surgeon.rework.make_delta import Delta
+from surgeon.verify.claims import manifest_differences
+from surgeon.verify.static import Drawn
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ def apply_delta(
     """Apply `delta` (a folder, or `user/name[@revision]`) to `base`: `out` is what the delta was made of.
 
     Every tensor of `base`, which is what the last surgery was carried out on, is compared with its digest in the
-    manifest and every tensor of the delta with its own. Raises BadInput where one differs; `out` then stays absent.
+    manifest and every tensor and file of the delta with its own; the manifest must say what its plan makes of `base`.
+    Raises BadInput where one differs; `out` then stays absent. What the delta brings is the maker's: that it keeps its
+    promises, `verify` shows.
     """
     listener = listener or Quiet()
     target = Path(out)
@@ -69,6 +74,8 @@ def apply_delta(
         applying_job(opened, remote_folder(base, revision, trust_remote_code=trust_remote_code), small_files=False)
     located = locate(base, revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    for note in folder.notes:
+        listener.say(note)
     job = applying_job(opened, folder)
     check_destination(target, opened.path)
     check_output(job, located.path, target)
@@ -90,6 +97,16 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
     manifest = delta.manifest
     if differing := sorted(manifest.base.tensors.keys() ^ base.tensors.keys()):
         raise wrong_base(manifest, differing[0], base.source.shown)
+    if not same_json(manifest.base.config, base.config):
+        raise wrong_base(manifest, CONFIG_FILE, base.source.shown)
+    if manifest.lineage != surgeries_of(base):
+        raise wrong_base(manifest, MANIFEST_FILE, base.source.shown)
+    drawn = Drawn.of(manifest, base.config, base.tensors, str(delta.path / MANIFEST_FILE))
+    if wrong := manifest_differences(manifest, drawn.loaded, drawn.blueprint):
+        raise BadInput(
+            f"{printable(str(delta.path / MANIFEST_FILE))}: `{printable(wrong[0])}` is not what plan and base make, so"
+            " the delta was edited; get it again"
+        )
     origins = _origins(delta, base)
     shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
     _check_whole(delta, shards, origins)
@@ -108,7 +125,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
                     " damaged; get it again. Nothing was written"
                 )
         for name, digest in proof.digests_of(base).items():
-            if manifest.base.tensors[name] != digest:
+            if manifest.base.tensors[name] != StoredTensor.of(base.tensors[name], digest):
                 raise wrong_base(manifest, name, base.source.shown)
         return {}
 

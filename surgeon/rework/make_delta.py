@@ -31,24 +31,35 @@ from surgeon.checkpoint.folder import (
     CONFIG_FILE,
     DELTA_FILE,
     MAX_CARD_BYTES,
-    MAX_CODE_BYTES,
     MAX_CONFIG_BYTES,
     MAX_MANIFEST_BYTES,
+    RECORD_FILE,
     CheckpointFolder,
-    code_of,
     digests_of,
 )
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.trust import MAX_CODE_BYTES, brought_by, check_config, check_trusted
 from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import card
 from surgeon.manifest.lineage import CODE_NAME
-from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, checked, manifest_of, parse, places_of
+from surgeon.manifest.manifest import (
+    MANIFEST_FILE,
+    Entry,
+    Manifest,
+    Sha256,
+    StoredTensor,
+    checked,
+    manifest_of,
+    parse,
+    places_of,
+    seal_of,
+)
 
 # The output's own card, as README.md of a delta is the delta's.
 KEPT_CARD = "README.output.md"
@@ -57,11 +68,10 @@ MAX_DELTA_BYTES = 64_000_000
 _Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
 
 
-class HeldTensor(Entry):
-    """A tensor of the delta: in which of its shards, and its digest."""
+class HeldTensor(StoredTensor):
+    """A tensor of the delta: its value, and in which of its shards it lies."""
 
     shard: _Shard
-    sha256: Sha256
 
 
 class DeltaIndex(Entry):
@@ -69,9 +79,11 @@ class DeltaIndex(Entry):
 
     `files` are the output's small files that the delta brings, `from_base` those that the base does, by digests.
     `shards` are the output's, with their tensors in the order of their bytes; of these the delta brings `tensors`.
+    `sha256` is over all of this, so that no field can be edited alone.
     """
 
     surgeon_delta: Literal[1]
+    sha256: Sha256
     tool: str
     files: dict[str, Sha256]
     from_base: dict[str, Sha256]
@@ -116,6 +128,8 @@ class Delta:
         content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
+        if seal_of(index.model_dump()) != index.sha256:
+            raise BadInput(f"{shown}: not what its sha256 says, so it was edited or damaged; get the delta again")
         files: dict[str, bytes] = {}
         for name, digest in index.files.items():
             _check_name(name, shown)
@@ -131,27 +145,26 @@ class Delta:
                 raise _edited(shown, f"{printable(name)} is no file that comes from a base")
         if missing := {CONFIG_FILE, MANIFEST_FILE} - files.keys():
             raise _edited(shown, f"`files` lacks {sorted(missing)[0]}")
-        data = parse_json_strict(files[MANIFEST_FILE], file=MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
+        data = parse_json_strict(files[MANIFEST_FILE], file=MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES, constants=True)
         config = parse_json_strict(files[CONFIG_FILE], file=CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
             raise _edited(shown, f"{CONFIG_FILE} holds no JSON object")
-        whose, why = code_of(config, listing, source)
-        if whose == "foreign" and not trust_remote_code:
-            raise BadInput(
-                f"{source.shown}: the delta brings its own code ({why}); it is neither run nor copied unless you have"
-                " read it and say `--trust-remote-code`"
-            )
+        check_trusted(brought_by(config, source), source.shown, trust_remote_code=trust_remote_code)
+        check_config(config)
         headers = source.headers(sorted({tensor.shard for tensor in index.tensors.values()}))
         found = {info.name: info for header in headers.values() for info in header.tensors}
         for name in sorted(found.keys() | index.tensors.keys()):
-            if name not in found or name not in index.tensors or found[name].file != index.tensors[name].shard:
+            held, known = found.get(name), index.tensors.get(name)
+            if held is None or known is None or held.file != known.shard:
                 raise _edited(shown, f"{printable(name)} is not where it says")
+            if (held.dtype, list(held.shape)) != (known.dtype, known.shape):
+                raise _edited(shown, f"{printable(name)} is not of the dtype and shape that it says")
         manifest = parse(data, file=str(path / MANIFEST_FILE))
         return cls(path, index, manifest, config, files, found, headers, source)
 
 
 def _check_name(name: str, shown: str) -> None:
-    if name in (CONFIG_FILE, MANIFEST_FILE, CARD_FILE) or is_side_file(name) or CODE_NAME.fullmatch(name):
+    if name in (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE) or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
     raise _edited(shown, f"{printable(name)} is no file of an output")
 
@@ -203,7 +216,10 @@ def make_delta(
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
-    return make_delta_of(folder, Path(dest), other, metadata_of(folder), listener or Quiet())
+    listener = listener or Quiet()
+    for note in folder.notes:
+        listener.say(note)
+    return make_delta_of(folder, Path(dest), other, metadata_of(folder), listener)
 
 
 def make_delta_of(
@@ -268,7 +284,7 @@ def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str
     own = {
         file: kept
         for file, infos in sorted(in_order(out).items())
-        if (kept := [info for info in infos if base_at.get(info.name) != digests[info.name]])
+        if (kept := [info for info in infos if base_at.get(info.name) != StoredTensor.of(info, digests[info.name])])
     }
     return tuple(
         Shard(f"delta-{number:05d}-of-{len(own):05d}.safetensors", tuple(copied(i.name, i) for i in infos), file)
@@ -284,18 +300,25 @@ def _index(
     digests: Mapping[str, str],
 ) -> DeltaIndex:
     try:
-        return DeltaIndex(
+        index = DeltaIndex(
             surgeon_delta=1,
+            sha256="0" * 64,
             tool=__version__,
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             from_base=from_base,
             shards={file: [info.name for info in infos] for file, infos in in_order(out).items()},
             tensors={
-                output.name: HeldTensor(shard=shard.file, sha256=digests[output.name])
+                output.name: HeldTensor(
+                    dtype=output.recipe.dtype,
+                    shape=list(output.recipe.shape),
+                    sha256=digests[output.name],
+                    shard=shard.file,
+                )
                 for shard in shards
                 for output in shard.outputs
             },
         )
+        return index.model_copy(update={"sha256": seal_of(index.model_dump())})
     except ValidationError as error:
         problem = printable(error.errors(include_url=False)[0]["msg"])
         raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None
@@ -330,6 +353,8 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
         if content is None or hashlib.sha256(content).hexdigest() != digest:
             raise BadInput(f"{printable(str(out.path / name))}: not the file of code that {MANIFEST_FILE} names")
         files[name] = content
+    if RECORD_FILE in listing and RECORD_FILE in manifest.files:
+        files[RECORD_FILE] = out.source.small(RECORD_FILE, max_bytes=MAX_SIDE_FILE_BYTES)
     if CARD_FILE in listing:
         files[CARD_FILE] = out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.trust import check_written
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
@@ -58,6 +60,7 @@ def revert(
     dest: str | Path,
     *,
     to: int | None = None,
+    base_digest: str | None = None,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reverted:
@@ -65,15 +68,30 @@ def revert(
 
     A surgery is one applied plan. Every tensor of that state comes back byte for byte under its name of then, with its
     config.json, manifest and code; new tensors of the surgeries that stay have the values the next surgery found, so
-    what was trained in between is kept. Raises BadInput, and `dest` stays absent, where a tensor is no longer what it
-    was (trained, edited, merged away) or the manifest is too old or was edited.
+    what was trained in between is kept. Side files of `out` come along where they are what that state had. Raises
+    BadInput, and `dest` stays absent, where a tensor is no longer what it was (trained, edited, merged away) or the
+    manifest was edited.
+
+    All that is known of the state is what `out` says. Whoever writes an output can make it say that of any state: with
+    `base_digest`, which `apply` showed when it operated on the state, BadInput where it is another.
     """
     listener = listener or Quiet()
     target = Path(dest)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
     state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(to, folder)
+    if base_digest is not None and state.digest != base_digest:
+        raise BadInput(
+            f"{folder.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
+            f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
+        )
     job = reverting_job(folder, state)
+    lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
+    for name in lost:
+        listener.say(
+            f"{printable(name)} is not written: the state had it, and {folder.source.shown} has another or none; the"
+            " base has it"
+        )
     check_output(job, Path(out), target)
     for note in folder.notes:
         listener.say(note)
@@ -89,21 +107,25 @@ def revert(
         tensors=len(job.outputs),
         dropped=len(folder.tensors) - len(job.outputs),
         nbytes=job.bytes_to_write,
-        left_behind=tuple(folder.left_behind),
+        left_behind=tuple(sorted({*folder.left_behind, *folder.side_files, *lost} - {*(job.carried_names or ())})),
         seconds=stopwatch.seconds,
     )
 
 
 def reverting_job(out: CheckpointFolder, state: State) -> Job:
-    """The job that writes an earlier state of the output `out`."""
+    """The job that writes an earlier state of `out`. Raises BadInput where its config.json leads to foreign code."""
+    check_written(state.config, printable(str(out.path / MANIFEST_FILE)))
     shards = lay_out([copied(name, out.tensors[place]) for name, place in state.places.items()], out.tensors)
     files = model_files(state.config, shards, state.code)
+    carried = {name: digest for name, digest in state.base.files.items() if _holds(out, name, digest)}
     if state.manifest is not None:
         files |= manifest_and_card(state.manifest, state.config, shards, metadata_of(out))
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """BadInput where a tensor is not what the first surgery that is undone found."""
-        changed = [name for name in state.places if proof.digests[name] != state.digests[name]]
+        """BadInput where a tensor or a file is not what the first surgery that is undone found."""
+        if torn := [name for name, digest in carried.items() if proof.files[name] != digest]:
+            raise BadInput(f"{printable(torn[0])}: changed meanwhile; start again when nothing writes to it")
+        changed = [name for name in state.places if proof.digests[name] != state.base.tensors[name].sha256]
         if changed:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
@@ -119,9 +141,14 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
         begins=begins_in(out, shards),
         files=files,
         carried=out,
+        carried_names=tuple(carried),
         finish=finish,
-        identity={"revert": state.number, "digests": dict(state.digests), "out": out.identity()},
+        identity={"revert": state.number, "base": state.digest, "carried": carried, "out": out.identity()},
     )
+
+
+def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:
+    return name in out.side_files and hashlib.sha256(out.read_side_file(name)).hexdigest() == digest
 
 
 def reverted_view(reverted: Reverted) -> RenderableType:

@@ -17,8 +17,23 @@ from .losses import Flow
 from .rules import Surgery, read_surgery
 
 
-class AttentionSite(nn.Module):
-    """Mixed in before a family's attention: `grafts` stand beside it."""
+class Site(nn.Module):
+    """Mixed in before a native block: `grafts` stand beside it."""
+
+    grafts: tuple[Graft, ...]
+
+    def beside(self, hidden_states: Tensor, output: Tensor) -> Tensor:
+        """What grafts make of the block's output for `hidden_states`, B T D both."""
+        frame = current_frame()
+        for graft in self.grafts:
+            output = graft.beside(self, hidden_states, output, frame)
+        return output
+
+
+# No `nn.Module` in its own bases: where transformers finds such a class of that name in a model's file, it takes the
+# attention for hand-written and ignores `set_attn_implementation`.
+class AttentionSite(Site):
+    """Mixed in before a family's attention."""
 
     def __init__(self, config: Any, layer_idx: int, grafts: tuple[Graft, ...]) -> None:
         super().__init__(config, layer_idx)
@@ -27,14 +42,11 @@ class AttentionSite(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The native output and weights, B T D the output."""
         output, *rest = super().forward(hidden_states, *args, **kwargs)
-        frame = current_frame()
-        for graft in self.grafts:
-            output = graft.beside(self, hidden_states, output, frame)
-        return output, *rest
+        return self.beside(hidden_states, output), *rest
 
 
-class FeedForwardSite(nn.Module):
-    """Mixed in before a family's MLP: `grafts` stand beside it."""
+class FeedForwardSite(Site):
+    """Mixed in before a family's MLP."""
 
     # The config field that names the backbone's activation.
     activation_field: ClassVar[str] = "hidden_act"
@@ -45,18 +57,14 @@ class FeedForwardSite(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The native output and what grafts make of it, B T D."""
-        output: Tensor = super().forward(x)
-        frame = current_frame()
-        for graft in self.grafts:
-            output = graft.beside(self, x, output, frame)
-        return output
+        return self.beside(x, super().forward(x))
 
 
 class GraftedLayer(nn.Module):
     """A native layer into which grafts put their modules; `grafts` are those that have a part in it."""
 
     # The classes of blocks that can carry grafts, by the block's name in the layer.
-    site_classes: ClassVar[dict[str, type[AttentionSite] | type[FeedForwardSite]]]
+    site_classes: ClassVar[dict[str, type[Site]]]
     # The class of a native layer that stands inside another.
     branch_class: ClassVar[type[BranchLayer]]
 

@@ -77,6 +77,8 @@ def export_slot(
     """
     listener = listener or Quiet()
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    for note in folder.notes:
+        listener.say(note)
     manifest, target = manifest_of(folder), Path(dest)
     if not is_grafted(folder.config):
         raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
@@ -107,14 +109,14 @@ def export_slot(
 class Origin:
     """The base that the slots were attached to: its name, its commit, and the layer of it that each output layer is.
 
-    `added` are the output's layers that it lacks; `grafts` are the kinds of grafts that it has (None: not known).
+    `added` are the output's layers that it lacks; `grafts` are the kinds of grafts that it has.
     """
 
     id: str
     revision: str | None
     layers: Mapping[int, int]
     added: tuple[int, ...]
-    grafts: frozenset[str] | None
+    grafts: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Piece:
 
 def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     """The base of the surgery that first attached slots. Raises BadInput where no surgery of the lineage did."""
-    operations = [ancestor.operations for ancestor in last.lineage] + [[entry.op for entry in last.operations]]
+    operations = [[entry.op for entry in surgery.operations] for surgery in (*last.lineage, last)]
     attaching = {op for op, known in OPERATIONS.items() if "experts" in known.grafts}
     first = next((number for number, named in enumerate(operations, 1) if attaching & set(named)), None)
     if first is None:
@@ -142,7 +144,7 @@ def origin_of(out: CheckpointFolder, last: Manifest) -> Origin:
     base = lineage.since(first - 1)[0].base
     layers = {place: layer for layer, place in lineage.layers(first - 1).items()}
     added = tuple(index for index in range(len(last.layers)) if index not in layers)
-    return Origin(base.id, base.revision, layers, added, None if base.config is None else _kinds(base.config))
+    return Origin(base.id, base.revision, layers, added, _kinds(base.config))
 
 
 def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
@@ -153,7 +155,7 @@ def left_out(out: CheckpointFolder, origin: Origin) -> list[str]:
             f"layers {show(list(origin.added))} of the output are not in {printable(origin.id)}; the adapter has"
             " nothing of what they compute"
         )
-    if more := sorted(_kinds(out.config) - {"experts", "expert_router"} - (origin.grafts or frozenset())):
+    if more := sorted(_kinds(out.config) - {"experts", "expert_router"} - origin.grafts):
         notes.append(
             f"the output has grafts that {printable(origin.id)} lacks ({', '.join(more)}); the adapter has nothing of"
             " what they compute"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,13 @@ from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
+from surgeon.checkpoint.held import HeldFolder
+from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
+from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.checkpoint.working import working_in, write_durably
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
@@ -27,8 +31,13 @@ from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.verify.static import Check, check_own_manifest
+from surgeon.verify.beside import check_beside
+from surgeon.verify.check import Check
+from surgeon.verify.static import check_own_manifest
 from surgeon.verify.verify import Verification, verdict, verify
+
+# Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.
+_MARKER = "push"
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,8 @@ class Pushed:
 
     `revision` is the branch asked for, None for main. `stale` are files of the repository that are taken out, as they
     would be loaded beside these; `left_behind` those of the folder that do not go up. `checks` were made before, by
-    the output's own manifest (`verification` None) or against its base. `commit` is the hash to pin, that of the
-    repository as it was where nothing had to be sent; None in a dry run.
+    the output's own manifest (`verification` None; `no_base` says why) or against its base. `commit` is the hash to
+    pin, that of the repository as it was where nothing had to be sent; None in a dry run.
     """
 
     path: Path
@@ -64,6 +73,7 @@ class Pushed:
     url: str | None
     pull_request: str | None
     delta: bool = False
+    no_base: str | None = None
 
     def __repr__(self) -> str:
         verb = "would send" if self.dry_run else "sent"
@@ -85,7 +95,7 @@ def push(
     repo_id: str,
     *,
     base: str | Path | None = None,
-    private: bool = False,
+    public: bool | None = None,
     revision: str | None = None,
     pull_request: bool = False,
     dry_run: bool = False,
@@ -98,47 +108,66 @@ def push(
 ) -> Pushed:
     """Put the output `out` into the Hub repository `repo_id` (`user/name`), as one commit, with a card that says so.
 
-    Before that it is checked against its own manifest, or, with `base` (a folder), as `verify` does, logits included;
-    what does not hold is pushed by `force` only. `revision` is a branch, made at need (or `refs/pr/N`). Only files
-    that the repository lacks are sent; with `dry_run` none, and nothing is made. `license` and `base_model` go into
-    the card. With `delta` what `make_delta` writes goes up. The token is huggingface_hub's own. Raises BadInput, also
-    for whatever the Hub or the network answers; the repository then holds what it held, and the same call goes on
-    where it stopped.
+    Before that it is checked as `verify` does, logits included, against `base` (a folder), or the base that its
+    manifest names, where the cache or the Hub has it; else against its own manifest, and `no_base` says why. What does
+    not hold is pushed by `force` only. Sent are regular files of `out` by an allow-list, held open from before the
+    checks; a link is refused. A new repository is private unless `public`; False refuses one that is public already.
+    `revision` is a branch, made at need (or `refs/pr/N`). Only files that the repository lacks are sent; with `dry_run`
+    none, and nothing is made or downloaded. `license` and `base_model` go into the card. With `delta` what `make_delta`
+    writes goes up. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network
+    answers; the repository then holds what it held, and the same call goes on where it stopped.
     """
     listener = listener or Quiet()
-    to = Destination(repo_id, revision, private, pull_request)
+    to = Destination(repo_id, revision, public, pull_request)
     check_names(license, base_model)
     if not dry_run:
         check_token(to)
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest = manifest_of(folder)
-    before = look(to)
-    check_repository(to, before, force=force)
-    verification = None
-    if base is not None:
-        verification = verify(base, out, trust_remote_code=trust_remote_code, listener=listener)
-    checks = tuple(verification.checks) if verification else _own_checks(folder, manifest, listener)
-    if not force:
-        _check_kept(folder, checks, verification)
-    given = Given(license, base_model, tuple(_verified(checks, verification)))
     with contextlib.ExitStack() as stack:
+        held = stack.enter_context(HeldFolder(Path(out)))
+        folder = hold_output(held, trust_remote_code=trust_remote_code)
+        for note in folder.notes:
+            listener.say(note)
+        manifest = manifest_of(folder)
+        before = look(to)
+        check_repository(to, before, force=force)
+        found, no_base = find_base(manifest, base, listener, download=not dry_run)
+        verification = None
+        if found is not None:
+            verification = verify(
+                found,
+                out,
+                # One that was not asked for should not need the memory of two models.
+                streamed=base is None and not dissect(folder.config, folder.tensors).family.encoder,
+                trust_remote_code=trust_remote_code,
+                listener=listener,
+            )
+        checks = tuple(verification.checks) if verification else _own_checks(folder, manifest, listener)
+        if not force:
+            _check_kept(folder, checks, verification)
+        given = Given(license, base_model, tuple(_verified(checks, verification)))
         if delta:
             room = stack.enter_context(_room_beside(Path(out)))
             other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
-            parcel, known = _packed_delta(folder, other, room / "delta", repo_id, given, listener)
+            made, known = _make_delta(folder, other, room / "delta", repo_id, given, listener)
+            held.check_unchanged()
+            held = stack.enter_context(HeldFolder(made))
+            parcel = pack_delta(held)
         else:
-            card = card_for(folder, manifest, repo_id, given)
-            parcel, known = pack(folder, manifest, card), read_metadata(card).license
+            card = card_for(folder, manifest, held, repo_id, given)
+            parcel, known = pack(folder, held, card), read_metadata(card).license
         if known is None:
             listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
         listener.say(f"comparing with what {repo_id} holds")
         missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+        held.check_unchanged()
         commit = None
         if (missing or stale) and not dry_run:
             listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
-            folder.check_unchanged()
             content = {name: parcel.files[name] for name in missing}
-            commit = send(to, before, content, stale, message=_message(manifest, delta=delta), say=listener.say)
+            message = _message(manifest, delta=delta)
+            commit = send(
+                to, before, content, stale, message=message, say=listener.say, check_unchanged=held.check_unchanged
+            )
     return Pushed(
         path=Path(out),
         repo_id=repo_id,
@@ -157,7 +186,44 @@ def push(
         url=commit.url if commit else None,
         pull_request=commit.pull_request if commit else None,
         delta=delta,
+        no_base=no_base,
     )
+
+
+def hold_output(held: HeldFolder, *, trust_remote_code: bool) -> CheckpointFolder:
+    """Open the output in `held`, and hold every file of it that may be sent. Raises BadInput, for a link too."""
+    folder = CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
+    manifest, listing = manifest_of(folder), folder.source.listing()
+    # The manifest names the code files, and anybody can write a manifest.
+    code = [name for name in manifest.code if name in listing and "/" not in name and name.endswith(".py")]
+    side = [name for name, nbytes in listing.items() if is_side_file(name) and nbytes <= MAX_SIDE_FILE_BYTES]
+    names = [CONFIG_FILE, *folder.shards, *side, *code, MANIFEST_FILE]
+    if SINGLE_FILE not in folder.shards:
+        names.append(INDEX_FILE)
+    names += [name for name in (RECORD_FILE, CARD_FILE) if name in listing]
+    for name in sorted(names):
+        held.hold(name)
+    # Once more, so that all that is read and checked was read while it was held.
+    return CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
+
+
+def find_base(
+    manifest: Manifest, base: str | Path | None, listener: Listener, *, download: bool
+) -> tuple[Path | None, str | None]:
+    """The base to check against, or None and why: the given one, else what the manifest names, if it can be had."""
+    if base is not None:
+        return Path(base), None
+    named, revision = manifest.base.id, manifest.base.revision
+    shown = printable(named)
+    if not is_repo_id(named) or revision is None or not is_commit(revision):
+        return None, f"its base was a folder, {shown}; --base DIR checks against it"
+    listener.say(f"checking against its base, {shown} at commit {revision}, from the cache or the Hub")
+    try:
+        return locate(named, revision=revision, download=download).path, None
+    except BadInput as error:
+        reason = f"its base cannot be had ({error}); --base DIR checks against it"
+        listener.say(f"not checked against its base: {reason}")
+        return None, reason
 
 
 def _check_kept(folder: CheckpointFolder, checks: Sequence[Check], verification: Verification | None) -> None:
@@ -172,18 +238,18 @@ def _check_kept(folder: CheckpointFolder, checks: Sequence[Check], verification:
         )
 
 
-def _packed_delta(
+def _make_delta(
     folder: CheckpointFolder,
     base: CheckpointFolder | None,
     target: Path,
     repo_id: str,
     given: Given,
     listener: Listener,
-) -> tuple[Parcel, str | None]:
-    """The delta of `folder`, made at `target`, as it goes up, and its licence."""
+) -> tuple[Path, str | None]:
+    """Write the delta of `folder` to `target`; where it is, and its licence."""
     metadata = given.over(metadata_of(folder))
     made = make_delta_of(folder, target, base, metadata, listener, repo_id=repo_id, verified=given.verified)
-    return pack_delta(made.path), metadata.license
+    return made.path, metadata.license
 
 
 def _message(manifest: Manifest, *, delta: bool) -> str:
@@ -195,7 +261,7 @@ def _message(manifest: Manifest, *, delta: bool) -> str:
 def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
     anatomy = dissect(folder.config, folder.tensors)
-    return tuple(check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
+    return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
 
 
 def _verified(checks: Sequence[Check], verification: Verification | None) -> list[str]:
@@ -214,14 +280,17 @@ def _verified(checks: Sequence[Check], verification: Verification | None) -> lis
 
 @contextlib.contextmanager
 def _room_beside(out: Path) -> Iterator[Path]:
-    """A folder on the output's disk that is gone afterwards."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.delta-", dir=out.resolve().parent) as folder:
-            yield Path(folder)
-    except PermissionError as error:
-        raise BadInput(
-            f"{printable(str(out.resolve().parent))}: is not writable, and the delta is made there"
-        ) from error
+    """A folder of ours on the output's disk, empty, and gone afterwards."""
+    place = out.resolve()
+    room = place.with_name(f".{place.name}.push")
+    with writing(room), working_in(room, target=room, marker=_MARKER) as work:
+        write_durably(room / _MARKER, "")
+        # What a killed push left is made anew.
+        work.clear(but=(_MARKER,))
+        try:
+            yield room
+        finally:
+            work.remove()
 
 
 def pushed_view(pushed: Pushed) -> RenderableType:
@@ -238,11 +307,10 @@ def pushed_view(pushed: Pushed) -> RenderableType:
     if pushed.verification is not None:
         lines.append(verdict(pushed.verification))
     else:
-        held = sum(check.holds for check in pushed.checks)
-        summary = (
-            f"{held} of {len(pushed.checks)} checks against its own {MANIFEST_FILE} hold (--base compares logits too)"
-        )
-        lines.append(Text(summary, style="green" if held == len(pushed.checks) else "bold red"))
+        kept = sum(check.holds for check in pushed.checks)
+        summary = f"{kept} of {len(pushed.checks)} checks against its own {MANIFEST_FILE} hold"
+        lines.append(Text(summary, style="green" if kept == len(pushed.checks) else "bold red"))
+        lines.append(Text(f"not checked against its base: {pushed.no_base}", style="yellow"))
     sent = sum(file.nbytes for file in pushed.sent)
     whole = sum(file.nbytes for file in pushed.files)
     amount = f"{len(pushed.sent)} of {len(pushed.files)} files, {size(sent)} of {size(whole)}"
@@ -282,29 +350,25 @@ class Parcel:
         return tuple(sorted(loaded))
 
 
-def pack(folder: CheckpointFolder, manifest: Manifest, text: bytes) -> Parcel:
-    """An output's files by the allow-list: weights, config, manifest, side files, its code, and the card `text`."""
-    listing = folder.source.listing()
-    # The manifest names the code files, and anybody can write a manifest.
-    code = [name for name in manifest.code if name in listing and "/" not in name and name.endswith(".py")]
-    names = [CONFIG_FILE, *folder.shards, *folder.side_files, *code, MANIFEST_FILE]
-    if SINGLE_FILE not in folder.shards:
-        names.append(INDEX_FILE)
-    if RECORD_FILE in listing:
-        names.append(RECORD_FILE)
-    files: dict[str, Path | bytes] = {name: folder.path / name for name in sorted(names)}
-    files[CARD_FILE] = text
-    sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in files.items()}
-    left = {name for name in listing if name not in files and not name.endswith("/")}
+def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
+    """An output's files by the allow-list, all of them held, and the card `text`."""
+    files = _contents(held, folder.shards) | {CARD_FILE: text}
+    sizes = {**held.sizes, CARD_FILE: len(text)}
+    left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
     return Parcel(files, sizes, tuple(sorted(left | {n for n in folder.left_behind if n not in files})))
 
 
-def pack_delta(folder: Path) -> Parcel:
+def pack_delta(held: HeldFolder) -> Parcel:
     """A delta's files; surgeon has just written all of them."""
-    files: dict[str, Path | bytes] = {
-        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    return Parcel(files, {name: (folder / name).stat().st_size for name in files}, ())
+    for path in sorted(held.path.rglob("*")):
+        if not path.is_dir() or path.is_symlink():
+            held.hold(path.relative_to(held.path).as_posix())
+    return Parcel(_contents(held, [name for name in held.sizes if name.endswith(".safetensors")]), held.sizes, ())
+
+
+def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
+    """What is held, by name: shards as paths, everything else as the bytes that were checked."""
+    return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
 
 
 @dataclass(frozen=True)
@@ -324,15 +388,17 @@ class Given:
         return metadata
 
 
-def card_for(folder: CheckpointFolder, manifest: Manifest, repo_id: str, given: Given) -> bytes:
+def card_for(folder: CheckpointFolder, manifest: Manifest, held: HeldFolder, repo_id: str, given: Given) -> bytes:
     """The card to upload: with the repository's name and the checks, unless somebody edited the folder's card.
 
     An edited card is uploaded unchanged. Raises BadInput where a licence or base model is given for an edited card.
     """
     sizes = {name: info.numel for name, info in folder.tensors.items()}
     found: bytes | None = None
-    if CARD_FILE in folder.source.listing():
-        found = folder.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES)
+    if held.sizes.get(CARD_FILE, 0) > MAX_CARD_BYTES:
+        raise BadInput(f"{printable(str(folder.path / CARD_FILE))}: at most {MAX_CARD_BYTES:,} bytes are sent")
+    if CARD_FILE in held.sizes:
+        found = held.content(CARD_FILE)
     metadata = read_metadata(found) if found is not None else NOTHING_KNOWN
     if found is not None and found != card(manifest, folder.config, sizes, metadata):
         if given.license is not None or given.base_model is not None:
@@ -353,10 +419,11 @@ def check_names(license: str | None, base_model: str | None) -> None:
 
 
 def check_repository(to: Destination, there: Repository, *, force: bool) -> None:
-    """Raise BadInput where a push would publish what should be private, or overwrite a model of another tool."""
-    if to.private and there.exists and there.private is False:
+    """Raise BadInput where others see what they should not, or a push would overwrite a model of another tool."""
+    if to.public is not None and there.exists and there.private is to.public:
+        is_now, wanted = ("private", "public") if to.public else ("public", "private")
         raise BadInput(
-            f"{to.repo_id} exists and is public; --private is for new ones: make it private in its settings first"
+            f"{to.repo_id} exists and is {is_now}; --{wanted} is for new ones: make it {wanted} in its settings first"
         )
     if to.pull_request and not there.exists:
         raise BadInput(

@@ -175,18 +175,21 @@ def settle(
         raise BadInput(f"{where}`length` is {length}, the model's context {context}; use {context} at most")
     batch = config.batch or paper.batch
     if batch % processes:
-        raise BadInput(f"{where}a batch of {batch} sequences is no multiple of the {processes} processes")
+        raise BadInput(
+            f"{where}a batch of {batch} sequences is no multiple of the {processes} processes; change `batch`"
+        )
     share = batch // processes
     micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
     if share % micro_batch:
         raise BadInput(
-            f"{where}`micro_batch` {micro_batch} does not divide the {share} sequences a step of each process"
+            f"{where}`micro_batch` {micro_batch} does not divide the {share} sequences a step of each process; use a"
+            " divisor, or leave it out"
         )
     asked = config.optimizer
     lr = paper.lr if asked.lr is None else asked.lr
     min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
     if min_lr > lr:
-        raise BadInput(f"{where}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}")
+        raise BadInput(f"{where}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g} at most")
     warmup = paper.warmup if asked.warmup is None else asked.warmup
     warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
     notes = [f"settings that the config leaves out are the paper's ({paper.source})"]
@@ -194,7 +197,7 @@ def settle(
         warmup_steps = config.steps // 10
         notes.append(f"the paper's warm-up is as long as this run; {warmup_steps} steps instead")
     elif warmup_steps > config.steps:
-        raise BadInput(f"{where}`optimizer.warmup` is {warmup_steps} steps, the run only {config.steps}")
+        raise BadInput(f"{where}`optimizer.warmup` is {warmup_steps} steps, the run only {config.steps}; use fewer")
     notes += _about_original(config, paper)
     decay = paper.weight_decay + paper.decay_of_rate * lr
     return Settings(

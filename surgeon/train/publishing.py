@@ -17,7 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, in_order, manifest_and_card, model_files, origins_in
+from surgeon.apply.job import (
+    Job,
+    begins_in,
+    beside_weights,
+    copied,
+    in_order,
+    manifest_and_card,
+    model_files,
+    origins_in,
+)
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
@@ -25,6 +34,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
+from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
 from surgeon.models.load import stored_dtype
 
@@ -93,6 +103,7 @@ def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, C
         delta = tensors[name].double() - before
         norm = float(before.norm())
         changes[name] = Change(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
+    (work / FINAL_FILE).unlink(missing_ok=True)
     save_file(tensors, work / FINAL_FILE, metadata={"format": "pt"})
     return changes
 
@@ -116,8 +127,9 @@ def publishing_job(
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
-    scripts = [name for name in out.source.listing() if name.endswith(".py")] if out.code != "none" else []
-    code = {name: content for name in scripts if (content := out.read_code(name)) is not None}
+    # What surgery put there, and no other file of code that the user trusts.
+    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name)]
+    code = {name: content for name in ours if (content := out.read_code(name)) is not None}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """PromiseBroken where a tensor that did not train is not what it was."""
@@ -133,7 +145,7 @@ def publishing_job(
             for name, change in changes.items()
         }
         run = TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry)
-        after = manifest.model_copy(update={"training": [*manifest.training, run]})
+        after = manifest.changed(training=[*manifest.training, run], files=beside_weights(proof.files))
         return manifest_and_card(after, out.config, shards, metadata_of(out))
 
     return Job(

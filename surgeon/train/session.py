@@ -20,17 +20,29 @@ from transformers import TrainerCallback
 from surgeon._version import __version__
 from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.staging import check_destination, check_space, working_in, write_durably
+from surgeon.checkpoint.room import check_room, writing
+from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.checkpoint.working import WorkFolder, working_in
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
+from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import Anatomy, dissect
 from surgeon.manifest.lineage import TrainableSet, trainable_set
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, held_by, written_manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.models.load import load_model
+from surgeon.train.checkpoints import (
+    KEPT,
+    RUN_FILE,
+    RunRecord,
+    damage,
+    drop_what_does_not_count,
+    newest_checkpoint,
+    step_of,
+)
 from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.publishing import Trained, publishing_job, write_final
@@ -40,17 +52,12 @@ from surgeon.train.trainer import (
     TRAINED_FILE,
     Cadence,
     SurgeonTrainer,
-    drop_torn_checkpoints,
     losses_by_source,
-    newest_checkpoint,
     open_trackers,
-    step_of,
     training_arguments,
     unfreeze,
 )
 from surgeon.train.training_data import TrainingData
-
-RUN_FILE = "run.json"
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -68,7 +75,6 @@ def run_training(
     target: Path,
     *,
     device: str,
-    trust_remote_code: bool,
     listener: Listener,
     deliver: Callable[[Path], object] | None = None,
 ) -> Trained | None:
@@ -107,19 +113,26 @@ def run_training(
         ranks,
         sharding,
         trackers,
-        trust_remote_code,
         listener,
         say,
     )
-    with _held(run.work, target, _fingerprint(loaded, settings, held, data), leads=ranks.leads):
+    kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
+    with (
+        _nothing_left(run.work, leads=ranks.leads),
+        writing(run.work, kept=kept),
+        _held(run.work, target, _fingerprint(loaded, settings, held, data), leads=ranks.leads) as work,
+    ):
+        # Another run may have made it before this one held the folder.
+        check_destination(target, out.path)
         for note in (*out.notes, *notes, *data.notes):
             say(note)
-        for step in drop_torn_checkpoints(run.work) if ranks.leads else ():
-            say(f"the checkpoint of step {step} was cut off while it was written, and is dropped")
+        for why in drop_what_does_not_count(run.work) if ranks.leads else ():
+            say(f"{why}, so it is passed over and dropped")
         with sharded_here():
             trained = _train(run)
-        if not ranks.leads:
+        if work is None:
             return None
+        work.check_there()
         whole = run.work / WHOLE_FOLDER if deliver else target
         if deliver and whole.exists():
             # Of a run that was cut off between the two.
@@ -127,7 +140,7 @@ def run_training(
         trained = _publish(trained, run, whole, held)
         if deliver:
             deliver(whole)
-    shutil.rmtree(run.work)
+        work.remove(last=RUN_FILE)
     return trained
 
 
@@ -146,7 +159,6 @@ class _Run:
     ranks: Ranks
     sharding: Sharding | None
     trackers: Sequence[TrainerCallback]
-    trust_remote_code: bool
     listener: Listener
     say: Callable[[str], None]
 
@@ -165,6 +177,8 @@ def _train(run: _Run) -> Trained:
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
     trainer = _trainer(run, done)
+    if ranks.leads:
+        _check_room(run, trainer)
     first = _first_losses(trainer, run)
     begun = time.perf_counter()
     if checkpoint is not None:
@@ -239,13 +253,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
 def _model(run: _Run) -> tuple[Any, list[str]]:
     """The model, of which the wanted parameters train, and their names."""
     config = run.loaded.config
-    model = load_model(
-        run.out.path,
-        dtype=config.dtype,
-        attention=config.attention,
-        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        trust_remote_code=run.trust_remote_code or run.out.code == "shipped",
-    )
+    model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
     names = unfreeze(model, run.wanted, base_names=run.out.tensors)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
@@ -262,8 +270,14 @@ def _model(run: _Run) -> tuple[Any, list[str]]:
 
 def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
-    last = newest_checkpoint(run.work)
-    assert last is not None
+    last = run.work / f"checkpoint-{run.settings.steps}"
+    record = RunRecord.read(run.work)
+    assert record is not None
+    if (wrong := damage(last, record)) is not None:
+        raise BadInput(
+            f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
+            " from the checkpoint before"
+        )
     changes = write_final(run.out, last / TRAINED_FILE, run.work)
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
@@ -283,11 +297,9 @@ def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) ->
 
 def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     """Held-out losses before the first step; of a run that is continued, as they were then."""
-    file = run.work / RUN_FILE
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if "first" in kept:
-        found: dict[str, float] = kept["first"]
-        return found
+    record = RunRecord.read(run.work)
+    if record is not None and record.first is not None:
+        return record.first
     losses = losses_by_source(
         trainer.model,
         trainer.validation,
@@ -298,8 +310,26 @@ def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     if losses:
         run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
     if run.ranks.leads:
-        write_durably(file, json.dumps(kept | {"first": losses}))
+        assert record is not None
+        record.first = losses
+        record.write(run.work)
     return losses
+
+
+def _check_room(run: _Run, trainer: SurgeonTrainer) -> None:
+    """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    # Two moments in float32, and a master where the parameter is narrower.
+    optimizer = sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+    checkpoint = sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer
+    published = sum(info.nbytes for info in run.out.tensors.values())
+    final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
+    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*"))
+    check_room(
+        run.work,
+        (KEPT + 1) * checkpoint + final + published - there,
+        what=f" ({KEPT + 1} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
+    )
 
 
 def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
@@ -322,7 +352,7 @@ def _check_as_left(out: CheckpointFolder, manifest: Manifest, listener: Listener
     listener.begin("reading", sum(info.nbytes for info in out.tensors.values()))
     found = digests_of(out, out.tensors, listener.advance)
     held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
-    changed = [name for name, digest in found.items() if held.get(name) != digest]
+    changed = [name for name, digest in found.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     if changed:
         more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
         raise BadInput(
@@ -353,23 +383,36 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
 
 
 @contextlib.contextmanager
-def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterator[None]:
-    """The work folder, ours alone while inside; BadInput where it is another run's or another process is at it."""
+def _nothing_left(work: Path, *, leads: bool) -> Iterator[None]:
+    """Remove a work folder made inside in which no step was finished, where what the user gave is at fault."""
+    there = work.exists()
+    try:
+        yield
+    except SurgeonError:
+        if leads and not there and newest_checkpoint(work) is None:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterator[WorkFolder | None]:
+    """The work folder, ours alone while inside (None on processes that do not lead).
+
+    BadInput where it is another run's, or not ours, or another process is at it.
+    """
     if not leads:
-        yield
+        yield None
         return
-    with working_in(work, target=target):
-        run = work / RUN_FILE
-        if run.is_file():
-            kept = json.loads(run.read_text(encoding="utf-8"))
-            if kept.get("fingerprint") != fingerprint:
-                raise BadInput(
-                    f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
-                    " it, or train to another folder"
-                )
-        else:
-            write_durably(run, json.dumps({"fingerprint": fingerprint}))
-        yield
+    with working_in(work, target=target, marker=RUN_FILE) as folder:
+        record = RunRecord.read(work)
+        if record is None:
+            RunRecord(fingerprint).write(work)
+        elif record.fingerprint != fingerprint:
+            raise BadInput(
+                f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
+                " it, or train to another folder"
+            )
+        yield folder
 
 
 def _fused(run: _Run, model: Any) -> FusedHead | None:

@@ -57,7 +57,6 @@ def train(
         loaded,
         Path(to),
         device=device,
-        trust_remote_code=trust_remote_code,
         listener=listener,
         deliver=as_delta if delta_only else None,
     )

@@ -1,9 +1,6 @@
 """transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains.
 
 The parameters that train are set on the model here, and checked before the first step.
-
-A checkpoint is complete once its `complete.json` is there, which is written last and flushed; what a kill left without
-one is never resumed from.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +21,13 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
-from surgeon.checkpoint.staging import sync
 from surgeon.common.distributed import is_sharded
 from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.manifest.lineage import TrainableSet
+from surgeon.train.checkpoints import complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
@@ -39,7 +35,6 @@ from surgeon.train.sharding import dealt_out, gathered, let_go
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
-COMPLETE_FILE = "complete.json"
 
 
 class WrongSet(SurgeonError):
@@ -179,11 +174,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if self.args.should_save:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
-            for file in folder.iterdir():
-                sync(file)
-            (folder / COMPLETE_FILE).write_text(json.dumps({"step": self.state.global_step}), encoding="utf-8")
-            sync(folder / COMPLETE_FILE)
-            sync(folder)
+            complete(folder, self.state.global_step)
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
@@ -240,7 +231,8 @@ def training_arguments(
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=save_every,
-        save_total_limit=2,
+        # `complete` lets go of old ones: only once the new one counts.
+        save_total_limit=None,
         ignore_data_skip=True,
         # Trackers are callbacks that are given (`open_trackers`).
         report_to=[],
@@ -269,27 +261,6 @@ def losses_by_source(
     }
     let_go(model)
     return found
-
-
-def newest_checkpoint(work: Path) -> Path | None:
-    """The checkpoint of the latest step that is complete."""
-    complete = [folder for folder in work.glob("checkpoint-*") if (folder / COMPLETE_FILE).is_file()]
-    return max(complete, key=step_of, default=None)
-
-
-def drop_torn_checkpoints(work: Path) -> list[int]:
-    """Remove checkpoints that a kill left incomplete; their steps."""
-    torn = [folder for folder in work.glob("checkpoint-*") if not (folder / COMPLETE_FILE).is_file()]
-    for folder in torn:
-        shutil.rmtree(folder)
-    return [step_of(folder) for folder in torn]
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was taken."""
-    number = checkpoint.name.removeprefix("checkpoint-")
-    assert number.isdecimal(), printable(checkpoint.name)
-    return int(number)
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:

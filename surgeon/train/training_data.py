@@ -55,7 +55,7 @@ class TrainingData:
             elif source.validation:
                 raise BadInput(
                     f"{printable(str(loaded.source))}: the held-out part of source {source.name} has fewer than two"
-                    " tokens"
+                    " tokens; hold out more, or 0"
                 )
         found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
         return found

@@ -20,10 +20,10 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import listed, size, span
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import plain_fields
+from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of, renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, digest_of, layers_of, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, manifest_of, parse
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: 
     read = [folder for folder in (a, b) if described is None or folder is not described[0]]
     listener.begin("reading", sum(info.nbytes for folder in read for info in folder.tensors.values()))
     held = [
-        described[1].base.tensors
+        described[1].base.digests
         if described and described[0] is folder
         else digests_of(folder, folder.tensors, listener.advance)
         for folder in (a, b)
@@ -115,8 +115,8 @@ def _manifest_on(base: CheckpointFolder, out: CheckpointFolder) -> Manifest | No
     earlier = manifest.lineage[-1].sha256 if manifest.lineage else None
     same = (
         base.tensors.keys() == manifest.base.tensors.keys()
-        and manifest.base.config in (None, base.config)
-        and earlier == (digest_of(base.manifest) if base.manifest is not None else None)
+        and same_json(manifest.base.config, base.config)
+        and earlier == (manifest_of(base).sha256 if base.manifest is not None else None)
     )
     return manifest if same else None
 

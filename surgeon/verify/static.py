@@ -7,61 +7,94 @@ what the plan means, not what the output says about itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 
+from surgeon._version import __version__
 from surgeon.apply.write import constant_bytes
-from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
-from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.ranges import zeros_sha256
+from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed
+from surgeon.checkpoint.card_metadata import metadata_of
+from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.source import is_side_file
+from surgeon.common.plain import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.lineage import Lineage, State, trainable_set
-from surgeon.manifest.manifest import Manifest, digest_of, held_by, places_of
+from surgeon.manifest.manifest import Base, Manifest, StoredTensor, adapters_of, held_by, manifest_of, places_of
+from surgeon.plan.plan import LoadedPlan, draw, parse_plan
+from surgeon.verify.beside import check_beside
+from surgeon.verify.check import Check, some
+from surgeon.verify.claims import (
+    Beside,
+    base_differences,
+    check_files,
+    check_manifest,
+    check_origin,
+    constant_digest,
+    digests_beside,
+    manifest_differences,
+)
 
 _ANOTHER_BASE = "not the base this was made from; differing"
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that was promised, whether it holds, and what was found."""
+class Drawn:
+    """What the plan in a manifest makes of a base, by their headers alone."""
 
-    name: str
-    holds: bool
-    detail: str
+    loaded: LoadedPlan
+    blueprint: Blueprint
+    anatomy: Anatomy
 
     @classmethod
-    def of(cls, name: str, wrong: Collection[str], broken: str, kept: str) -> Check:
-        """A check that holds, and says what is `kept`, where no name is `wrong`; else it says what is `broken`."""
-        return cls(name, not wrong, f"{broken}: {some(wrong)}" if wrong else kept)
+    def of(cls, manifest: Manifest, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], file: str) -> Drawn:
+        """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
+        loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
+        anatomy = dissect(config, tensors)
+        return cls(loaded, draw(loaded, anatomy, config, adapters_of(manifest, file=file)), anatomy)
 
 
 def check_static(
-    blueprint: Blueprint,
+    drawn: Drawn,
     manifest: Manifest,
     base: CheckpointFolder,
     out: CheckpointFolder,
-    anatomy: Anatomy,
     *,
     advance: Callable[[int], None],
 ) -> list[Check]:
     """Every check that needs bytes only. `advance` counts the bytes read (of base and output together)."""
+    blueprint = drawn.blueprint
     described = [_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
-        return described
+        return [*described, check_beside(out)]
     digests = digests_of(base, base.tensors, advance), digests_of(out, out.tensors, advance)
+    found, lineage = _base_found(manifest, base, digests[0]), surgeries_of(base)
+    wrong = base_differences(manifest.base, found)
+    if lineage != manifest.lineage:
+        wrong.append(MANIFEST_FILE)
     return [
         *described,
-        _base_is_the_one(manifest, digests[0]),
+        Check.of("base", wrong, _ANOTHER_BASE, f"the one operated on, by {len(digests[0])} digests of tensors"),
+        check_manifest(manifest_differences(manifest, drawn.loaded, blueprint)),
+        *check_origin(manifest, blueprint),
+        *check_files(manifest, out, Beside.of(blueprint, found), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
-        _silence(blueprint, manifest, anatomy, out),
+        _silence(blueprint, manifest, drawn.anatomy, out),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
         *_as_trained(manifest, digests[1]),
     ]
+
+
+def _base_found(manifest: Manifest, base: CheckpointFolder, digests: Mapping[str, str]) -> Base:
+    """What a manifest would say of the base as it is."""
+    claimed = manifest.base
+    files = digests_beside(base, base.side_files)
+    return base_entry(base, BaseId(claimed.id, claimed.revision), layers=claimed.layers, digests=digests, files=files)
 
 
 def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
@@ -70,9 +103,9 @@ def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
 
 
 def _config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
-    wrong = [
-        key for key in sorted({*blueprint.config, *out.config}) if blueprint.config.get(key) != out.config.get(key)
-    ]
+    planned, found = blueprint.config, out.config
+    both = planned.keys() & found.keys()
+    wrong = sorted((planned.keys() ^ found.keys()) | {key for key in both if not same_json(planned[key], found[key])})
     return Check.of("config", wrong, "config.json differs from what the plan makes it", "as the plan makes it")
 
 
@@ -92,25 +125,27 @@ def _code(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder) -> li
     """Nothing for a native output; else whether the code beside the weights is what was shipped with them."""
     if blueprint.native:
         return []
-    whose = (
-        "as this version ships them" if out.code == "shipped" else f"as surgeon {manifest.tool.version} shipped them"
-    )
-    return [_same_code(manifest, blueprint.code_files, out, whose)]
+    return [_same_code(manifest, blueprint.code_files, out)]
 
 
-def _same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder, whose: str) -> Check:
-    """Whether the files of code are those that the manifest knows by their digests."""
+def _same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder) -> Check:
+    """Whether the files of code are those that surgery put there.
+
+    What another version shipped is not at hand: it is noted that the manifest alone says so. Such code was refused at
+    opening, unless the user trusts it.
+    """
+    broken = "not the files that surgery put there"
     wrong = [
         name
         for name in names
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
-    return Check.of("code", wrong, "not the files that surgery put there", f"{some(names)}, {whose}")
-
-
-def _base_is_the_one(manifest: Manifest, base: dict[str, str]) -> Check:
-    changed = [name for name in manifest.base.tensors if manifest.base.tensors[name] != base.get(name)]
-    return Check.of("base", changed, _ANOTHER_BASE, f"the one operated on, by {len(base)} digests")
+    if wrong or out.code == "shipped":
+        return Check.of("code", wrong, broken, f"{some(names)}, as this version ships them")
+    if manifest.tool.version == __version__:
+        return Check("code", False, f"{broken}: {some(names)}")
+    version = printable(manifest.tool.version)
+    return Check("code", True, f"{some(names)}, by {MANIFEST_FILE} alone as surgeon {version} shipped them", note=True)
 
 
 def _copies(
@@ -159,15 +194,9 @@ def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) ->
     trained = manifest.trained
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
-    wrong = [name for name, recipe in constants if out[name] != _constant_digest(recipe)]
+    wrong = [name for name, recipe in constants if out[name] != constant_digest(recipe)]
     kept = f"{len(constants)} tensors hold the value they are born with"
     return Check.of("constants", wrong, "not the value they are born with", kept)
-
-
-def _constant_digest(recipe: Constant | Listed) -> str:
-    if isinstance(recipe, Constant) and recipe.value == 0:
-        return zeros_sha256(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
-    return hashlib.sha256(constant_bytes(recipe)).hexdigest()
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
@@ -197,16 +226,16 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
 def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
     """The state of `out`, whose manifest is `manifest`, that `base` is; None unless that is before the last base.
 
-    Raises BadInput where what stood in that state is lost, or an ancestor's manifest was edited or not kept.
+    Raises BadInput where what stood in that state is lost, or the base's own manifest was edited.
     """
     if not manifest.lineage or base.tensors.keys() == manifest.base.tensors.keys():
         return None
-    known = [ancestor.sha256 for ancestor in manifest.lineage]
+    known = [surgery.sha256 for surgery in manifest.lineage]
     number = len(known)
     if base.manifest is None:
         number = 0
-    elif (digest := digest_of(base.manifest)) in known:
-        number = known.index(digest) + 1
+    elif (seal := manifest_of(base).sha256) in known:
+        number = known.index(seal) + 1
     if number == len(known):
         return None
     return Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)).state(number, out)
@@ -222,38 +251,38 @@ def check_earlier(
 ) -> list[Check]:
     """An output of several surgeries against an earlier state: the first base, say, of a model that learnt many tasks.
 
-    Every surgery in between is known by its manifest, so digests show what must hold; blueprints are not drawn again.
-    `advance` counts the bytes read (of base and output together)."""
-    found = digests_of(base, base.tensors, advance)
-    differing = [name for name, digest in state.digests.items() if found.get(name) != digest]
-    extra = [name for name in found if name not in state.digests]
-    checks = [
-        Check.of(
-            "base",
-            [*differing, *extra],
-            _ANOTHER_BASE,
-            f"the one operated on {len(state.undone)} surgeries ago, by {len(found)} digests",
-        ),
-        Check(
-            "base's config",
-            base.config == state.config,
-            "the one operated on" if base.config == state.config else "config.json is not the one operated on",
-        ),
-        *check_own_manifest(manifest, out, dissect(out.config, out.tensors), advance=lambda _count: None),
-    ]
-    if not all(check.holds for check in checks):
-        return checks
+    The plans of all surgeries since are drawn again, one on what the one before makes. What training left in between
+    is known by the manifests alone. `advance` counts the bytes read (of base and output together).
+    """
+    file = str(out.path / MANIFEST_FILE)
+    found = _base_found(state.undone[0], base, digests_of(base, base.tensors, advance))
+    wrong = base_differences(state.base, found)
+    if tuple(surgeries_of(base)) != tuple(state.undone[0].lineage):
+        wrong.append(MANIFEST_FILE)
+    checked = Check.of(
+        "base",
+        wrong,
+        _ANOTHER_BASE,
+        f"the one operated on {len(state.undone)} surgeries ago, by {len(found.tensors)} digests of tensors",
+    )
+    if wrong:
+        return [checked]
+    again = redrawn(state.undone, base.tensors, first=state.number + 1, file=file)
+    last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
-    moved = [place for name, place in state.places.items() if now.get(place) != found[name]]
-    trains_all = any(entry.trains == "all" for each in state.undone for entry in each.operations)
-    lost = [] if trains_all else moved
-    held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
-    edited = [name for name, digest in now.items() if held.get(name) != digest]
+    moved = [place for name, place in state.places.items() if now.get(place) != found.tensors[name].sha256]
+    held = held_by(manifest, file=file)
+    edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
+    edited += [name for name in held if name not in now]
     return [
-        *checks,
+        checked,
+        _config(last.blueprint, out),
+        check_manifest(again.wrong),
+        *check_origin(manifest, last.blueprint),
+        *check_files(manifest, out, Beside.of(last.blueprint, manifest.base), metadata_of(out)),
         Check.of(
             "tensors since then",
-            lost,
+            [] if again.trains_all else moved,
             "not byte-identical to the base's",
             f"{len(state.places) - len(moved)} of the base's are byte-identical",
         ),
@@ -264,6 +293,63 @@ def check_earlier(
             f"all {len(now)} tensors are as the last surgery or training left them",
         ),
     ]
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """The plans of several surgeries, drawn again; `wrong` are the fields of manifests that say otherwise."""
+
+    drawn: list[Drawn]
+    wrong: list[str]
+    trains_all: bool
+
+
+def redrawn(surgeries: Sequence[Manifest], tensors: Mapping[str, TensorInfo], *, first: int, file: str) -> Redrawn:
+    """Draw the plans of `surgeries` again, the first on a base of these `tensors`, each on what the one before makes.
+
+    `first` is the number of the first one, for messages. Raises BadInput for a plan that cannot be drawn.
+    """
+    drawn: list[Drawn] = []
+    wrong: list[str] = []
+    # The first base's tensors by their names of now, while no surgery lets them train.
+    kept = dict(surgeries[0].base.tensors)
+    config, files = surgeries[0].base.config, surgeries[0].base.files
+    for number, manifest in enumerate(surgeries, first):
+        claimed = manifest.base
+        where = f"surgery {number}: "
+        if not same_json(_told(config), _told(claimed.config)):
+            wrong.append(f"{where}base.config")
+        # What a surgery made may have been trained before the next one: of that its shape alone is known.
+        found = {
+            name: kept.get(name) or StoredTensor.of(info, claimed.digests.get(name, "0" * 64))
+            for name, info in tensors.items()
+        }
+        differing = base_differences(claimed, claimed.model_copy(update={"tensors": found, "files": files}))
+        wrong += [f"{where}the base's {name}" for name in differing]
+        step = Drawn.of(manifest, claimed.config, tensors, f"{file} (surgery {number})")
+        blueprint = step.blueprint
+        beside = Beside.of(blueprint, claimed).names
+        wrong += [f"{where}files.{name}" for name in beside ^ manifest.files.keys() if name != RECORD_FILE]
+        wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
+        drawn.append(step)
+        trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
+        moved = {o.name: o.recipe.source for o in blueprint.outputs if not o.new and isinstance(o.recipe, Copy)}
+        kept = {} if trains_all else {name: kept[source] for name, source in moved.items() if source in kept}
+        tensors = {o.name: _planned(o) for o in blueprint.outputs}
+        config = blueprint.config
+        files = {name: digest for name, digest in manifest.files.items() if is_side_file(name) or name in manifest.code}
+    return Redrawn(drawn, wrong, trains_all)
+
+
+def _planned(output: Output) -> TensorInfo:
+    """A tensor of a blueprint as a header would have it; it lies nowhere."""
+    recipe = output.recipe
+    return TensorInfo(output.name, recipe.dtype, recipe.shape, "", 0, 0)
+
+
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what another tool that saves it writes of itself."""
+    return {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
 
 
 def check_own_manifest(
@@ -282,7 +368,21 @@ def check_own_manifest(
     if not all(check.holds for check in described):
         return described
     digests = digests_of(out, out.tensors, advance)
-    return [*described, _own_base_tensors(manifest, places, digests), _own_new_tensors(manifest, digests)]
+    return [
+        *described,
+        *_own_files(manifest, out),
+        _own_base_tensors(manifest, places, out, digests),
+        _own_new_tensors(manifest, digests),
+    ]
+
+
+def _own_files(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """A note where files beside the weights are others: saved again by the tool that trained it, say, or edited."""
+    found = digests_beside(out, manifest.files)
+    changed = [name for name, digest in manifest.files.items() if found.get(name) != digest]
+    detail = f"not as surgery left them, so saved again by another tool, or edited: {some(changed)}"
+    kept = f"{len(found)} beside the weights, by digest"
+    return [Check("files", True, detail if changed else kept, note=bool(changed))]
 
 
 def _own_layers(manifest: Manifest, anatomy: Anatomy) -> Check:
@@ -310,13 +410,15 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
         return []
     if not manifest.code:
         return [Check("code", False, f"none of it is in {MANIFEST_FILE}")]
-    whose = "as this version ships them" if out.code == "shipped" else f"of surgeon {printable(manifest.tool.version)}"
-    return [_same_code(manifest, manifest.code.keys(), out, whose)]
+    return [_same_code(manifest, manifest.code.keys(), out)]
 
 
-def _own_base_tensors(manifest: Manifest, places: dict[str, str], digests: dict[str, str]) -> Check:
+def _own_base_tensors(
+    manifest: Manifest, places: dict[str, str], out: CheckpointFolder, digests: dict[str, str]
+) -> Check:
     there = {name: place for name, place in places.items() if place in digests}
-    changed = [place for name, place in there.items() if digests[place] != manifest.base.tensors[name]]
+    held = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
+    changed = [place for name, place in there.items() if held[place] != manifest.base.tensors[name]]
     if changed and not any(entry.trains == "all" for entry in manifest.operations):
         return Check("base tensors", False, f"not what the base held: {some(changed)}")
     trained = f", {len(changed)} trained since, as the surgery means them to be" if changed else ""
@@ -327,9 +429,3 @@ def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     trained = sum(digests[name] != tensor.sha256 for name, tensor in manifest.new_tensors.items())
     rest = f"{len(manifest.new_tensors) - trained} as they were born"
     return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)
-
-
-def some(names: Collection[str]) -> str:
-    """The first three names, and how many more."""
-    shown = ", ".join(printable(name) for name in islice(names, 3))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -16,10 +16,10 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, adapters_of, manifest_of
-from surgeon.plan.plan import draw, parse_plan
-from surgeon.verify.static import Check, bytes_to_read, check_earlier, check_static, earlier_state
+from surgeon.families.anatomy import dissect, without_a_place
+from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
+from surgeon.verify.check import Check
+from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
     from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
@@ -98,6 +98,8 @@ def verify(
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
+        raise BadInput(f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from")
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     anatomy = dissect(base_folder.config, base_folder.tensors)
@@ -106,19 +108,21 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
-    proof = _static(base_folder, out_folder, anatomy, listener)
+    for folder in (base_folder, out_folder):
+        for note in folder.notes:
+            listener.say(f"{folder.source.shown}: {note}")
+    if anatomy.idle:
+        listener.say(f"{base_folder.source.shown}: {without_a_place(anatomy.idle)}")
+    proof = _static(base_folder, out_folder, listener)
     if not logits or not all(check.holds for check in proof.checks):
         return Verification(proof.promise, proof.checks, trained=proof.trained)
 
     from surgeon.models.tokens import token_batches
 
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    paths = base_folder.path, out_folder.path
-    options: dict[str, Any] = {
-        "device": devices.resolve(device),
-        # Only code that is byte for byte what this version ships runs unasked; anything else was refused at opening.
-        "trust_remote_code": trust_remote_code or "shipped" in (base_folder.code, out_folder.code),
-    }
+    # Each is trusted as it was opened, for itself.
+    folders = base_folder, out_folder
+    options: dict[str, Any] = {"device": devices.resolve(device)}
     found = Verification(proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained)
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
@@ -126,19 +130,17 @@ def verify(
             from surgeon.models.encoders import auto_class, compare_encoders
 
             auto = auto_class(base_folder.config)
-            found.comparisons.append(compare_encoders(*paths, tokens.ids, auto=auto, dtype=dtype, **options))
+            found.comparisons.append(compare_encoders(*folders, tokens.ids, auto=auto, dtype=dtype, **options))
         elif streamed:
             from surgeon.models.compare import compare_streamed
 
-            layered = compare_streamed(
-                base_folder, out_folder, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options
-            )
+            layered = compare_streamed(*folders, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options)
             found.streamed.append(layered)
             found.comparisons.extend(layered.logits)
         else:
             from surgeon.models.compare import compare_logits
 
-            found.comparisons.extend(compare_logits(*paths, tokens.ids, dtype=dtype, **options))
+            found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, **options))
     return found
 
 
@@ -151,24 +153,24 @@ class _Static(NamedTuple):
     checks: list[Check]
 
 
-def _static(base: CheckpointFolder, out: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> _Static:
+def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> _Static:
     """The checks that need bytes only, against the base of the last surgery or an earlier state."""
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
-    loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         return _Static(state.promise, state.trained, state.layers, checks)
-    blueprint = draw(loaded, anatomy, base.config, adapters_of(manifest, file=str(file)))
-    checks = check_static(blueprint, manifest, base, out, anatomy, advance=listener.advance)
-    return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks)
+    drawn = Drawn.of(manifest, base.config, base.tensors, str(file))
+    checks = check_static(drawn, manifest, base, out, advance=listener.advance)
+    return _Static(drawn.blueprint.promise, bool(manifest.training), drawn.blueprint.layer_of_base, checks)
 
 
 def verification_view(verification: Verification) -> RenderableType:
     """Checks and comparisons, and the verdict in one line."""
     checks = Table(box=None, show_header=False, pad_edge=False)
     for check in verification.checks:
-        mark = Text("holds", style="green") if check.holds else Text("FAILS", style="bold red")
+        style = "yellow" if check.note else "green" if check.holds else "bold red"
+        mark = Text("note" if check.note else "holds" if check.holds else "FAILS", style=style)
         checks.add_row(mark, check.name, Text(check.detail, overflow="fold"))
     parts: list[RenderableType] = [checks]
     if verification.comparisons:

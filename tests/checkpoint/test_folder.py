@@ -123,6 +123,21 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: (f / "config.json").write_text('{"a": ' + "1" * 5000 + "}"),
         ["config.json", "digits"],
     ),
+    "config with NaN": (lambda f: (f / "config.json").write_text('{"a": NaN}'), ["config.json", "NaN is not JSON"]),
+    "generation_config with infinity": (
+        lambda f: (f / "generation_config.json").write_text('{"temperature": 1e999}'),
+        ["generation_config.json", "more than a float can hold"],
+    ),
+    "tokenizer_config with a key twice": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"a": 1, "a": 2}'),
+        ["tokenizer_config.json", "'a' occurs twice"],
+    ),
+    "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"model": {'), ["tokenizer.json", "not closed"]),
+    "special tokens a list": (
+        lambda f: (f / "special_tokens_map.json").write_text("[]"),
+        ["special_tokens_map.json", "a list", "JSON object"],
+    ),
+    "index with NaN": (lambda f: (f / INDEX).write_text('{"weight_map": NaN}'), [INDEX, "NaN is not JSON"]),
     "config a FIFO": (lambda f: replaced(f / "config.json", os.mkfifo), ["config.json", "a FIFO"]),
     "config a directory": (lambda f: replaced(f / "config.json", Path.mkdir), ["config.json", "a directory"]),
     "only .bin": (lambda f: without_weights(f, "pytorch_model-00001-of-00002.bin"), ["pickled", "save_pretrained"]),
@@ -364,7 +379,7 @@ def test_side_files_by_allow_list(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "original").mkdir()
     for name in [*CARRIED, *LEFT, "additional_chat_templates/evil.sh", "original/tokenizer.model"]:
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text("{}" if name.endswith(".json") else name)
     folder = CheckpointFolder.open(tmp_path, trust_remote_code=True)
     assert folder.side_files == tuple(sorted(CARRIED))
     assert set(folder.left_behind) == {*LEFT, "original/", "additional_chat_templates/evil.sh"}

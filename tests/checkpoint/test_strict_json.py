@@ -32,7 +32,7 @@ def refused(data: bytes, **options: int | bool) -> str:
 @given(value=VALUES, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
 def test_honest_json_comes_back(value: object, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
-    assert parse_json_strict(text.encode("utf-8", "strict"), file="some.json") == value
+    assert parse_json_strict(text.encode("utf-8", "strict"), file="some.json", constants=True) == value
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,7 +93,7 @@ def test_keys_stand_once() -> None:
         (b"{'a': 1}", "not valid JSON"),
         (b"[{]}", "not valid JSON"),
         (b"[-0]", "minus zero"),
-        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON"),
+        (b'\xef\xbb\xbf{"a": 1}', "byte order mark, which JSON does not allow; save it as UTF-8 without"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "not UTF-8 at byte 0"),
         (b'["\\ud800"]', "half of a UTF-16 pair"),
@@ -109,8 +109,12 @@ def test_pairs_of_surrogates_are_characters() -> None:
 
 
 def test_constants_where_they_are_admitted() -> None:
-    assert parse_json_strict(b"[Infinity]", file="some.json") == [math.inf]
-    assert "NaN is not JSON" in refused(b"[NaN]", constants=False)
+    assert parse_json_strict(b"[Infinity]", file="some.json", constants=True) == [math.inf]
+    for constant in (b"NaN", b"Infinity", b"-Infinity"):
+        assert "is not JSON, and not a number to compute with; write a finite number" in refused(b"[%s]" % constant)
+    # To Python this is infinity too.
+    for data in (b"[1e999]", b"[-1.5E+400]"):
+        assert "more than a float can hold; write a finite number" in refused(data, constants=True)
 
 
 def test_names_are_escaped() -> None:

@@ -6,10 +6,9 @@ import fcntl
 import io
 import itertools
 import json
+import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ import yaml
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.held import HeldFolder
+from surgeon.common.listener import Quiet
 from surgeon.continual import course
 from surgeon.continual.continual import Continued
 from surgeon.data.documents import Documents
@@ -29,11 +30,12 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.share.push import pack
+from surgeon.share.push import hold_output, pack
+from surgeon.train.checkpoints import newest_checkpoint, step_of
 from surgeon.train.session import work_folder as training_folder
-from surgeon.train.trainer import newest_checkpoint, step_of
 from tests import tiny
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
+from tests.warm import kill, warm
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONFIG: dict[str, Any] = {
@@ -126,7 +128,7 @@ def test_performance_is_what_a_plain_loop_finds(whole: Whole) -> None:
     """Of the models that are left after each task: greedy guesses counted by hand."""
     encoder = Encoder(whole.folder / "base", vocabulary=128)
     for number, folder in enumerate([whole.folder / "base", *whole.models]):
-        model = load_model(folder, trust_remote_code=True)
+        model = load_model(folder)
         for name, measured in whole.told.rows[number].items():
             documents = Documents(whole.folder / f"{name}.jsonl", key="text", chat=False)
             numbers = list(range(20)) if name == "other" else list(split(documents, 0.2, name=name)[1])
@@ -169,7 +171,7 @@ def test_the_run_verifies_against_the_base_and_is_a_complete_checkpoint(whole: W
         f"model = AutoModelForCausalLM.from_pretrained({str(run)!r}, trust_remote_code=True)\n"
         "print(model.generate(torch.tensor([[10, 11, 12]]), max_new_tokens=4, do_sample=False).shape[1])"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = subprocess.run([*warm(), "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.strip().isdecimal()
     record = json.loads((run / "continual.json").read_text(encoding="utf-8"))
@@ -201,6 +203,52 @@ def test_verify_finds_what_was_changed_since_the_first_base(whole: Whole, tmp_pa
 
 class Interrupted(Exception):
     """Stands for a kill: nothing of surgeon's catches it."""
+
+
+def edited(path: Path) -> None:
+    """One bit of a file is another, and its time is not."""
+    found = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_what_was_changed_between_two_calls_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs and grown models of a course that was cut off count only as they were written."""
+    prepared(tmp_path / "one", train=SHORT, tasks=CONFIG["tasks"][:2])
+    measure = course._Course._measure
+
+    def cut(self: Any, *given: Any) -> None:
+        if not given or given[0].name == "02-b":
+            raise Interrupted
+        measure(self, *given)
+
+    def carried_on(folder: Path, *, to: str) -> list[str]:
+        listener = Quiet()
+        with monkeypatch.context() as patched, pytest.raises(Interrupted):
+            patched.setattr(course._Course, to, cut)
+            given = (folder / "tasks.yaml", folder / "base", folder / "run")
+            surgeon.continual(*given, keep=True, device="cpu", listener=listener)
+        return [line for line in listener.said if line.startswith(("01-", "02-"))]
+
+    assert carried_on(tmp_path / "one", to="_measure") == []
+    cases = {
+        "01-a/tokenizer.json": "01-a/tokenizer.json is not what was written, so task 1 is learnt again",
+        "01-a/SHARD": "is not what was written, so task 1 is learnt again",
+        "02-b/SHARD": "is not what was written, so it is made again",
+        "02-b.grown/tokenizer_config.json": "is not what was written, so it is made again",
+    }
+    for number, (what, why) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "one", folder)
+        path = course.work_folder(folder / "run") / what
+        path = sorted(path.parent.glob("*.safetensors"))[-1] if path.name == "SHARD" else path
+        shutil.rmtree(path) if path.is_dir() else edited(path)
+        assert any(why in line for line in carried_on(folder, to="carry_out")), what
+    (tmp_path / "one" / ".run.continual" / "course.json").write_bytes(b'{"rows": []}')
+    with pytest.raises(BadInput, match=r"course\.json: damaged or edited \(.*\); remove"):
+        carried_out(tmp_path / "one", keep=True)
 
 
 def test_cut_off_anywhere_between_its_steps_it_ends_the_same(
@@ -265,7 +313,7 @@ def test_cut_off_anywhere_between_its_steps_it_ends_the_same(
 def test_killed_in_the_middle_of_the_second_task(whole: Whole, tmp_path: Path) -> None:
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run*"))
     given = [str(tmp_path / name) for name in ("tasks.yaml", "base", "run")]
-    command = [sys.executable, "-m", "surgeon", "continual", *given, "--device", "cpu"]
+    command = [*warm(), "-m", "surgeon", "continual", *given, "--device", "cpu"]
     work = training_folder(course.work_folder(tmp_path / "run") / "02-b")
     begun = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while begun.poll() is None and (
@@ -273,8 +321,7 @@ def test_killed_in_the_middle_of_the_second_task(whole: Whole, tmp_path: Path) -
     ):
         time.sleep(0.002)
     assert begun.poll() is None
-    begun.send_signal(signal.SIGKILL)
-    begun.wait()
+    kill(begun)
     assert not (tmp_path / "run").exists()
     ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -327,7 +374,7 @@ def test_a_kept_name_in_the_way_and_two_at_once(tmp_path: Path) -> None:
     work.mkdir()
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(BadInput, match="another process is making it"):
+        with pytest.raises(BadInput, match="is writing it; wait for it"):
             carried_out(tmp_path)
     (tmp_path / "run").mkdir()
     with pytest.raises(BadInput, match="run: exists; choose another folder"):
@@ -385,6 +432,9 @@ def test_one_lora_for_all_tasks_and_the_papers_own_procedure(tmp_path: Path) -> 
     assert len(manifest.training) == 3
     assert not manifest.lineage
     assert surgeon.verify(tmp_path / "base", single.path, logits=False).holds
+    with (single.path / "continual.json").open("a") as record:
+        record.write(" ")
+    assert not surgeon.verify(tmp_path / "base", single.path, logits=False).holds
     shutil.rmtree(tmp_path / "run")
     paper = {"new_slot_mass": "paper", "trains_also": ["router", "shared"]}
     asked = CONFIG["plan"] | {"router_loss": {"kind": "task_id"}}
@@ -412,10 +462,8 @@ def test_chats_are_measured_on_responses_alone(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_goes_along_to_the_hub(whole: Whole) -> None:
-    run = CheckpointFolder.open(whole.folder / "run")
-    manifest = surgeon.inspect(run.path).manifest
-    assert manifest is not None
-    parcel = pack(run, manifest, b"card")
+    with HeldFolder(whole.folder / "run") as held:
+        parcel = pack(hold_output(held, trust_remote_code=False), held, b"card")
     assert "continual.json" in parcel.files
     assert not parcel.left_behind
 
@@ -428,7 +476,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patched:
         patched.setattr(course, "write_durably", full)
-        with pytest.raises(BadInput, match=r"course\.json: No space left on device; what is complete is kept"):
+        with pytest.raises(BadInput, match=r"course\.json: the disk is full \(.* free there\); .* complete is kept"):
             carried_out(tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -222,7 +222,7 @@ def test_templates_and_tokenizers_that_cannot_serve(tmp_path: Path) -> None:
     chat = tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3")))
     with pytest.raises(BadInput, match="changes earlier turns once later"):
         Encoder(folder, vocabulary=128).encode(chat)
-    with pytest.raises(BadInput, match="gives token 109, but the model has only 100 tokens"):
+    with pytest.raises(BadInput, match="gives 'w99' the id 109, the model's embedding has only 100 rows"):
         Encoder(folder, vocabulary=100).encode("w99")
     (tmp_path / "none").mkdir()
     with pytest.raises(BadInput, match="no tokenizer that can be loaded"):

@@ -22,6 +22,7 @@ from surgeon.train.config import load_config
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, serve
 from tests.train.test_train import base_of, config, digests
 from tests.train.texts import text
+from tests.warm import warm
 
 datasets = pytest.importorskip("datasets")
 
@@ -152,7 +153,7 @@ def in_a_process(hub: Hub, home: Path, *arguments: str, **environment: str) -> s
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return subprocess.run(
-        [sys.executable, *arguments],
+        [*warm(), *arguments],
         env=clean | settings | environment,
         capture_output=True,
         text=True,

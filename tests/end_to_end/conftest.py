@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANS = ROOT / "plans"
@@ -69,8 +69,8 @@ for folder in sys.argv[2:]:
     ids = torch.arange(3, 23).reshape(2, 10) % model.config.vocab_size
     with torch.inference_mode():
         logits = model(ids).logits
-        told = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        uncached = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, use_cache=False)
+        told = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        uncached = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False)
     results[folder] = {
         "class": type(model).__name__,
         "layers": len(model.model.layers),
@@ -92,7 +92,7 @@ def load_elsewhere(*folders: Path, cache: Path, trust: bool = False) -> list[dic
 def run_elsewhere(script: str, *arguments: str, cache: Path) -> Any:
     """Run a script in a process that starts with an empty cache; what it prints is read as JSON."""
     ran = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [*warm(), "-c", script, *arguments],
         capture_output=True,
         text=True,
         cwd=cache,

@@ -28,7 +28,7 @@ NEXT: dict[str, Any] = {"op": "pmoe_experts", "rank": 3, "router_loss": {"kind":
 
 def trained(folder: Path, names: set[str], *, seed: int) -> Mapping[str, torch.Tensor]:
     """Three real steps of AdamW on the tensors `names`, written back into their shards; returns their values."""
-    model = load_model(folder, dtype="float32", trust_remote_code=True).train()
+    model = load_model(folder, dtype="float32").train()
     parameters = {name: p.requires_grad_(name in names) for name, p in model.named_parameters()}
     if hasattr(model, "freeze_base"):
         assert set(model.freeze_base()) == names

@@ -238,11 +238,6 @@ def test_an_edited_list(spoilt: Path, change: Any) -> None:
     assert "delta" in put_back(spoilt)
 
 
-def test_code_that_is_not_surgeons(spoilt: Path) -> None:
-    (spoilt / "delta" / "evil.py").write_text("1/0")
-    assert "brings its own code" in put_back(spoilt)
-
-
 def test_a_delta_is_no_checkpoint_and_a_checkpoint_no_delta(spoilt: Path) -> None:
     for command in (["preview", "llama-pro"], ["inspect"], ["verify", spoilt / "base"]):
         assert "a delta, which lacks its base's tensors" in refused(*command, spoilt / "delta")

@@ -18,6 +18,7 @@ from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_config, refused
 from tests.end_to_end.test_revert import chain, train, write_plan
+from tests.manifest.edits import edited
 
 UP = "model.layers.{}.mlp.up_proj.weight"
 
@@ -172,9 +173,7 @@ def test_command_line(llama: list[Path], tmp_path: Path) -> None:
 def test_bad_input_is_refused(llama: list[Path], tmp_path: Path) -> None:
     assert "no such folder" in refused("diff", llama[0], tmp_path / "none")
     out = copied(llama[1], tmp_path / "out")
-    manifest = json.loads((out / "surgery.json").read_text())
-    manifest["layers"][1]["base"] = 1
-    (out / "surgery.json").write_text(json.dumps(manifest))
+    edited(out, lambda manifest: manifest["layers"][1].update(base=1), seal=True)
     assert "`layers`" in refused("diff", llama[0], out)
     (out / "surgery.json").write_text("{}")
     with pytest.raises(BadInput, match="not a surgeon manifest"):

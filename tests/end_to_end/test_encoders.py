@@ -131,7 +131,7 @@ def test_a_broken_output_is_told(tmp_path: Path) -> None:
         save_file(held, shard, metadata={"format": "pt"})
     ids = torch.arange(3, 103).reshape(5, 20)
     auto = "AutoModelForSequenceClassification"
-    found = compare_encoders(base, out, ids, auto=auto, trust_remote_code=True)
+    found = compare_encoders(base, out, ids, auto=auto)
     assert not found.identical and found.max_abs_difference > 0 and found.output == "logits"
     assert found.tokens == 100 - 2 * 6
     assert compare_encoders(base, base, ids, auto=auto).identical

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import surgeon
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.train.texts import add_tokenizer, corpus
+from tests.warm import warm
 
 
 def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> su
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return subprocess.run(
-        [sys.executable, "-m", "surgeon", *arguments],
+        [*warm(), "-m", "surgeon", *arguments],
         env=clean | settings | environment,
         capture_output=True,
         text=True,
@@ -84,5 +84,5 @@ def test_a_continual_run_from_the_hub(base: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["base"] == "user/model"
     manifest = surgeon.inspect(tmp_path / "run").manifest
-    assert [(ancestor.base, ancestor.revision) for ancestor in manifest.lineage] == [("user/model", COMMIT)]
+    assert [(surgery.base.id, surgery.base.revision) for surgery in manifest.lineage] == [("user/model", COMMIT)]
     assert surgeon.verify(base, tmp_path / "run", logits=False).holds

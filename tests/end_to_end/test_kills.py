@@ -71,17 +71,17 @@ print(json.dumps(seen))
 """
 
 
-def test_a_hundred_kills(tmp_path: Path) -> None:
+def test_thirty_kills(tmp_path: Path) -> None:
     base = tiny.checkpoint(
         tmp_path / "base", "llama", hidden_size=128, intermediate_size=384, num_hidden_layers=12, shard="400KB"
     )
     work = tmp_path / "work"
     work.mkdir()
     ran = subprocess.run(
-        [sys.executable, "-c", TRIALS, str(base), str(work), "100"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", TRIALS, str(base), str(work), "30"], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout)
     # Not vacuous: kills fell before, in the middle of and after the work.
-    assert seen["staged"] >= 20, seen
-    assert seen["complete"] >= 3, seen
+    assert seen["staged"] >= 6, seen
+    assert seen["complete"] >= 1, seen

@@ -25,6 +25,7 @@ from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_from_the_hub import run_surgeon
 from tests.end_to_end.test_refusals import refused
+from tests.manifest.edits import edited
 
 # peft asks transformers for what transformers deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -438,13 +439,11 @@ def test_a_manifest_that_lost_or_changed_its_adapter(
 ) -> None:
     out = tmp_path / "out"
     surgeon.apply(plan(IMPORT), str(base), out)
-    file = out / "surgery.json"
-    manifest = json.loads(file.read_text())
-    file.write_text(json.dumps(manifest | {"adapters": {}}))
+    found = json.loads((out / "surgery.json").read_text())["adapters"]["adapter"]
+    edited(out, lambda manifest: manifest.update(adapters={}), seal=True)
     assert "nothing is known of the adapter" in refused("verify", "--static", base, out)
-    manifest["adapters"]["adapter"]["alpha_pattern"] = {"(a+)+": 1.0}
-    file.write_text(json.dumps(manifest))
+    odd = found | {"alpha_pattern": {"(a+)+": 1.0}}
+    edited(out, lambda manifest: manifest.update(adapters={"adapter": odd}), seal=True)
     assert "surgery.json" in refused("verify", "--static", base, out)
-    manifest["adapters"]["adapter"] |= {"alpha_pattern": {}, "alpha": 99.0}
-    file.write_text(json.dumps(manifest))
+    edited(out, lambda manifest: manifest.update(adapters={"adapter": found | {"alpha": 99.0}}), seal=True)
     assert not surgeon.verify(base, out, logits=False).holds

@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.end_to_end.conftest import WITHOUT_SURGEON
+from tests.manifest.edits import edited, resealed
+from tests.warm import warm
 
 TOKEN = "hf_" + "x" * 34
 MODEL = "/api/models/user/model"
@@ -61,6 +63,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
+def digests(folder: Path) -> dict[str, str]:
+    opened = CheckpointFolder.open(folder)
+    return digests_of(opened, opened.tensors, lambda _count: None)
+
+
 def refused(out: Path, **options: Any) -> str:
     with pytest.raises(BadInput) as caught:
         surgeon.push(out, "user/model", **options)
@@ -95,7 +102,7 @@ def python_of(card: str) -> list[str]:
 def in_a_process(*command: str, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     ran = subprocess.run(
-        [sys.executable, *command],
+        [*warm(), *command],
         env=clean | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
@@ -156,8 +163,7 @@ def test_large_files_go_to_a_store_of_their_own(grown: Path, tmp_path: Path) -> 
 
 
 def test_a_push_again_sends_nothing(hub: Hub, out: Path) -> None:
-    first = surgeon.push(out, "user/model", private=True)
-    assert hub.private
+    first = surgeon.push(out, "user/model")
     assert first.commit == hub.commit
     assert [path for method, path in hub.posted if path.endswith("/commit/main")] == [f"{MODEL}/commit/main"]
     hub.posted.clear()
@@ -171,7 +177,10 @@ def test_only_what_changed_is_sent(hub: Hub, out: Path) -> None:
     hub.posted.clear()
     (out / "generation_config.json").write_text('{"do_sample": false}')
     pushed = surgeon.push(out, "user/model")
-    assert [(file.name, file.state) for file in pushed.sent] == [("generation_config.json", "changed")]
+    # The card says of each push which files are not as surgery left them.
+    sent = {(file.name, file.state) for file in pushed.sent}
+    assert sent == {("README.md", "changed"), ("generation_config.json", "changed")}
+    assert b"edited: generation_config.json" in hub.files["README.md"]
     assert not hub.uploads
     assert hub.files["generation_config.json"] == b'{"do_sample": false}'
 
@@ -259,7 +268,7 @@ def test_trained_tensors_are_no_broken_promise(hub: Hub, out: Path) -> None:
 
     manifest = json.loads((out / "surgery.json").read_text())
     name = next(name for name in manifest["new_tensors"] if name.endswith("down_proj.weight"))
-    shard = out / manifest["new_tensors"][name]["shard"]
+    shard = out / json.loads((out / "model.safetensors.index.json").read_text())["weight_map"][name]
     held = load_file(shard)
     save_file(held | {name: held[name] + 1}, shard, metadata={"format": "pt"})
     pushed = surgeon.push(out, "user/model")
@@ -277,9 +286,8 @@ def test_foreign_code_and_hostile_names_stay_here(hub: Hub, out: Path, grown: Pa
     assert "code of its own" in refused(out)
     grafted = Path(shutil.copytree(grown / "grafted", tmp_path / "grafted"))
     (tmp_path / "secret.py").write_text("secret")
-    manifest = json.loads((grafted / "surgery.json").read_text())
-    manifest["code"]["../secret.py"] = hashlib.sha256(b"secret").hexdigest()
-    (grafted / "surgery.json").write_text(json.dumps(manifest))
+    digest = hashlib.sha256(b"secret").hexdigest()
+    edited(grafted, lambda manifest: manifest["files"].update({"../secret.py": digest}), seal=True)
     assert "code" in refused(grafted)
     surgeon.push(grafted, "user/model", force=True)
     assert not any("secret" in name for name in hub.files)
@@ -296,9 +304,152 @@ def test_somebodys_model_is_not_buried(hub: Hub, out: Path) -> None:
     assert not hub.posted
 
 
-def test_private_is_kept(hub: Hub, out: Path) -> None:
-    hub.exists = True
-    assert "public" in refused(out, private=True)
+def test_who_may_see_it(hub: Hub, out: Path) -> None:
+    """A new repository is private unless asked to be public; one that is there and is the other is refused."""
+    surgeon.push(out, "user/model")
+    assert hub.private
+    assert "exists and is private; --public is for new ones" in refused(out, public=True)
+    hub.private = False
+    assert "exists and is public; --private is for new ones" in refused(out, public=False)
+    assert surgeon.push(out, "user/model").sent == ()
+    hub.exists, hub.files = False, {}
+    surgeon.push(out, "user/model", public=True)
+    assert not hub.private
+
+
+# Only what lies in the folder, and only what was checked.
+
+
+def test_links_are_refused_whatever_their_name(hub: Hub, out: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    (out / "secret.txt").write_text("secret")
+    (out / "additional_chat_templates").mkdir()
+    shard = next(out.glob("*.safetensors")).name
+    absent = ["continual.json", "chat_template.jinja", "LICENSE.txt", "additional_chat_templates/x.jinja"]
+    for name in [*absent, "README.md", "surgery.json", "config.json", "generation_config.json", shard]:
+        path = out / name
+        kept = path.read_bytes() if path.exists() else None
+        for target in (secret, Path("secret.txt"), tmp_path / "nowhere"):
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+            assert path.name in refused(out)
+        if kept is not None:
+            # Even to the very bytes, beside it: what it leads to may be another file in a moment.
+            (out / "original").write_bytes(kept)
+            path.unlink()
+            path.symlink_to("original")
+            assert "a link; only files that lie in the folder itself are sent" in refused(out)
+        path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+    assert not hub.posted
+    (out.parent / "way").symlink_to(out)
+    surgeon.push(out.parent / "way", "user/model")
+    assert not [name for name, content in hub.files.items() if content == b"secret"]
+
+
+def swapped(path: Path) -> None:
+    """Another file of the same name, size and time."""
+    found = path.stat()
+    path.with_name("other").write_bytes(bytes(found.st_size))
+    os.utime(path.with_name("other"), ns=(found.st_atime_ns, found.st_mtime_ns))
+    path.with_name("other").rename(path)
+
+
+def zeroed(path: Path) -> None:
+    """The same file with other bytes, and its time set back."""
+    found = path.stat()
+    with path.open("r+b") as file:
+        file.seek(found.st_size - 400)
+        file.write(bytes(400))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [swapped, zeroed])
+@pytest.mark.parametrize("kind", ["shard", "side file"])
+@pytest.mark.parametrize("moment", ["after the checks", "while it is sent"])
+def test_what_changes_after_the_checks_is_not_pushed(
+    hub: Hub, out: Path, monkeypatch: pytest.MonkeyPatch, moment: str, kind: str, change: Any
+) -> None:
+    from huggingface_hub import HfApi
+
+    from surgeon.share import push
+
+    path = sorted(out.glob("*.safetensors"))[-1] if kind == "shard" else out / "generation_config.json"
+    path.write_bytes(path.read_bytes().ljust(500))
+    place, name = (push, "_own_checks") if moment == "after the checks" else (HfApi, "preupload_lfs_files")
+    real = getattr(place, name)
+
+    def then(*arguments: Any, **named: Any) -> Any:
+        found = real(*arguments, **named)
+        change(path)
+        return found
+
+    monkeypatch.setattr(place, name, then)
+    assert f"{path.name}: changed while it was checked and sent" in refused(out)
+    assert not any("/commit/" in path for _, path in hub.posted)
+    assert not hub.files
+
+
+def test_the_place_where_a_delta_is_made_is_ours_and_gone_afterwards(hub: Hub, out: Path) -> None:
+    room = out.with_name(".out.push")
+    room.mkdir()
+    (room / "mine").write_text("precious")
+    assert "holds mine, but no push, so no run of surgeon left it as it is" in refused(out, delta=True)
+    (room / "mine").unlink()
+    # What a push leaves that was killed.
+    (room / "push").touch()
+    (room / ".delta.surgeon").mkdir()
+    (room / ".delta.surgeon" / "journal.jsonl").write_text("half")
+    surgeon.push(out, "user/model", delta=True)
+    assert "delta.json" in hub.files
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+# The base that the manifest names.
+
+
+def test_it_is_checked_against_the_base_that_it_names(
+    hub: Hub, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from surgeon.apply import apply
+    from surgeon.checkpoint.hub import Located
+    from surgeon.share import push
+
+    there = Located(grown / "base", "user/base", "a" * 40)
+    monkeypatch.setattr(apply, "locate", lambda *_, **__: there)
+    out = tmp_path / "out"
+    surgeon.apply("llama-pro", str(grown / "base"), out)
+    asked: list[Any] = []
+
+    def found(name: str, **options: Any) -> Located:
+        asked.append((name, options))
+        return there
+
+    monkeypatch.setattr(push, "locate", found)
+    pushed = surgeon.push(out, "user/model")
+    assert asked == [("user/base", {"revision": "a" * 40, "download": True})]
+    assert pushed.no_base is None
+    assert pushed.verification is not None
+    assert pushed.verification.identical
+    # Weights of the base, and the manifest edited to agree: the base itself disagrees.
+    shard = sorted(out.glob("*.safetensors"))[0]
+    before = digests(out)
+    zeroed(shard)
+    text = (out / "surgery.json").read_text()
+    for tensor, digest in digests(out).items():
+        text = text.replace(before[tensor], digest)
+    (out / "surgery.json").write_text(json.dumps(resealed(json.loads(text))))
+    assert "a promise does not hold" in refused(out)
+
+    def gone(*_: Any, **__: Any) -> Located:
+        raise BadInput("user/base: gone")
+
+    monkeypatch.setattr(push, "locate", gone)
+    shown = surgeon.push(out, "user/model", dry_run=True)
+    assert shown.no_base == "its base cannot be had (user/base: gone); --base DIR checks against it"
+    assert shown.verification is None
 
 
 # The card.
@@ -475,7 +626,7 @@ def test_the_terminal_shows_it(hub: Hub, out: Path, monkeypatch: pytest.MonkeyPa
     assert "would go to user/model; nothing was sent" in shown
     shown = run("push", str(out), "user/model")
     assert f'from_pretrained("user/model", revision="{hub.commit}")' in shown
-    assert "5 of 5 checks" in shown or "4 of 4 checks" in shown
+    assert re.search(r"\b(\d+) of \1 checks", shown)
     assert "holds all of it already" in run("push", str(out), "user/model")
     hub.role = "read"
     result = CliRunner().invoke(app, ["push", str(out), "user/model"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from tests import tiny
+from tests.warm import warm
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*warm(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *warm()]
     return subprocess.run(
         [*launcher, "-m", "surgeon", *map(str, arguments)],
         capture_output=True,

@@ -211,7 +211,7 @@ def test_a_changed_base_tensor_is_named(base: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_output_of_surgeon(base: Path, tmp_path: Path) -> None:
-    assert "surgery.json" in refused("verify", base, base)
+    assert "surgery.json" in refused("revert", base, tmp_path / "earlier")
     out = tmp_path / "out"
     CliRunner().invoke(app, ["apply", "copy", str(base), str(out)])
     manifest = json.loads((out / "surgery.json").read_text())

@@ -42,7 +42,7 @@ def test_what_is_recorded_is_what_the_model_computes(out: Path, tmp_path: Path) 
     told = report.texts["probe"]
     assert told.tokens == 48
 
-    model = load_model(out, trust_remote_code=True)
+    model = load_model(out)
     ids = token_batches(out, text=None, window=16, windows=3, vocabulary=300).ids
     heard: dict[str, list[torch.Tensor]] = {"router": [], "gate": []}
     router = model.model.layers[2].expert_router

@@ -52,11 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plainly(model: Path, data: Path, *, context: int) -> tuple[list[float], list[int], list[int], list[int]]:
     """Each document's nats, tokens, right guesses and bytes, window by window, in plain torch."""
-    running = load_model(model, dtype="float32", trust_remote_code=True)
+    running = load_model(model, dtype="float32")
     encoder = Encoder(model, vocabulary=10**9)
     sums: tuple[list[float], list[int], list[int], list[int]] = ([], [], [], [])
     for line in data.read_text().splitlines():
-        ids = torch.tensor(encoder.tokenizer(json.loads(line)["text"])["input_ids"] + [encoder.tokenizer.eos_token_id])
+        ids = torch.tensor([*encoder.tokenizer.ids(json.loads(line)["text"]), encoder.tokenizer.eos_token_id])
         nats, right = 0.0, 0
         for begin in range(0, len(ids) - 1, context - 1):
             window = ids[begin : begin + context]
@@ -64,7 +64,7 @@ def plainly(model: Path, data: Path, *, context: int) -> tuple[list[float], list
                 logits = running(window[None]).logits[0, :-1].float()
             nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
             right += int((logits.argmax(-1) == window[1:]).sum())
-        first = encoder.tokenizer.decode(ids[:1])
+        first = encoder.tokenizer.decode(ids[:1].tolist())
         for kept, value in zip(
             sums, (nats, len(ids) - 1, right, len(json.loads(line)["text"].encode()) - len(first)), strict=True
         ):

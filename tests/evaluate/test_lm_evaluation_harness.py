@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,21 @@ from surgeon.models.load import load_model
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON
 from tests.train.texts import WORDS, add_tokenizer, json_lines, text
+from tests.warm import warm
 
 pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
 
 TASKS = Path(__file__).parent / "tasks"
-# The command `lm_eval`, in a process whose imports of surgeon fail.
-COMMAND = WITHOUT_SURGEON + "from lm_eval.__main__ import cli_evaluate\nsys.argv[0] = 'lm_eval'\ncli_evaluate()\n"
+# The command `lm_eval`, once for each list of arguments, in a process whose imports of surgeon fail.
+COMMAND = (
+    WITHOUT_SURGEON
+    + """
+from lm_eval.__main__ import cli_evaluate
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +52,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def harness(folder: Path, model: str, *, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results and samples, by task."""
-    given = f"pretrained={model},dtype=float32{',trust_remote_code=True' if trust else ''}"
-    arguments = ["--model", "hf", "--model_args", given, "--tasks", "next_word,rolling_text", "--include_path", "tasks"]
-    arguments += ["--device", "cpu", "--batch_size", "4", "--log_samples", "--output_path", f"results/{model}"]
+def harness(folder: Path, **models: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each folder of a model, with what is said of it: results and samples, by task."""
+    common = "--model hf --tasks next_word,rolling_text --include_path tasks --device cpu --batch_size 4 --log_samples"
+    asked = [
+        [
+            *common.split(),
+            "--model_args",
+            f"pretrained={model},dtype=float32{more}",
+            "--output_path",
+            f"results/{model}",
+        ]
+        for model, more in models.items()
+    ]
     ran = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments],
+        [*warm(), "-c", COMMAND, json.dumps(asked)],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -57,19 +74,19 @@ def harness(folder: Path, model: str, *, trust: bool) -> tuple[dict[str, Any], d
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    (results,) = (folder / "results" / model).rglob("results_*.json")
-    samples = {
-        task: [json.loads(line) for line in next(results.parent.glob(f"samples_{task}_*")).read_text().splitlines()]
-        for task in ("next_word", "rolling_text")
-    }
-    return json.loads(results.read_text())["results"], samples
+    for model in models:
+        (results,) = (folder / "results" / model).rglob("results_*.json")
+        samples = {
+            task: [json.loads(line) for line in next(results.parent.glob(f"samples_{task}_*")).read_text().splitlines()]
+            for task in ("next_word", "rolling_text")
+        }
+        yield json.loads(results.read_text())["results"], samples
 
 
 @pytest.mark.slow
 def test_it_runs_on_outputs_and_a_preserving_one_scores_as_its_base(folder: Path) -> None:
-    base, base_samples = harness(folder, "base", trust=False)
+    (base, base_samples), (found, samples) = harness(folder, base="", out=",trust_remote_code=True")
     assert math.isfinite(base["rolling_text"]["word_perplexity,none"]) and 0 <= base["next_word"]["acc,none"] <= 1
-    found, samples = harness(folder, "out", trust=True)
     assert numbers(found) == numbers(base)
     for task, theirs in base_samples.items():
         assert [s["filtered_resps"] for s in samples[task]] == [s["filtered_resps"] for s in theirs]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import dissect
+from surgeon.families.anatomy import dissect, native_config
+from surgeon.families.settings import check_settings
 from tests import tiny
 
 # Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
@@ -102,7 +105,7 @@ def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path
         ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config requires \[3, 32\]"),
         ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
         ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
-        ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not a list of names"),
+        ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not names"),
         ("deberta-v2", {"position_buckets": 4}, r"rel_embeddings\.weight .*requires \[8, 32\]"),
         ("deberta-v2", {"position_buckets": "8"}, "`position_buckets` is '8', not a whole number"),
         ("deberta-v2", {"norm_rel_ebd": 1}, "`norm_rel_ebd` is 1, not a name"),
@@ -169,10 +172,10 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*docs/adding.md"),
-        ({"model_type": None}, "no `model_type`"),
+        ({"model_type": None}, "`model_type` is missing"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
-        ({"hidden_size": "32"}, "`hidden_size` is '32', not a positive whole number"),
+        ({"hidden_size": "32"}, r"`hidden_size` is '32', not a whole number from 1 to 2\^31; use the model's own"),
         ({"num_hidden_layers": 5}, "`num_hidden_layers` 5, so there is no layer 5"),
         ({"num_hidden_layers": 7}, r"model\.layers\.6\..*no shard has it"),
         ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
@@ -186,3 +189,61 @@ def test_config_and_weights_that_disagree(tmp_path: Path, changes: dict, message
     with pytest.raises(BadInput, match=message):
         folder = open_changed(tmp_path, **changes)
         dissect(folder.config, folder.tensors)
+
+
+# By setting: values of another kind than transformers takes; each once was accepted, and a traceback later.
+NONSENSE: dict[str, list[Any]] = {
+    "max_position_embeddings": [0, -1, True, "128", 2**40, [128]],
+    "sliding_window": ["8", -1, True, 1.5, [8]],
+    "rope_theta": [0, -1.0, "10000", True, {}, []],
+    "rope_parameters": [3, "x", [1], {"factor": "\0", "x": {"y": {"z": 1}}}, {"factors": ["a"]}],
+    "rope_scaling": [True, {"long_factor": [1, None]}],
+    "rms_norm_eps": [-1, "1e-6", True, []],
+    "hidden_act": [3, ["silu"]],
+    "layer_types": ["full_attention", ["full_attention"], [1] * 6, 0],
+    "tie_word_embeddings": [0, "true", []],
+    "attention_bias": ["no", 1, [True]],
+    "use_cache": ["yes", 1],
+    "dtype": ["float8", 3, [], {}],
+    "torch_dtype": ["bf16", 16],
+    "architectures": ["LlamaForCausalLM", [1], {}],
+    "pad_token_id": [-2, True, "0", 10**30, 128],
+    "eos_token_id": [1.5, [None], {}, [[1]]],
+    "attention_dropout": [-0.1, 2, "0", True],
+    "num_attention_heads": [3],
+    "num_key_value_heads": [3],
+}
+
+
+def test_settings_of_another_kind(tmp_path: Path) -> None:
+    folder = CheckpointFolder.open(tiny.checkpoint(tmp_path, "llama"))
+    dissect(folder.config, folder.tensors)
+    for key, values in NONSENSE.items():
+        for value in values:
+            with pytest.raises(BadInput, match=rf"config.json: .*`{key}`.*; use the model's own config.json"):
+                dissect(folder.config | {key: value}, folder.tensors)
+
+
+@pytest.mark.parametrize("layers", [2**40, 10**30, 0, -1, 10_001])
+def test_layers_that_nothing_could_count_out(layers: int) -> None:
+    """Of a config with grafts, whose tail is counted out: once it took all memory."""
+    surgery = {"trunk_layers": 6, "new_layers": [0]}
+    with pytest.raises(BadInput, match=f"`num_hidden_layers` is {layers}; 1 to 10000 are read"):
+        native_config({"model_type": "upcycled_llama", "num_hidden_layers": layers, "surgery": surgery})
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.ENCODERS])
+def test_settings_that_transformers_writes_pass(family: str) -> None:
+    check_settings(json.loads(tiny.config(family).to_json_string()))
+    check_settings(json.loads(AutoConfig.for_model(family).to_json_string()))
+
+
+@pytest.mark.parametrize("number", ["01", "+1", "\u0661", "-1", "1_0", "0x1", "99999999999999999999", "1e0", " 1", ""])
+def test_layers_are_numbered_in_plain_digits(tmp_path: Path, number: str) -> None:
+    """Beside all layers that the config asks for, in any spelling that some reader may take for a number."""
+    folder = CheckpointFolder.open(tiny.checkpoint(tmp_path, "llama"))
+    info = folder.tensors["model.layers.1.mlp.up_proj.weight"]
+    for stem in ("model.layers.", "layers."):
+        name = f"{stem}{number}.mlp.up_proj.weight"
+        with pytest.raises(BadInput, match="layers are numbered 0, 1, 2, … in plain digits"):
+            dissect(folder.config, folder.tensors | {name: replace(info, name=name)})

@@ -124,7 +124,9 @@ def test_the_base_on_the_hub_is_named(grown: Path) -> None:
     manifest = manifest_of(grown / "grafted")
     assert base_model_of(manifest, NOTHING_KNOWN) is None
     assert base_model_of(manifest, Metadata(base_model="user/base")) == "user/base"
-    ancestor = manifest.lineage[0].model_copy(update={"base": "user/first", "revision": commit})
+    first = manifest.lineage[0]
+    named = first.base.model_copy(update={"id": "user/first", "revision": commit})
+    ancestor = first.model_copy(update={"base": named})
     manifest = manifest.model_copy(update={"lineage": [ancestor]})
     assert base_model_of(manifest, NOTHING_KNOWN) == "user/first"
     base = manifest.base.model_copy(update={"id": "user/base", "revision": commit})
@@ -154,7 +156,9 @@ def test_a_strangers_words_stay_in_their_spans(grown: Path) -> None:
     manifest = manifest_of(grown / "grafted")
     entry = manifest.operations[0].model_copy(update={"op": HOSTILE, "matched": HOSTILE, "reason": HOSTILE})
     layer = manifest.layers[0].model_copy(update={"init": HOSTILE})
-    ancestor = manifest.lineage[0].model_copy(update={"base": HOSTILE, "operations": [HOSTILE]})
+    first = manifest.lineage[0]
+    named = first.base.model_copy(update={"id": HOSTILE})
+    ancestor = first.model_copy(update={"base": named, "operations": [entry]})
     manifest = manifest.model_copy(
         update={
             "operations": [entry],

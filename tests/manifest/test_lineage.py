@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.manifest.card import card
-from surgeon.manifest.lineage import Lineage, trainable_set
-from surgeon.manifest.manifest import Manifest, digest_of, manifest_of, parse
-from surgeon.report.history import layer_history
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import Manifest, parse, seal_of
 from tests import tiny
 from tests.end_to_end.test_refusals import refused
+from tests.manifest.edits import edited, resealed
 
 # For every layer of the output the base layer it is; None is a new one.
 STACKS: list[list[int | None]] = [[0, None, 1], [0, 1, 2], [None, 0, 1, None, 2]]
@@ -30,7 +27,7 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
     lineage: list[dict[str, Any]] = []
     for number, stack in enumerate(stacks, 1):
         layers = sum(layer is not None for layer in stack)
-        manifest = {
+        surgery = {
             "surgeon_manifest": 1,
             "tool": {"name": "surgeon", "version": "0"},
             "base": {
@@ -38,8 +35,12 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
                 "revision": None,
                 "model_type": "llama",
                 "layers": layers,
-                "tensors": {f"model.layers.{layer}.norm.weight": f"{layer:064x}" for layer in range(layers)},
                 "config": {"num_hidden_layers": layers},
+                "tensors": {
+                    f"model.layers.{layer}.norm.weight": {"dtype": "F32", "shape": [2], "sha256": f"{layer:064x}"}
+                    for layer in range(layers)
+                },
+                "files": {},
             },
             "plan": "surgeon: 1",
             "promise": "exact" if number != 2 else "none",
@@ -53,19 +54,14 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
             ],
             "new_tensors": {},
             "transport_maps": {},
-            "lineage": list(lineage),
+            "files": {},
+            "texts": {},
+            "adapters": {},
+            "plugins": {},
+            "training": [],
         }
-        found.append(manifest)
-        lineage.append(
-            {
-                "sha256": digest_of(manifest),
-                "base": f"state-{number - 1}",
-                "revision": None,
-                "operations": [f"op-{number}"],
-                "tool": "0",
-                "manifest": {key: value for key, value in manifest.items() if key != "lineage"},
-            }
-        )
+        found.append(resealed({**surgery, "lineage": list(lineage)}))
+        lineage.append({key: value for key, value in found[-1].items() if key != "lineage"})
     return found
 
 
@@ -79,7 +75,7 @@ def last(change: Callable[[list[dict[str, Any]]], None] = lambda lineage: None) 
 def test_three_surgeries_in_order_and_where_layers_and_tensors_stand() -> None:
     lineage = Lineage.of(last())
     assert [manifest.operations[0].op for manifest in lineage.surgeries] == ["op-1", "op-2", "op-3"]
-    assert (lineage.first, lineage.count) == (1, 3)
+    assert lineage.count == 3
     assert [manifest.base.id for manifest in lineage.since(1)] == ["state-1", "state-2"]
     assert lineage.since(3) == ()
     assert lineage.layers(0) == {0: 1, 1: 4}
@@ -95,28 +91,21 @@ def test_a_tensor_that_a_surgery_did_not_find_is_named() -> None:
         Lineage.of(last()).places(0, ["model.layers.2.x"])
 
 
-@pytest.mark.parametrize("edited", [0, 1])
-def test_an_edited_ancestor_is_refused_whichever_it_is(edited: int) -> None:
-    def edit(lineage: list[dict[str, Any]]) -> None:
-        lineage[edited]["manifest"]["plan"] = "surgeon: 1 # edited"
-
-    # The second surgery's digest is over the first one's manifest too.
-    with pytest.raises(BadInput, match=r"surgery\.json \(surgery 2\): not what its sha256 says"):
-        Lineage.of(last(edit))
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_edited_ancestor_is_refused_whichever_it_is(number: int) -> None:
+    with pytest.raises(BadInput, match=rf"surgery\.json \(surgery {number + 1}\): not what its sha256 says"):
+        last(lambda lineage: lineage[number].update(plan="surgeon: 1 # edited"))
 
 
-def test_another_digest_for_an_ancestor_is_refused() -> None:
+def test_an_ancestor_that_is_sealed_anew_does_not_fit_the_surgery_after_it() -> None:
+    """As the commits of git, each seal is over the one before."""
+
+    def change(lineage: list[dict[str, Any]]) -> None:
+        lineage[0].update(plan="surgeon: 1 # edited")
+        lineage[0]["sha256"] = seal_of({**lineage[0], "lineage": []})
+
     with pytest.raises(BadInput, match=r"\(surgery 2\): not what its sha256 says"):
-        Lineage.of(last(lambda lineage: lineage[1].update(sha256="0" * 64)))
-
-
-def test_ancestors_that_were_not_kept() -> None:
-    lineage = Lineage.of(last(lambda lineage: lineage[1].pop("manifest")))
-    assert (lineage.first, lineage.count, len(lineage.surgeries)) == (3, 3, 1)
-    assert lineage.layers(2) == {0: 1, 1: 2, 2: 4}
-    for number in (0, 1):
-        with pytest.raises(BadInput, match="does not hold the manifest of surgery 2, since an older surgeon"):
-            lineage.layers(number)
+        last(change)
 
 
 def test_surgeries_that_do_not_fit_together_are_refused() -> None:
@@ -125,36 +114,20 @@ def test_surgeries_that_do_not_fit_together_are_refused() -> None:
         Lineage.of(parse(data, file="surgery.json"))
 
 
-@pytest.fixture(scope="module")
-def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output of two surgeries, of which somebody changed the first one's manifest."""
-    folder = tmp_path_factory.mktemp("edited")
-    surgeon.apply("neutral-residues", tiny.checkpoint(folder / "base", "llama"), folder / "one")
-    surgeon.apply("llama-pro", folder / "one", folder / "out")
-    file = folder / "out" / "surgery.json"
-    manifest = json.loads(file.read_text())
-    new = manifest["lineage"][0]["manifest"]["new_tensors"]
-    new["model.norm.weight"] = next(iter(new.values()))
-    file.write_text(json.dumps(manifest))
-    return folder / "out"
-
-
-def test_an_edited_ancestor_is_refused_wherever_the_lineage_is_read(edited: Path, tmp_path: Path) -> None:
-    folder = CheckpointFolder.open(edited)
-    manifest = manifest_of(folder)
-    told = r"surgery\.json \(surgery 1\): not what its sha256 says"
-    with pytest.raises(BadInput, match=told):
-        trainable_set(folder, manifest, "all")
-    assert trainable_set(folder, manifest, "last").names
-    with pytest.raises(BadInput, match=told):
-        layer_history(folder, manifest)
-    with pytest.raises(BadInput, match=told):
-        card(manifest, folder.config, {}, NOTHING_KNOWN)
+def test_an_edited_ancestor_is_refused_wherever_the_manifest_is_read(tmp_path: Path) -> None:
+    surgeon.apply("neutral-residues", tiny.checkpoint(tmp_path / "base", "llama"), tmp_path / "one")
+    surgeon.apply("llama-pro", tmp_path / "one", tmp_path / "out")
+    out = edited(tmp_path / "out", lambda manifest: manifest["lineage"][0].update(promise="none"), seal=False)
+    before = sorted(tmp_path.iterdir())
     for arguments in (
-        ("report", edited, "--html", tmp_path / "page.html"),
-        ("revert", edited, tmp_path / "back"),
-        ("apply", "llama-pro", edited, tmp_path / "third"),
-        ("preview", "llama-pro", edited),
+        ("inspect", out),
+        ("verify", tmp_path / "base", out),
+        ("report", out, "--html", tmp_path / "page.html"),
+        ("revert", out, tmp_path / "back"),
+        ("apply", "llama-pro", out, tmp_path / "third"),
+        ("preview", "llama-pro", out),
+        ("delta", out, tmp_path / "delta"),
+        ("diff", tmp_path / "one", out),
     ):
         assert "surgery.json (surgery 1): not what its sha256 says" in refused(*arguments)
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.iterdir()) == before

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models import compare
-from surgeon.models.compare import CACHED_DECODE, PREFILL, compare_logits, compare_models, compare_streamed
+from surgeon.models.compare import CACHED_DECODE, PREFILL, compare_logits, compare_models
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.models.grown import edit, grow, shard_of
@@ -175,7 +174,7 @@ def test_folders_that_are_no_checkpoint(llama: Path, tmp_path: Path) -> None:
     cut = tiny.checkpoint(tmp_path / "cut", "llama")
     shard = shard_of(cut, "model.norm.weight")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(PromiseBroken, match="cannot be loaded"):
+    with pytest.raises(PromiseBroken, match="are missing"):
         compare_logits(llama, cut, IDS)
     with pytest.raises(BadInput, match="int8"):
         compare_logits(llama, llama, IDS, dtype="int8")
@@ -189,11 +188,8 @@ def test_code_in_a_checkpoint_is_not_run_unless_asked(llama: Path, tmp_path: Pat
         '"model_type": "strange", "auto_map": {"AutoConfig": "strange.C", "AutoModelForCausalLM": "strange.M"}',
     )
     (foreign / "strange.py").write_text("raise SystemExit('the code of the checkpoint has run')\n")
-    with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
+    with pytest.raises(PromiseBroken, match=r"code of its own .*--trust-remote-code"):
         compare_logits(llama, foreign, IDS)
-    with pytest.raises(PromiseBroken, match="code of its own, which runs only with --trust-remote-code"):
-        opened = CheckpointFolder.open(foreign, trust_remote_code=True)
-        compare_streamed(CheckpointFolder.open(llama), opened, IDS, layer_of_base=range(6))
 
 
 def test_loaded_weights_are_aligned(llama: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match="belongs to another model"):
+    with pytest.raises(BadInput, match="the model's own tokenizer"):
         token_batches(folder, text=None, vocabulary=50)
 
 

@@ -10,11 +10,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILURES = 3
@@ -151,7 +152,7 @@ def test_a_mistake_is_noticed_by_several_tests(name: str, tmp_path: Path) -> Non
         path.write_text(text.replace(old, new), encoding="utf-8")
     quietly = ("-q", "-n", "0", "-p", "no:cacheprovider", f"--maxfail={FAILURES}")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *quietly, *mutation.tests],
+        [*warm(), "-m", "pytest", *quietly, *mutation.tests],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -13,7 +13,6 @@ import surgeon
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
 from surgeon.manifest.card import card
-from surgeon.manifest.manifest import parse
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import load_plan, parse_plan
@@ -21,6 +20,7 @@ from surgeon.plan.shipped import find_plan, names
 from surgeon.runtime.known import kinds
 from tests import tiny
 from tests.house import PACKAGE
+from tests.manifest.edits import edited
 
 PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
 
@@ -121,11 +121,8 @@ def test_an_operation_that_is_unknown_here_is_met_with_neutral_words(tmp_path: P
     assert origin_of("of_a_plugin", "copy") == origin_of("insert_layers", "of_a_plugin") == origin_of("", "") == "made"
     base = tiny.checkpoint(tmp_path / "base", "llama")
     surgeon.apply("copy", str(base), tmp_path / "out")
-    file = tmp_path / "out" / "surgery.json"
-    told = json.loads(file.read_text())
-    told["operations"][0]["op"] = "of_a_plugin"
-    file.write_text(json.dumps(told))
-    text = card(parse(told, file="surgery.json"), {}, {}, NOTHING_KNOWN).decode()
+    edited(tmp_path / "out", lambda manifest: manifest["operations"][0].update(op="of_a_plugin"), seal=True)
+    text = card(surgeon.inspect(tmp_path / "out").manifest, {}, {}, NOTHING_KNOWN).decode()
     assert "of_a_plugin" in text and "## Papers" not in text
     surgeon.report(tmp_path / "out", html=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

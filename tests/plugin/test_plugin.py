@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import yaml
 
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 from tests.train.test_train import CONFIG, base_of
+from tests.warm import warm
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,7 +43,7 @@ def run(code: str, *arguments: object, site: Path | None, expect: int = 0) -> st
     """Run code that uses surgeon, with the package installed in `site` or without it; its output, or its error."""
     path = os.pathsep.join(map(str, [ROOT] if site is None else [site, ROOT]))
     ran = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [*warm(), "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -172,7 +172,7 @@ def test_what_a_plugin_took_no_part_in_names_none(tmp_path: Path, grown: Path) -
     run(
         "import sys, surgeon; surgeon.apply(*sys.argv[1:])", plan, grown / "base", tmp_path / "out", site=grown / "site"
     )
-    assert "plugins" not in json.loads((tmp_path / "out" / "surgery.json").read_text())
+    assert json.loads((tmp_path / "out" / "surgery.json").read_text())["plugins"] == {}
     run(
         "import sys, surgeon; assert surgeon.verify(*sys.argv[1:], logits=False).holds",
         grown / "base",

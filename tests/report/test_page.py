@@ -26,6 +26,8 @@ from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_tensor, refused
 from tests.end_to_end.test_revert import chain, train, write_plan
+from tests.manifest.edits import edited as sealed_edit
+from tests.manifest.edits import resealed
 from tests.models.test_tokens import byte_tokenizer
 
 FUSED: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2, 4]}, "init": {"kind": "ot_fusion"}}
@@ -107,7 +109,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_the_page_tells_what_manifest_and_model_tell(grown: list[Path], tmp_path: Path) -> None:
     told, page, reader = reported(grown[-1], tmp_path / "page.html")
     words = " ".join(reader.words)
-    model = load_model(grown[-1], trust_remote_code=True)
+    model = load_model(grown[-1])
     manifest = surgeon.inspect(grown[-1]).manifest
     assert manifest is not None
     budget = told.findings.budget
@@ -239,7 +241,7 @@ def test_alignment_is_what_the_branches_say(choosing: Path, tmp_path: Path) -> N
     assert probing is not None
     assert [a.layer for a in probing.layers] == [1, 4]
     assert probing.sentences[0] == "king is to queen"
-    model = load_model(choosing, trust_remote_code=True)
+    model = load_model(choosing)
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(choosing)(probing.sentences[0], return_tensors="pt")["input_ids"]
@@ -341,9 +343,8 @@ def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:
             "converged": False,
         }
     }
-    # No digest is over the last entry; those over the ones before it would tell.
-    manifest["lineage"][-1]["operations"] = [HOSTILE]
-    (out / "surgery.json").write_text(json.dumps(manifest))
+    manifest["lineage"][-1]["operations"][0]["op"] = HOSTILE
+    (out / "surgery.json").write_text(json.dumps(resealed(manifest)))
     routing = {
         "surgeon_routing": 1,
         "model": HOSTILE,
@@ -381,14 +382,14 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
         "surgery 2 made 8 layers, surgery 3 found 7; was it edited by hand?",
     ),
     "an earlier manifest of another model": (
-        lambda out, tmp: [edited(out, tmp, lambda m: m["lineage"][0]["manifest"]["layers"].pop(3))],
-        "not what its sha256 says, so it was edited",
+        lambda out, tmp: [edited(out, tmp, lambda m: m["lineage"][0]["layers"].pop(3))],
+        "surgery 1 made 7 layers, surgery 2 found 8; was it edited by hand?",
     ),
     "a folder as page": (lambda out, tmp: [out, "--html", tmp], "a folder"),
     "no such folder": (lambda out, tmp: [out, "--html", tmp / "nowhere" / "page.html"], "cannot be written"),
     "unknown map": (lambda out, tmp: [out, "--maps", "3.below.qury"], "did you mean 3.below.query"),
     "both records": (lambda out, tmp: [out, "--text", f"a={out}", "--routing", tmp / "x"], "exclude each other"),
-    "no record": (lambda out, tmp: [out, "--routing", tmp / "x"], "cannot be read"),
+    "no record": (lambda out, tmp: [out, "--routing", tmp / "x"], "cannot read the routing record"),
     "no routing report": (lambda out, tmp: [out, "--routing", given(tmp, '{"a": 1}')], "not a routing report"),
     "a record of other sites": (
         lambda out, tmp: [
@@ -411,10 +412,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
 def edited(out: Path, tmp: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of the output whose manifest somebody changed."""
     copy = shutil.copytree(out, tmp / "edited")
-    manifest = json.loads((copy / "surgery.json").read_text())
-    change(manifest)
-    (copy / "surgery.json").write_text(json.dumps(manifest))
-    return copy
+    return sealed_edit(copy, change, seal=True)
 
 
 def given(folder: Path, content: str) -> Path:

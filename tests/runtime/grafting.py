@@ -75,6 +75,7 @@ def experts(
     targets: tuple[str, ...] = ("self_attn.o_proj", "mlp.down_proj"),
     scale: float = 1.5,
     task_id: float = 0.0,
+    trunk: int = TRUNK,
 ) -> dict[str, Any]:
     """A surgery of PMoE slots: one LoRA in layers below `threshold`, above it a slot for each of `groups`."""
     slots = [
@@ -83,10 +84,10 @@ def experts(
     ]
     shared = [{"slot": 0, "rank": 2, "targets": list(targets), "scale": scale}]
     return {
-        "trunk_layers": TRUNK,
+        "trunk_layers": trunk,
         "experts": [
             {"layer": layer, "routed": layer >= threshold, "slots": slots if layer >= threshold else shared}
-            for layer in range(TRUNK)
+            for layer in range(trunk)
         ],
         "expert_router": [
             {"layer": threshold, "slots": [{"slot": k, "group": group} for k, group in enumerate(groups)]}
@@ -131,6 +132,16 @@ def every_graft() -> dict[str, dict[str, Any]]:
     named["states-parallel"] = states(top_k=0, sites=("ffn",))
     named["everything"] = everything()
     return named
+
+
+def every_graft_in(family: str) -> dict[str, dict[str, Any]]:
+    """`every_graft` for two families that differ in norms, windows and heads; for the others each graft once.
+
+    For what takes seconds a family and in which grafts and families do not meet elsewhere than in their sites.
+    """
+    if family in ("llama", "gemma3_text"):
+        return every_graft()
+    return {name: surgery for name, surgery in every_graft().items() if name in ("both", "experts", "everything")}
 
 
 def alone() -> dict[str, dict[str, Any]]:

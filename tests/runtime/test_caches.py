@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.runtime.grafting import both, control, every_graft, grafted, perturbed, tokens
+from tests.runtime.grafting import both, control, every_graft_in, grafted, perturbed, tokens
 
 NEW_TOKENS = 6
 
@@ -35,7 +35,7 @@ def test_cached_static_padded_and_uncached_agree(family: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     padded = ids.masked_fill(mask == 0, 0)
-    for name, surgery in every_graft().items():
+    for name, surgery in every_graft_in(family).items():
         model = perturbed(grafted(family, surgery, base=base))
         dynamic = scores(model, padded, mask)
         for other in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.natives import NATIVES
 from tests import tiny
 from tests.runtime.grafting import both, classes, control, grafted, perturbed, tokens
+from tests.warm import warm
 
 
 def written(folder: Path, model: Any, family: str) -> Path:
@@ -70,6 +70,14 @@ for folder in sys.argv[1:]:
         torch.testing.assert_close(model(ids).logits, expected["logits"], atol=1e-5, rtol=1e-4)
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None), expected["generated"])
 
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected["logits"], atol=1e-5, rtol=1e-4)
+
+    if not folder.endswith(("llama/out", "gemma2/out", "phi3/out")):
+        continue  # the rest is the same for all
+
     base = AutoModel.from_pretrained(folder, trust_remote_code=True)
     assert type(base).__name__.endswith("Model")
     classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
@@ -98,7 +106,7 @@ def outside(code: str, folders: list[Path], home: Path) -> subprocess.CompletedP
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
     env = kept | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, "-I", "-W", "error::UserWarning", "-c", code, *map(str, folders)],
+        [*warm(), "-I", "-W", "error::UserWarning", "-c", code, *map(str, folders)],
         env=env,
         cwd=home,
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch import distributed
 from torch.utils.data import Dataset
 
 from tests.runtime.grafting import both, control, everything, grafted, perturbed, tokens
+from tests.warm import warm
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def batch(start: int = 0, stop: int = 4) -> dict[str, torch.Tensor]:
@@ -85,7 +89,8 @@ def test_trainer_logs_the_same_loss_however_it_accumulates(tmp_path: Path) -> No
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def _rank(rank: int, rendezvous: str, kind: str, checkpointing: bool) -> None:
+def rank(rank: int, rendezvous: str) -> None:
+    """One of two processes: the gradients of DDP and of FSDP2, which recomputes, against those of one process."""
     warnings.simplefilter("ignore")
     store = distributed.FileStore(rendezvous, 2)
     distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
@@ -93,9 +98,19 @@ def _rank(rank: int, rendezvous: str, kind: str, checkpointing: bool) -> None:
     alone.freeze_base()
     for start in (0, 2):
         (alone(**batch(start, start + 2)).loss / 2).backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for kind in ("ddp", "fsdp2"):
+        _compare_gradients(rank, kind, expected)
+    distributed.barrier()
+    # Gloo's threads may still be running when the interpreter's exit destroys them, which aborts the process (seen
+    # in CI). What is tested is done: leave without that exit.
+    os._exit(0)
+
+
+def _compare_gradients(rank: int, kind: str, expected: dict[str, torch.Tensor | None]) -> None:
     model = perturbed(grafted("llama", everything())).train()
     names = set(model.freeze_base())
-    if checkpointing:
+    if kind == "fsdp2":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     call: Any = model
     if kind == "ddp":
@@ -109,20 +124,19 @@ def _rank(rank: int, rendezvous: str, kind: str, checkpointing: bool) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     call(**batch(2 * rank, 2 * rank + 2)).loss.backward()
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for name, parameter in model.named_parameters():
         if name not in names:
             assert parameter.grad is None, name
             continue
         gradient = parameter.grad.full_tensor() if kind == "fsdp2" else parameter.grad
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    distributed.barrier()
-    # Gloo's threads may still be running when the interpreter's exit destroys them, which aborts the process (seen
-    # in CI). What is tested is done: leave without that exit.
-    os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, checkpointing", [("ddp", False), ("fsdp2", True)])
-def test_two_ranks_compute_one_ranks_gradients(kind: str, checkpointing: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "rendezvous"), kind, checkpointing), nprocs=2)
+def test_two_ranks_compute_one_ranks_gradients(tmp_path: Path) -> None:
+    code = "import sys; from tests.runtime.test_neighbours import rank; rank(int(sys.argv[1]), sys.argv[2])"
+    begun = [
+        subprocess.Popen([*warm(), "-c", code, str(number), str(tmp_path / "rendezvous")], cwd=ROOT)
+        for number in range(2)
+    ]
+    assert [process.wait() for process in begun] == [0, 0]

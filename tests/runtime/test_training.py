@@ -10,11 +10,11 @@ import torch
 
 from tests import tiny
 from tests.runtime.grafting import (
-    TRUNK,
     adapters,
     both,
     control,
     every_graft,
+    every_graft_in,
     everything,
     experts,
     grafted,
@@ -38,7 +38,7 @@ def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def test_gradients_reach_every_new_parameter_and_no_other(family: str) -> None:
     base = tiny.model(family)
     known = {name for name, _ in base.named_parameters()}
-    for graft, surgery in every_graft().items():
+    for graft, surgery in every_graft_in(family).items():
         model = perturbed(grafted(family, surgery, base=base)).train()
         names = model.freeze_base()
         new = [name for name, _ in model.named_parameters() if name not in known]
@@ -129,17 +129,18 @@ def test_threads_do_not_meet() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "graft, training",
-    [("lerp", False), ("adapters", False), ("both", True), ("moe", True), ("experts", False), ("experts", True)],
+    [("lerp", False), ("adapters", False), ("adapted branch", True), ("experts", True)],
 )
 def test_compiles_without_a_graph_break(graft: str, training: bool) -> None:
+    """Of three layers, as compiling takes its time for each."""
     surgeries = {
-        "lerp": control(),
-        "adapters": adapters("relu", l1=0.1),
-        "both": both(),
-        "moe": control("moe"),
-        "experts": experts(groups=(0, 1), task_id=0.5),
+        "lerp": control(layers=(1,), trunk=3),
+        "adapters": adapters("relu", layers=(0, 2), l1=0.1) | {"trunk_layers": 3},
+        "adapted branch": adapters("sigmoid", layers=(0, 1, 3), l1=0.5, cross_entropy=0.25)
+        | control("moe", layers=(1,), trunk=3),
+        "experts": experts(threshold=1, groups=(0, 1), task_id=0.5, trunk=3),
     }
-    model = perturbed(grafted("llama", surgeries[graft], num_hidden_layers=TRUNK)).train(training)
+    model = perturbed(grafted("llama", surgeries[graft], num_hidden_layers=3)).train(training)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = batch()

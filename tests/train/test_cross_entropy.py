@@ -22,6 +22,7 @@ from surgeon.train.cross_entropy import FusedHead, choose, chunked_cross_entropy
 from surgeon.train.trainer import losses_by_source
 from tests import tiny
 from tests.train.test_train import config, digests, grown
+from tests.warm import warm
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3")
 
@@ -194,13 +195,13 @@ def test_ligers_kernel_gives_the_same_in_tritons_interpreter() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")
     environment: dict[str, Any] = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run([sys.executable, "-c", LIGER], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run([*warm(), "-c", LIGER], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_training_with_the_loss_in_chunks_starts_at_the_bases_loss(tmp_path: Path) -> None:
     out = grown(tmp_path)
-    model = load_model(out, trust_remote_code=True)
+    model = load_model(out)
     base = load_model(tmp_path / "base")
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
     losses = []

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,18 +17,24 @@ from safetensors.torch import load_file
 
 import surgeon
 from surgeon.errors import BadInput
+from surgeon.train.checkpoints import newest_checkpoint
 from surgeon.train.session import work_folder
-from surgeon.train.trainer import newest_checkpoint
 from tests import tiny
 from tests.train import sharded_runs
 from tests.train.test_train import CONFIG, base_of, config, digests, grown
 from tests.train.texts import add_tokenizer
+from tests.warm import warm
 
-TASKS = "surgeon: 1\noperations:\n  - {op: pmoe_experts, threshold: 3, slots: 2, router_loss: {kind: task_id}}\n"
-PLANS = ("llama-pro", "control-llm", "neutral-residues", "pmoe", "mixture-of-control")
+# Every kind of graft, with every loss of its own.
+EVERYTHING = """
+surgeon: 1
+operations:
+  - {op: control_llm, layers: [1, 4], divergence: {kind: mse, weight: 1.0}}
+  - {op: gated_adapters, layers: all, size: 12, gate: relu, local_loss: {kind: l1, weight: 0.01}}
+  - {op: pmoe_experts, threshold: 3, slots: 2, router_loss: {kind: task_id}}
+  - {op: mixture_of_control, rank: 4}
+"""
 
-
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
 ACCELERATE = {
     "ACCELERATE_USE_FSDP": "true",
@@ -43,10 +48,14 @@ ACCELERATE = {
 }
 
 
+def torchrun() -> list[str]:
+    return [*warm(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *warm()]
+
+
 def launch(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """torchrun with two processes; the machine's cores are theirs, one each."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
-    return subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, check=False, env=variables)
+    return subprocess.run([*torchrun(), *arguments], capture_output=True, text=True, check=False, env=variables)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -55,12 +64,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_two_shares_learn_what_one_whole_learns(tmp_path: Path) -> None:
-    """Loss, gradient norm, held-out losses and every trained tensor, for each kind of graft; some without logits."""
+    """Loss, gradient norm, held-out losses and every trained tensor, for every graft; some without logits."""
     base_of(tmp_path, num_hidden_layers=8, dtype="float32")
     add_tokenizer(tiny.checkpoint(tmp_path / "tied-base", "gemma2", num_hidden_layers=8, dtype="float32"))
-    (tmp_path / "tasks.yaml").write_text(TASKS, encoding="utf-8")
-    runs = {plan: (plan, "base") for plan in PLANS} | {
-        "tasks": (str(tmp_path / "tasks.yaml"), "base"),
+    (tmp_path / "everything.yaml").write_text(EVERYTHING, encoding="utf-8")
+    runs = {
+        "llama-pro": ("llama-pro", "base"),
+        "everything": (str(tmp_path / "everything.yaml"), "base"),
         "tied": ("mixture-of-control", "tied-base"),
     }
     # Micro-batches of the same sequences, whoever takes them: then losses over a batch's tokens are the same too.
@@ -108,7 +118,7 @@ def test_two_shares_learn_what_one_whole_learns(tmp_path: Path) -> None:
 def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
     """In bfloat16, so with masters; as `accelerate launch` starts it. To the bit by two processes again."""
     grown(tmp_path, "mixture-of-control")
-    config(tmp_path, steps=20, save_every=4, evaluate_every=10)
+    config(tmp_path, steps=12, save_every=3, evaluate_every=6)
     arguments = ["-m", "surgeon", "train", str(tmp_path / "out"), "--config", str(tmp_path / "train.yaml")]
     arguments += ["--device", "cpu", "--json", "--to"]
     whole = launch(*arguments, str(tmp_path / "whole"), environment=ACCELERATE)
@@ -116,7 +126,7 @@ def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
     assert "sharded over 2 processes (FSDP2)" in whole.stderr
     work = work_folder(tmp_path / "run")
     begun = subprocess.Popen(
-        [*LAUNCH, *arguments, str(tmp_path / "run")],
+        [*torchrun(), *arguments, str(tmp_path / "run")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | ACCELERATE,
@@ -130,12 +140,12 @@ def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
     ran = launch(*arguments, str(tmp_path / "run"), environment=ACCELERATE)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = [json.loads(each.stdout) for each in (whole, ran)]
-    assert 4 <= told[1]["resumed_at"] < 20
+    assert 3 <= told[1]["resumed_at"] < 12
     assert told[0]["losses"] == told[1]["losses"]
     assert digests(tmp_path / "whole") == digests(tmp_path / "run")
     other = surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "other", device="cpu")
     assert other is not None
-    assert 4 <= other.resumed_at < 20
+    assert 3 <= other.resumed_at < 12
     for name, (_, after) in other.losses.items():
         assert told[0]["losses"][name]["after"] == pytest.approx(after, rel=0.01)
 

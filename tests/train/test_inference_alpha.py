@@ -57,7 +57,7 @@ def test_the_share_of_the_expanded_branch(name: str, tmp_path: Path) -> None:
     assert len(learned) == (2 if interpolator.get("learnable") else 0)
     assert all(abs(share - interpolator["alpha"]) > 1e-4 for share in learned)
 
-    model = load_model(tmp_path / "run", trust_remote_code=True)
+    model = load_model(tmp_path / "run")
     ids = torch.arange(10, 42).view(2, 16)
     for mode, wanted in ((True, training), (False, inference)):
         seen = states(model.train(mode), ids)

@@ -211,7 +211,7 @@ def check_saved(out: Path, saved: Path, new: set[str], dtype: torch.dtype) -> No
         assert after[name].to(before[name].dtype).view(torch.uint8).equal(before[name].view(torch.uint8)), name
 
 
-LOOP_JOBS = [(name, dtype) for name in PLANS for dtype in ("float32", "bfloat16")]
+LOOP_JOBS = [(name, "bfloat16") for name in PLANS] + [("gated_adapters", "float32"), ("insert_layers", "float32")]
 
 
 @pytest.fixture(scope="module")

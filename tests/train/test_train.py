@@ -6,10 +6,9 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,20 @@ from rich.console import Console
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.common.listener import Quiet
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.train import session
+from surgeon.train import session, trainer
+from surgeon.train.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
 from surgeon.train.session import work_folder
 from surgeon.train.train import trained_view
-from surgeon.train.trainer import Diverged, losses_by_source, newest_checkpoint, step_of
+from surgeon.train.trainer import Diverged, losses_by_source
 from tests import tiny
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
+from tests.warm import kill, warm
 
 CONFIG: dict[str, Any] = {
     "surgeon_train": 1,
@@ -73,15 +75,22 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, *more: str, processes: int = 1) -> list[str]:
-    launched = (
-        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    launched = warm() if processes == 1 else [*warm(), *torchrun, *warm()]
     given = ["train", str(folder / "out"), "--config", str(folder / "train.yaml"), "--to", str(folder / "run")]
-    return [sys.executable, *launched, "-m", "surgeon", *given, "--device", "cpu", *more]
+    return [*launched, "-m", "surgeon", *given, "--device", "cpu", *more]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("plan", ["llama-pro", "neutral-residues", "control-llm", "mixture-of-control", "pmoe"])
+@pytest.mark.parametrize(
+    ("plan", "family"),
+    [
+        ("llama-pro", "gemma2"),
+        ("neutral-residues", "llama"),
+        ("control-llm", "gemma2"),
+        ("mixture-of-control", "llama"),
+        ("pmoe", "gemma2"),
+    ],
+)
 def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
     tmp_path: Path, plan: str, family: str
 ) -> None:
@@ -326,7 +335,7 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
         ):
             time.sleep(0.005)
         if begun.poll() is None:
-            begun.send_signal(signal.SIGKILL)
+            kill(begun)
             kills += 1
         begun.wait()
     assert kills == 2
@@ -337,7 +346,7 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     (torn / "trained.safetensors").write_bytes(b"half")
     ran = subprocess.run(command(tmp_path, "--json"), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "the checkpoint of step 39 was cut off" in ran.stderr
+    assert "checkpoint-39 is not complete, or not this run's, so it is passed over" in ran.stderr
     told = json.loads(ran.stdout)
     assert told["resumed_at"] >= 15
     kept_keys = ("step", "loss", "grad_norm", "learning_rate", "eval_fr_loss", "eval_en_loss")
@@ -350,24 +359,146 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     assert digests(tmp_path / "run") == digests(tmp_path / "whole")
 
 
-def test_killed_while_it_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = grown(tmp_path)
-    path = config(tmp_path, steps=3)
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output, and a run of three steps with its checkpoints, cut off before it was published."""
+    folder = tmp_path_factory.mktemp("cut-off")
+    grown(folder)
+    config(folder, steps=3, save_every=1)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        def killed(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
         patched.setattr(session, "execute", killed)
-        with pytest.raises(KeyboardInterrupt):
-            surgeon.train(out, path, tmp_path / "run", device="cpu")
-    assert not (tmp_path / "run").exists()
-    trained = surgeon.train(out, path, tmp_path / "run", device="cpu")
+        surgeon.train(folder / "out", folder / "train.yaml", folder / "run", device="cpu")
+    return folder
+
+
+def test_killed_while_it_publishes(cut_off: Path, tmp_path: Path) -> None:
+    shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
+    given = (tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run")
+    trained = surgeon.train(*given, device="cpu")
     assert trained is not None
     assert trained.resumed_at == 3
     assert not trained.unchanged
+    assert not work_folder(tmp_path / "run").exists()
     with pytest.raises(BadInput, match="exists"):
-        surgeon.train(out, path, tmp_path / "run", device="cpu")
+        surgeon.train(*given, device="cpu")
+
+
+def flip(path: Path) -> None:
+    """One bit of a file is another, and its time is not."""
+    found = path.stat()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_a_checkpoint_counts_only_as_it_was_written(cut_off: Path, tmp_path: Path) -> None:
+    """Every file flipped, missing, or one too many: the checkpoint before is the newest."""
+    whole = work_folder(cut_off / "run")
+    assert [path.name for path in sorted(whole.glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-3"]
+    names = sorted(path.name for path in (whole / "checkpoint-3").iterdir())
+    assert {"trained.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "complete.json"} <= {*names}
+    changes: list[tuple[str, Callable[[Path], object]]] = [(name, flip) for name in names]
+    changes += [(name, Path.unlink) for name in names]
+    # What transformers would load beside, or instead.
+    more = ("scaler.pt", "rng_state_1.pth", "optimizer.bin", "pytorch_model_fsdp_0", "model.safetensors")
+    changes += [(name, lambda path: path.write_bytes(b"0")) for name in more]
+    changes += [("global_step3", Path.mkdir)]
+    for number, (name, change) in enumerate(changes):
+        work = Path(shutil.copytree(whole, tmp_path / str(number)))
+        assert newest_checkpoint(work) == work / "checkpoint-3"
+        change(work / "checkpoint-3" / name)
+        assert newest_checkpoint(work) == work / "checkpoint-2", name
+        (why,) = drop_what_does_not_count(work)
+        assert "checkpoint-3" in why
+        assert not (work / "checkpoint-3").exists()
+    # One of nobody's, though it is whole in itself.
+    shutil.copytree(whole / "checkpoint-3", work / "checkpoint-7")
+    assert newest_checkpoint(work) == work / "checkpoint-2"
+    flip(work / "run.json")
+    with pytest.raises(BadInput, match=r"run\.json: damaged or edited \(.*\); remove .*, and the run begins anew"):
+        newest_checkpoint(work)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
+    cut_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
+    given = (tmp_path / "out", tmp_path / "train.yaml")
+    flip(work_folder(tmp_path / "run") / "checkpoint-3" / "optimizer.pt")
+    unpickled = []
+    load = torch.load
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        unpickled.append(named.get("weights_only"))
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(torch, "load", watched)
+    listener = Quiet()
+    trained = surgeon.train(*given, tmp_path / "run", device="cpu", listener=listener)
+    assert trained is not None
+    assert trained.resumed_at == 2
+    assert "checkpoint-3/optimizer.pt is not what was written, so it is passed over and dropped" in listener.said
+    assert unpickled
+    assert all(unpickled)
+    # Damaged between the last step and publishing.
+    written = trainer.complete
+
+    def damaged(checkpoint: Path, step: int) -> None:
+        written(checkpoint, step)
+        if step == 3:
+            flip(checkpoint / "trained.safetensors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "complete", damaged)
+        with pytest.raises(
+            BadInput, match=r"checkpoint-3/trained\.safetensors is not what was written; nothing is pub"
+        ):
+            surgeon.train(*given, tmp_path / "again", device="cpu")
+    assert not (tmp_path / "again").exists()
+    surgeon.train(*given, tmp_path / "again", device="cpu")
+    assert digests(tmp_path / "run") == digests(tmp_path / "again")
+
+
+def test_a_work_folder_that_is_not_ours_alone_is_refused(
+    cut_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write beside RUN, or packs what is unpacked there, leads training nowhere else."""
+    work, victim = tmp_path / ".run.training", tmp_path / "victim"
+    given = (cut_off / "out", cut_off / "train.yaml", tmp_path / "run")
+    victim.write_text("precious")
+
+    def refused(plant: Callable[[], object], told: str) -> None:
+        work.mkdir(exist_ok=True)
+        plant()
+        with pytest.raises(BadInput, match=told):
+            surgeon.train(*given, device="cpu")
+        assert victim.read_text() == "precious"
+        assert not (tmp_path / "run").exists()
+        work.unlink() if work.is_symlink() else shutil.rmtree(work)
+
+    for name in ("run.new", ".run.json.new", "run.json", "lock", "final.safetensors", "checkpoint-1", "whole"):
+        refused(
+            lambda name=name: (work / name).symlink_to(victim), rf"\.run\.training/{name}: (a link|not a file), but"
+        )
+    refused(lambda: (work.rmdir(), work.symlink_to(tmp_path / "out")), "a link, but surgeon works in this place")
+    refused(lambda: os.link(victim, work / "run.json"), "a second name of another file")
+    refused(lambda: os.link(victim, work / "lock"), "not a file of its own")
+    refused(lambda: os.mkfifo(work / "run.json"), "not a file")
+    refused(lambda: (work / "checkpoint-1").mkdir(), "holds checkpoint-1, but no run.json, so no run of surgeon left")
+    if os.geteuid() == 0:
+        refused(lambda: os.chown(work, 65534, 65534), "another user's, but surgeon works in this place")
+        refused(lambda: ((work / "run.json").touch(), os.chown(work / "run.json", 65534, 65534)), "another user's")
+    work.mkdir(mode=0o777)
+    modes = []
+    monkeypatch.setattr(session, "_train", lambda run: modes.append(run.work.stat().st_mode & 0o777) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        surgeon.train(*given, device="cpu")
+    assert modes == [0o700]
 
 
 def test_checkpoints_of_another_run_are_not_continued(tmp_path: Path) -> None:

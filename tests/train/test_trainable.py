@@ -32,7 +32,7 @@ def test_last_surgery_is_what_the_model_itself_would_train(tmp_path: Path, plan:
     surgeon.apply(plan, str(base), tmp_path / "out")
     folder, manifest = opened(tmp_path / "out")
     wanted = trainable_set(folder, manifest, "last")
-    model = load_model(tmp_path / "out", trust_remote_code=True)
+    model = load_model(tmp_path / "out")
     names = unfreeze(model, wanted, base_names=folder.tensors)
     assert set(names) == set(manifest.new_tensors)
     if hasattr(model, "graft_parameter_names"):

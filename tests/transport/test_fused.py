@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from surgeon.transport.passes import TORCH
 from surgeon.transport.sinkhorn import passes_for
+from tests.warm import warm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -44,9 +44,7 @@ for m in (1024, 14336):
 
 def run(*arguments: str, interpret: bool) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1" if interpret else "0"}
-    ran = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([*warm(), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
     return ran.stdout
 

@@ -281,7 +281,11 @@ def proof_section(findings: Findings) -> Markup:
 def _verified(verification: Verification) -> list[Markup]:
     rows = [
         (
-            el("strong", "holds" if check.holds else "FAILS", class_="good" if check.holds else "bad"),
+            el(
+                "strong",
+                "note" if check.note else "holds" if check.holds else "FAILS",
+                class_="warn" if check.note else "good" if check.holds else "bad",
+            ),
             check.name,
             check.detail,
         )
@@ -321,18 +325,15 @@ def lineage_section(findings: Findings) -> Markup:
     """All surgeries so far, and the version of surgeon that carried out each."""
     manifest = findings.manifest
     rows: list[tuple[Child, ...]] = [
-        (nth, ", ".join(a.operations), at_revision(a.base, a.revision), a.tool, a.sha256[:16])
-        for nth, a in enumerate(manifest.lineage, 1)
-    ]
-    rows.append(
         (
-            len(manifest.lineage) + 1,
-            ", ".join(entry.op for entry in manifest.operations),
-            at_revision(manifest.base.id, manifest.base.revision),
-            manifest.tool.version,
-            "this output",
+            nth,
+            ", ".join(entry.op for entry in surgery.operations),
+            at_revision(surgery.base.id, surgery.base.revision),
+            surgery.tool.version,
+            surgery.sha256[:16],
         )
-    )
+        for nth, surgery in enumerate((*manifest.lineage, manifest), 1)
+    ]
     return section(
         "lineage",
         "Lineage",
@@ -342,5 +343,5 @@ def lineage_section(findings: Findings) -> Markup:
             rows,
             numbers=(0,),
         ),
-        el("p", f"The base of the last surgery, all tensors: sha256 {manifest.base.digest[:16]}…", class_="soft"),
+        el("p", f"The digest of the last surgery's base: {manifest.base_digest}", class_="soft"),
     )

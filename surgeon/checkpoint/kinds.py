@@ -1,0 +1,109 @@
+"""What a path leads to, by names and first lines alone, and whether arguments stand in each other's places."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, MANIFEST_FILE
+from surgeon.common.files import read_given
+from surgeon.errors import BadInput, printable
+
+Kind = Literal[
+    "a plan",
+    "a training config",
+    "a tasks file",
+    "a data file",
+    "a checkpoint",
+    "an output of surgeon",
+    "a delta",
+    "a file",
+    "a folder",
+    "a name of the Hub or of a plan",
+    "nothing yet",
+]
+
+# By the key that says which version of a format a YAML file is in.
+_FORMATS: dict[str, Kind] = {
+    "surgeon": "a plan",
+    "surgeon_train": "a training config",
+    "surgeon_continual": "a tasks file",
+    "surgeon_data": "a data file",
+}
+_FORMAT = re.compile(r"^[{\s]*[\"']?(surgeon(?:_[a-z]+)?)[\"']?\s*:", re.MULTILINE)
+_MOST_READ = 1_000_000
+_HUB_OR_PLAN = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", re.ASCII)
+
+NAME: Kind = "a name of the Hub or of a plan"
+NEW: Kind = "nothing yet"
+CHECKPOINTS: frozenset[Kind] = frozenset({"a checkpoint", "an output of surgeon"})
+
+
+class Argument(NamedTuple):
+    """An argument of a command: what it is called, what was given, and the kinds that it takes."""
+
+    called: str
+    given: str
+    takes: frozenset[Kind]
+
+
+def kind_of(given: str) -> Kind:
+    """What `given` is. Nothing is refused: what cannot be looked at is a file."""
+    path = Path(given)
+    try:
+        if path.is_dir():
+            return _folder_kind({entry.name for entry in os.scandir(path)})
+        if not os.path.lexists(path):
+            # A name of two parts may be a path or the Hub's; only one that cannot be the Hub's is surely a path.
+            return NAME if _HUB_OR_PLAN.fullmatch(given) else NEW
+        if path.suffix in (".yaml", ".yml"):
+            text = read_given(path, what="file", most=_MOST_READ).decode("utf-8", "replace")
+            return next((_FORMATS[key] for key in _FORMAT.findall(text) if key in _FORMATS), "a file")
+    except (OSError, ValueError, BadInput):
+        pass
+    return "a file"
+
+
+def _folder_kind(names: set[str]) -> Kind:
+    if DELTA_FILE in names:
+        return "a delta"
+    if MANIFEST_FILE in names:
+        return "an output of surgeon"
+    return "a checkpoint" if CONFIG_FILE in names else "a folder"
+
+
+def mixed_up(arguments: Sequence[Argument]) -> str:
+    """What to ask who gave `arguments`, where in another order each would be of a kind that its place takes.
+
+    Else which argument is of a kind that its place never takes; empty where all fit, or nothing is recognised.
+    """
+    kinds = [kind_of(argument.given) for argument in arguments]
+    wrong = [number for number, kind in enumerate(kinds) if not _fits(kind, arguments[number])]
+    if not wrong:
+        return ""
+    orders = [order for order in itertools.permutations(range(len(kinds))) if _all_fit(order, kinds, arguments)]
+    # The one that moves the fewest.
+    order = min(orders, key=lambda order: sum(n != place for place, n in enumerate(order)), default=None)
+    if order is not None:
+        moved = [arguments[place].called for place, number in enumerate(order) if place != number]
+        return f"did you swap {' and '.join([', '.join(moved[:-1]), moved[-1]])}?"
+    first = next((number for number in wrong if kinds[number] not in ("a file", "a folder", NAME, NEW)), None)
+    if first is None:
+        return ""
+    argument = arguments[first]
+    wanted = " or ".join(sorted(argument.takes - {NEW, NAME})) or (
+        "a new name" if NEW in argument.takes else "a Hub id"
+    )
+    return f"{printable(argument.given)} is {kinds[first]}, {argument.called} takes {wanted}"
+
+
+def _all_fit(order: Sequence[int], kinds: Sequence[Kind], arguments: Sequence[Argument]) -> bool:
+    return all(_fits(kinds[number], arguments[place]) for place, number in enumerate(order))
+
+
+def _fits(kind: Kind, argument: Argument) -> bool:
+    return kind in argument.takes

@@ -1,0 +1,242 @@
+"""Whose code a checkpoint brings, and what in its folder would lead a loader away from its config and weights.
+
+Judged for each folder by itself, from names and JSON alone: nothing is imported, nothing of the folder runs. Code is
+a `.py` file anywhere in the folder, a JSON field that makes transformers run code or fetch a compiled kernel, and a
+reference of the form "repo--module.Class". It is surgeon's own only if it is byte for byte what this version ships for
+the folder's config.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.errors import BadInput, printable
+from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.known import native_of
+
+MAX_CODE_BYTES = 1_000_000
+
+Code = Literal["none", "shipped", "foreign"]
+Classes = Literal["installed", "shipped", "own"]
+
+# Vocabularies: large, and nothing in them is a setting.
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json"})
+# Read where a processor is asked for; surgeon carries some of them along.
+_PROCESSORS = re.compile(r"[A-Za-z0-9_]*processor_config\.json")
+_PARSED = "config.json"
+
+# Fields that name code to run: whatever they hold, unless it is nothing at all.
+_CODE_FIELDS = frozenset({"auto_map", "custom_pipelines", "custom_generate", "kernel_config"})
+# Switches that let a loader run code.
+_SWITCHES = frozenset({"trust_remote_code", "use_kernels", "allow_all_kernels"})
+# Attention or experts by the name of a Hub repository: transformers downloads its compiled kernels.
+_IMPLEMENTATION = re.compile(r"_*(attn|experts)_implementation.*", re.DOTALL)
+_REFERENCE = re.compile(r"(?:[\w.-]+/)?[\w.-]+--[\w./-]+\.[A-Za-z_]\w*")
+_LONGEST_REFERENCE = 300
+# Where a checkpoint came from: often the path of a cache, which is spelled with `--` too.
+_ORIGIN = "name_or_path"
+
+# Fields of config.json by which transformers reads other files, or builds another model than the rest describes.
+_ELSEWHERE = {
+    "transformers_weights": "names another file of weights than the index",
+    "configuration_files": "names other config files, of which transformers would take one",
+    "fusion_config": "lets transformers replace modules of the model",
+    "distributed_config": "lets transformers spread the model over devices",
+    "per_layer_config": "gives single layers other sizes or settings, which surgeon does not know",
+    "attribute_map": "gives the fields of the config other meanings",
+    "sub_configs": "gives parts of the config other classes",
+    "sub_configs_defaults": "gives parts of the config other classes",
+    "extra_files": "names further files of weights",
+    "extra_config_files": "names further config files",
+}
+_QUANTISED = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a folder brings: whose `code`, what was `found` that is not surgeon's, every script in it, and `classes`.
+
+    `classes` says which the model is built of: those of the `installed` transformers, those that surgeon `shipped`, or
+    the folder's `own`. A folder may hold foreign code that its model does not need.
+    """
+
+    code: Code
+    found: str
+    scripts: tuple[str, ...]
+    classes: Classes
+
+
+def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
+    """Judge a folder whose config.json is `config`. Raises BadInput where a file that must be read cannot be."""
+    listing = source.listing()
+    scripts = tuple(name for name in source.tree() if name.lower().endswith(".py"))
+    mapped = config.get("auto_map") or None
+    ours = mapped is not None and _is_shipped(config, listing, source)
+    classes: Classes = "installed" if mapped is None else "shipped" if ours else "own"
+    found = _not_ours(config, listing, source, scripts, ours=ours)
+    code: Code = "foreign" if found else "shipped" if ours else "none"
+    return Brought(code, found, scripts, classes)
+
+
+def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> bool:
+    native = native_of(config)
+    if native is None or config.get("auto_map") != native.auto_map or CODE_FILE not in listing:
+        return False
+    return source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES) == bundle(config)
+
+
+def _not_ours(
+    config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
+) -> str:
+    """The first thing in the folder that is, or leads to, code which is not surgeon's; nothing where there is none."""
+    native = native_of(config)
+    if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
+        return f"{_PARSED} has an `auto_map`"
+    if lying := [name for name in scripts if not (ours and name == CODE_FILE)]:
+        return f"{printable(lying[0])} lies in it, which is not what this version of surgeon ships"
+    if config.get("auto_map") and not ours:
+        return f"{_PARSED} has an `auto_map` to {CODE_FILE}, which is not there"
+    for name, content in _settings(config, listing, source):
+        if found := leads_to_code(content, except_auto_map=name == _PARSED):
+            return f"{printable(name)} {found}"
+    return ""
+
+
+def _settings(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> Iterator[tuple[str, Any]]:
+    """The JSON files that say how to load something, parsed as Python's loaders do; what they cannot parse is left."""
+    yield _PARSED, config
+    for name, size in listing.items():
+        carried = is_side_file(name) and name.endswith(".json") and name not in _VOCABULARIES
+        if name == _PARSED or size > MAX_SIDE_FILE_BYTES or not (carried or _PROCESSORS.fullmatch(name)):
+            continue
+        try:
+            yield name, json.loads(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES))
+        except (BadInput, ValueError, RecursionError):
+            # A link out of the folder, say: it is neither read nor carried along, which `notes` says.
+            continue
+
+
+def leads_to_code(content: Any, *, except_auto_map: bool = False) -> str:
+    """What in parsed JSON, at any depth, makes a loader run code or fetch some, in words; nothing where nothing does.
+
+    `except_auto_map` passes over an `auto_map` at the top, which the caller has judged.
+    """
+    if isinstance(content, dict) and except_auto_map:
+        content = {key: value for key, value in content.items() if key != "auto_map"}
+    for key, value in _walk(content):
+        if (key in _CODE_FIELDS and value not in (None, {}, [], "")) or (key in _SWITCHES and value):
+            return f"has `{key}`"
+        if _IMPLEMENTATION.fullmatch(key) and any("/" in text for text in _strings(value)):
+            return f"asks for kernels from the Hub (`{printable(key)}`)"
+        if isinstance(value, str) and not key.endswith(_ORIGIN) and _is_reference(value):
+            return f"refers to code elsewhere ({printable(value)})"
+    return ""
+
+
+def _is_reference(text: str) -> bool:
+    return len(text) <= _LONGEST_REFERENCE and _REFERENCE.fullmatch(text) is not None
+
+
+def _walk(content: Any) -> Iterator[tuple[str, Any]]:
+    """Every value at any depth with its key; of lists every item, with the list's key."""
+    waiting: list[tuple[str, Any]] = [("", content)]
+    while waiting:
+        key, value = waiting.pop()
+        yield key, value
+        if isinstance(value, dict):
+            waiting.extend((str(inner), held) for inner, held in value.items())
+        elif isinstance(value, list):
+            waiting.extend((key, item) for item in value)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    return (held for _, held in _walk(value) if isinstance(held, str))
+
+
+def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> None:
+    """Raise BadInput for code that is not surgeon's, unless the user has asked for it."""
+    if brought.code == "foreign" and not trust_remote_code:
+        raise BadInput(
+            f"{shown}: brings code of its own ({brought.found}), which surgeon neither runs nor copies; read it, then"
+            " remove it or pass `--trust-remote-code`"
+        )
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise BadInput for a config.json by which transformers would load something else than it describes."""
+    refuse_quantised(config)
+    for key, does in _ELSEWHERE.items():
+        if config.get(key) not in (None, {}, [], ""):
+            raise BadInput(f"config.json: `{key}` {does}; take it out, if the model does not need it")
+    for key in config:
+        # transformers makes attributes of a config's fields, and these hold the object itself together.
+        if key.startswith("__"):
+            raise BadInput(f"config.json: `{printable(key)}` would overwrite what Python keeps there; take it out")
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raise BadInput for the config of a quantised checkpoint, which may say so of its text model alone."""
+    for key, method in _walk(dict(config)):
+        if key in _QUANTISED and method is not None:
+            kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
+            raise BadInput(
+                f"config.json: the base is quantised ({printable(str(kind))}); surgery needs the full-precision"
+                " weights, operate on those and quantise the output"
+            )
+
+
+def check_written(config: Mapping[str, Any], shown: str) -> None:
+    """Raise BadInput for a config that is to be written out, yet leads to code that is not surgeon's, or elsewhere.
+
+    For a config that comes from a manifest, which anybody can have edited.
+    """
+    native = native_of(config)
+    mapped = config.get("auto_map") or None
+    found = leads_to_code(dict(config), except_auto_map=True)
+    if mapped is not None and (native is None or mapped != native.auto_map):
+        found = "has `auto_map`"
+    if found:
+        raise BadInput(f"{shown}: the config.json kept in it {found}; was it edited by hand?")
+    check_config(config)
+
+
+_ADAPTER = re.compile(r"adapter_(config\.json|model(\..*)?\.(safetensors|bin))")
+_RANK_SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_GENERATE = "custom_generate"
+
+
+def beside_weights(listing: Mapping[str, int], shards: Iterable[str]) -> dict[str, str]:
+    """Files beside the weights by which loaders would load something else, each with what it does.
+
+    Surgeon sets them aside: it never reads them, copies them or shows them to transformers.
+    """
+    shards = tuple(shards)
+    found: dict[str, str] = {}
+    for name in listing:
+        if name in shards:
+            continue
+        if _ADAPTER.fullmatch(name):
+            found[name] = "part of a PEFT adapter, which transformers would add to the model"
+        elif name.rstrip("/") == _GENERATE:
+            found[name] = "transformers would look for code there that replaces `generate`"
+        elif _RANK_SHARD.fullmatch(name):
+            found[name] = "transformers would take it for a checkpoint saved by several processes, and load that"
+    return found
+
+
+def strays(listing: Mapping[str, int], shards: Iterable[str]) -> dict[str, str]:
+    """Files that surgeon never writes beside an output's weights, each with what it does or looks like."""
+    shards = tuple(shards)
+    found = beside_weights(listing, shards)
+    for name in listing:
+        if name.endswith(".index.json") and (name != INDEX_FILE or SINGLE_FILE in shards):
+            found[name] = "an index of other weights"
+        elif name.endswith(".safetensors") and name not in shards and name not in found:
+            found[name] = "weights that the output does not have"
+    return found

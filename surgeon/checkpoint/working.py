@@ -1,0 +1,267 @@
+"""Folders that surgeon works in beside its outputs: ours alone, or refused. No link in them is ever followed.
+
+They have the names of outputs, so whoever may write beside an output can make one first, or hide one in an archive.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from surgeon.errors import BadInput, printable
+
+LOCK_FILE = "lock"
+# Another process may clean up and remove the folder between our opening its lock and holding it.
+_LOCK_ATTEMPTS = 20
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there, or replaces what is: a link of this name is removed, never followed."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace the file at `path` by `content`: at every moment it holds the old content, or all of the new.
+
+    Raises BadInput where something else than a file has this name (a folder, a device).
+    """
+    try:
+        if not stat.S_ISREG(kind := os.lstat(path).st_mode) and not stat.S_ISLNK(kind):
+            raise BadInput(f"{printable(str(path))}: not a file, so nothing is written there; give a file's name")
+    except FileNotFoundError:
+        pass
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        write_new(beside, content.encode() if isinstance(content, str) else content)
+        sync(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_record(path: Path, data: Any) -> None:
+    """Replace a file of JSON that surgeon keeps for itself, durably; its first line is the digest of the rest."""
+    kept = json.dumps(data).encode()
+    write_durably(path, hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept)
+
+
+def parse_record(content: bytes) -> Any:
+    """The data in the content of such a file. Raises ValueError where it is not what its first line says."""
+    digest, kept = content.split(b"\n", 1)
+    if digest.decode("ascii") != hashlib.sha256(kept).hexdigest():
+        raise ValueError("it is not what its first line says")
+    return json.loads(kept)
+
+
+def read_own(path: Path) -> bytes | None:
+    """The content of a file that surgeon keeps in a folder of its own; None where there is no file of this name.
+
+    Raises BadInput for anything but a regular file: nothing is followed, nothing is waited for.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _foreign(path, "a link") from None
+        raise
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _foreign(path, "not a file")
+        return file.read()
+
+
+class WorkFolder:
+    """A folder of ours that no other process works in, from `with` on; made at need, with mode 0700.
+
+    `target` is what is made in it, for messages. Entering raises BadInput where another process holds it, and for a
+    folder that is not ours alone: a link, another user's, or with a link or another user's file anywhere in it.
+    """
+
+    def __init__(self, path: Path, *, target: Path) -> None:
+        self.path = path
+        self.target = target
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        self._lock = self._take_lock()
+        try:
+            self._check_content()
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others work here."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def check_marked(self, marker: str) -> None:
+        """Raise BadInput where the folder holds something, yet not `marker`, which is written first of all."""
+        names = {path.name for path in self.path.iterdir()}
+        strange = names - {LOCK_FILE, marker, f".{marker}.new"}
+        if marker not in names and strange:
+            raise BadInput(
+                f"{printable(str(self.path))}: holds {printable(min(strange))}, but no {marker}, so no run of surgeon"
+                " left it as it is; look at it, then remove the folder"
+            )
+
+    def check_there(self) -> None:
+        """Raise BadInput where the path leads to another folder by now."""
+        if not self._still_there(self._lock):
+            raise BadInput(
+                f"{printable(str(self.path))}: moved or replaced while {printable(str(self.target))} was made in it;"
+                " put it back, and run the same command again when nobody moves it"
+            )
+
+    def remove(self, last: str | None = None) -> None:
+        """Remove the folder and all in it, the file `last` and the lock after all else. Raises OSError."""
+        self.clear(but=(last,))
+        self.clear()
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
+        self.path.rmdir()
+
+    def clear(self, but: Collection[str | None] = ()) -> None:
+        """Remove everything but the lock and the files `but`. Raises OSError."""
+        for entry in list(os.scandir(self.path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name not in (LOCK_FILE, *but):
+                Path(entry.path).unlink()
+
+    def _take_lock(self) -> int:
+        for _ in range(_LOCK_ATTEMPTS):
+            try:
+                self._make_or_check()
+                lock = os.open(
+                    self.path / LOCK_FILE,
+                    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+                    0o600,
+                )
+            except FileNotFoundError:
+                if self.path.parent.is_dir():
+                    continue
+                raise BadInput(f"{printable(str(self.path.parent))}: no such folder to write into; make it") from None
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+                    raise
+                raise _foreign(self.path / LOCK_FILE, "not a file") from None
+            if not _is_single_file(os.fstat(lock)):
+                os.close(lock)
+                raise _foreign(self.path / LOCK_FILE, "not a file of its own")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+                os.close(lock)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise BadInput(
+                    f"{printable(str(self.target))}: process {printable(holder) or '(unknown)'} is writing it; wait for"
+                    " it or choose another folder"
+                ) from None
+            if self._still_there(lock):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+            os.close(lock)
+        raise BadInput(
+            f"{printable(str(self.path))}: other processes keep making and removing it; choose another folder"
+        )
+
+    def _make_or_check(self) -> None:
+        try:
+            self.path.mkdir(0o700)
+            return
+        except FileExistsError:
+            found = os.lstat(self.path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise _foreign(self.path, "a link" if stat.S_ISLNK(found.st_mode) else "not a folder")
+        if not _is_ours(found, self.path.parent):
+            raise _foreign(self.path, "another user's")
+        if found.st_mode & 0o077:
+            # An older version's; a file system without modes refuses, or does as if.
+            with suppress(PermissionError):
+                self.path.chmod(0o700)
+
+    def _check_content(self) -> None:
+        owner = os.lstat(self.path).st_uid
+        for folder, folders, files in os.walk(self.path):
+            for name in (*folders, *files):
+                path = Path(folder) / name
+                found = os.lstat(path)
+                if stat.S_ISLNK(found.st_mode):
+                    raise _foreign(path, "a link")
+                if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+                    raise _foreign(path, "not a file")
+                if found.st_uid != owner:
+                    raise _foreign(path, "another user's")
+                # The files at the top are written in place: under a second name they would be somebody's files.
+                if path.parent == self.path and name in files and not _is_single_file(found):
+                    raise _foreign(path, "a second name of another file")
+
+    def _still_there(self, lock: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), os.lstat(self.path / LOCK_FILE))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def _is_single_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+
+
+def _is_ours(found: os.stat_result, parent: Path) -> bool:
+    """Whether we own it; where a file system gives files another owner than who makes them, what we make there does."""
+    if found.st_uid == os.geteuid():
+        return True
+    try:
+        with tempfile.TemporaryFile(dir=parent) as made:
+            return os.fstat(made.fileno()).st_uid == found.st_uid
+    except OSError:
+        return False
+
+
+def _foreign(path: Path, what: str) -> BadInput:
+    return BadInput(
+        f"{printable(str(path))}: {what}, but surgeon works in this place, in files of its own; look at it, then remove"
+        " it or choose another folder"
+    )
+
+
+@contextmanager
+def working_in(folder: Path, *, target: Path, marker: str) -> Iterator[WorkFolder]:
+    """`folder`, ours alone and locked, to make `target` in. Raises BadInput as `WorkFolder`, and without `marker`."""
+    with WorkFolder(folder, target=target) as work:
+        work.check_marked(marker)
+        yield work

@@ -1,0 +1,31 @@
+"""Reading files that the command line names: regular ones only, as a FIFO would hang and a device never ends."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from surgeon.errors import BadInput, printable
+
+
+def read_given(path: Path, *, what: str, most: int) -> bytes:
+    """The content of a `what` (in messages) of at most `most` bytes; links are followed. Raises BadInput."""
+    shown = printable(str(path))
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadInput(f"{shown}: cannot read the {what} ({error.strerror}); check the path") from None
+    except ValueError:
+        raise BadInput(f"{shown}: a name with a NUL character, which no file has; check the path") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadInput(f"{shown}: not a regular file; give the file of a {what}")
+    with os.fdopen(handle, "rb") as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise BadInput(f"{shown}: cannot read the {what} ({error.strerror}); check the disk") from None
+    if len(content) > most:
+        raise BadInput(f"{shown}: larger than {most:,} bytes; is this a {what}?")
+    return content

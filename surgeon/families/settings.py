@@ -1,0 +1,97 @@
+"""What a config's settings may be, by their names: checked before anything is computed or loaded with them.
+
+`Family.sizes` checks the sizes that fix shapes. These are the others that transformers reads for the families here; a
+setting that is not named is left alone, and None is what transformers takes for left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.errors import BadInput, printable
+from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
+
+_DTYPES = ("auto", *(f"{prefix}{dtype.torch}" for prefix in ("", "torch.") for dtype in FLOAT_DTYPES.values()))
+_MOST_ROPE_FACTORS = 65_536
+
+
+class _Kind(NamedTuple):
+    """What a setting must be, in words, and whether a value is that."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    # `type`, not isinstance: JSON's true is an int to Python.
+    return type(value) is int and least <= value <= LARGEST_SIZE
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_FLAG = _Kind("true or false", lambda value: type(value) is bool)
+_NAME = _Kind("a name", lambda value: isinstance(value, str))
+_NAMES = _Kind("a list of names", lambda value: isinstance(value, list) and all(map(_NAME.fits, value)))
+_COUNT = _Kind("a whole number from 0 to 2^31", _whole)
+_POSITIONS = _Kind("a whole number from 1 to 2^31", lambda value: _whole(value, 1))
+_AMOUNT = _Kind("a finite number, at least 0", lambda value: _number(value) and value >= 0)
+_POSITIVE = _Kind("a finite number above 0", lambda value: _number(value) and value > 0)
+_SHARE = _Kind("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
+_DTYPE = _Kind(f"one of {', '.join(_DTYPES[:5])}", lambda value: isinstance(value, str) and value in _DTYPES)
+# -1 stands for none in the first Llamas.
+_TOKEN = _Kind("a token's number, or a list of them", lambda value: all(_whole(token, -1) for token in _listed(value)))
+_ROPE = _Kind(
+    "a mapping of names to names, finite numbers and lists of them",
+    lambda value: isinstance(value, dict) and all(_rope_entry(entry, deeper=True) for entry in value.values()),
+)
+
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(("architectures",), _NAMES),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "conv_act", "attn_implementation"), _NAME),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _POSITIONS),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "type_vocab_size"), _COUNT),
+    **dict.fromkeys(
+        ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "partial_rotary_factor"), _POSITIVE
+    ),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _POSITIVE),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "initializer_range"), _AMOUNT),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), _SHARE),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "pooler_dropout", "classifier_dropout"), _SHARE),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROPE),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window"), _FLAG),
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "relative_attention", "position_biased_input"), _FLAG),
+    **dict.fromkeys(("share_att_key", "talking_head", "use_bidirectional_attention"), _FLAG),
+}
+
+
+def check_settings(config: Config) -> None:
+    """Raise BadInput for the first setting that is of another kind than transformers takes, naming it and its value."""
+    for key, kind in _KINDS.items():
+        value = config.get(key)
+        if value is not None and not kind.fits(value):
+            raise BadInput(f"config.json: `{key}` is {printable(repr(value), 60)}, not {kind.words}; {OWN_CONFIG}")
+    pad, rows = config.get("pad_token_id"), config.get("vocab_size")
+    if type(pad) is int and type(rows) is int and pad >= rows:
+        raise BadInput(
+            f"config.json: `pad_token_id` is {pad}, the embedding has {rows} rows (`vocab_size`); {OWN_CONFIG}"
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _rope_entry(value: Any, *, deeper: bool) -> bool:
+    """A name, a flag, a number, a list of numbers; or, of a model with several kinds of layers, a mapping of those."""
+    if isinstance(value, dict):
+        return deeper and all(_rope_entry(entry, deeper=False) for entry in value.values())
+    if isinstance(value, list):
+        return len(value) <= _MOST_ROPE_FACTORS and all(map(_number, value))
+    return value is None or isinstance(value, str | bool) or _number(value)

@@ -1,0 +1,148 @@
+"""The manifest that a plan makes on a base: written by `apply`, and made again by `verify` to compare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon._version import __version__
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import describe
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.common.plain import plain_fields
+from surgeon.families import ENCODERS, FAMILIES
+from surgeon.families.anatomy import is_grafted, native_config
+from surgeon.manifest.manifest import (
+    Base,
+    GraftEntry,
+    ImportedAdapter,
+    LayerEntry,
+    Manifest,
+    NewTensor,
+    OperationEntry,
+    StoredTensor,
+    Surgery,
+    Tool,
+    manifest_of,
+    sealed,
+)
+from surgeon.operations import OPERATIONS
+from surgeon.plan.plan import LoadedPlan
+from surgeon.runtime.bundle import CODE_FILE
+from surgeon.runtime.known import plugins_in
+
+TOOL = Tool(name="surgeon", version=__version__)
+
+
+@dataclass(frozen=True)
+class BaseId:
+    """How the base is called: a Hub id with the commit it was read at, or a folder's name."""
+
+    name: str
+    revision: str | None = None
+
+
+def base_entry(
+    base: CheckpointFolder, base_id: BaseId, *, layers: int, digests: Mapping[str, str], files: Mapping[str, str]
+) -> Base:
+    """What a manifest says of an opened base whose tensors have `digests` and whose side files have those of `files`.
+
+    Raises BadInput where its file of code cannot be read.
+    """
+    held = {name: files[name] for name in base.side_files}
+    if is_grafted(base.config) and (code := base.read_code(CODE_FILE)) is not None:
+        held[CODE_FILE] = hashlib.sha256(code).hexdigest()
+    tensors = {name: StoredTensor.of(base.tensors[name], digests[name]) for name in sorted(digests)}
+    return Base(
+        id=base_id.name,
+        revision=base_id.revision,
+        model_type=str(base.config["model_type"]),
+        layers=layers,
+        config=base.config,
+        tensors=tensors,
+        files=dict(sorted(held.items())),
+    )
+
+
+def compose(
+    loaded: LoadedPlan,
+    blueprint: Blueprint,
+    base: Base,
+    lineage: list[Surgery],
+    *,
+    digests: Mapping[str, str],
+    maps: Mapping[str, dict[str, Any]],
+    texts: Mapping[str, str],
+    adapters: Mapping[str, Adapter],
+    files: Mapping[str, str],
+) -> Manifest:
+    """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
+    return sealed(
+        {
+            "surgeon_manifest": 1,
+            "tool": TOOL,
+            "base": base,
+            "plan": loaded.text,
+            "promise": blueprint.promise,
+            "native": blueprint.native,
+            "operations": [
+                OperationEntry(
+                    op=record.op,
+                    matched=record.matched,
+                    promise=record.claim.promise,
+                    reason=record.claim.reason,
+                    trains=record.trains,
+                )
+                for record in blueprint.operations
+            ],
+            "layers": [
+                LayerEntry(
+                    base=layer.base,
+                    operation=layer.operation,
+                    init=layer.init,
+                    sources=list(layer.sources),
+                    grafts=[GraftEntry(text=graft.text, operation=graft.operation) for graft in layer.grafts],
+                )
+                for layer in blueprint.layers
+            ],
+            "new_tensors": {
+                output.name: NewTensor(
+                    dtype=output.recipe.dtype,
+                    shape=list(output.recipe.shape),
+                    sha256=digests[output.name],
+                    operation=output.operation or 0,
+                    recipe=describe(output.recipe),
+                )
+                for output in blueprint.outputs
+                if output.new
+            },
+            "transport_maps": dict(sorted(maps.items())),
+            "files": dict(sorted(files.items())),
+            "texts": dict(texts),
+            "adapters": {name: ImportedAdapter(**plain_fields(adapter)) for name, adapter in adapters.items()},
+            "plugins": plugins_of(blueprint),
+            "training": [],
+            "lineage": lineage,
+        }
+    )
+
+
+def plugins_of(blueprint: Blueprint) -> dict[str, str]:
+    """The distributions (with versions) whose operations, family or code took part."""
+    native = native_config(blueprint.config)
+    brought = [OPERATIONS.plugin_of(record.op) for record in blueprint.operations]
+    brought += [families.plugin_of(native["model_type"]) for families in (FAMILIES, ENCODERS)]
+    return {plugin.distribution: plugin.version for plugin in brought if plugin} | plugins_in(blueprint.config)
+
+
+def surgeries_of(base: CheckpointFolder) -> list[Surgery]:
+    """The base's own surgeries, oldest first (none: it is no output of surgeon). Raises BadInput for edited ones."""
+    return [] if base.manifest is None else as_lineage(manifest_of(base))
+
+
+def as_lineage(manifest: Manifest) -> list[Surgery]:
+    """What `lineage` is in the manifest of a surgery on this one's output."""
+    return [*manifest.lineage, Surgery(**manifest.own)]

@@ -1,0 +1,289 @@
+"""A checkpoint's tokenizer and chat template, in a process of its own with limits of time and memory.
+
+Both are programs that a base brings: a template loops as long as it likes and makes strings as long as it likes, and
+the regular expressions of a tokenizer.json may backtrack for ever, in code that no signal interrupts. So they run in a
+child, whose timer the kernel keeps and whose memory is bounded; what comes back is numbers and text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import warnings
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Never
+
+from surgeon.errors import BadInput, printable
+from surgeon.models.load import find_tokenizer, first_line
+from surgeon.models.view import TOKENIZER_FILES
+
+# Seconds of computing for one text, or one rendering of one chat, and characters that take one second more: honest
+# tokenizers do a million.
+SECONDS = 60.0
+_CHARACTERS_A_SECOND = 100_000
+# Bytes beyond what the process has when it begins, and for each character more.
+MEMORY = 4 << 30
+_MEMORY_A_CHARACTER = 256
+# Bytes of the longest answer: more than any context, and for each character more.
+_LONGEST = 256 << 20
+_LONGEST_A_CHARACTER = 16
+
+_HEAD = struct.Struct("<cQ")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+
+class Tokenizer:
+    """The tokenizer of a folder, which `load` loads in the child; `why_not` says why where there is none.
+
+    Every method raises BadInput, in one line that names the file, where a limit was reached, the process ended, or the
+    template or tokenizer refuses what it is given.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[Path], tuple[Any, str]]) -> None:
+        self.folder = folder
+        self._pid, self._requests, self._answers = _forked(lambda: load(folder))
+        self._status = 0
+        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self._requests, self._answers)
+        facts, self.why_not = self._ask("facts")
+        self.eos_token_id: int | None = facts["eos_token_id"]
+        self.all_special_ids: list[int] = facts["all_special_ids"]
+        self.is_fast: bool = facts["is_fast"]
+        self.chat_template: str | None = facts["chat_template"]
+
+    def ids(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text; with `special`, those that the tokenizer adds of its own at begin and end."""
+        found: list[int] = self._ask("ids", text, special)
+        return found
+
+    def offsets(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text, and the characters that each covers. Only where `is_fast`."""
+        flat: list[int] = self._ask("offsets", text, special)
+        count = len(flat) // 3
+        return flat[:count], list(zip(flat[count : 2 * count], flat[2 * count :], strict=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        found: str = self._ask("decode", list(ids))
+        return found
+
+    def render(self, turns: Sequence[dict[str, str]], *, template: str | None = None, prompt: bool = False) -> str:
+        """A chat as the template writes it (None: the tokenizer's own); with `prompt`, up to where an answer begins."""
+        found: str = self._ask("render", list(turns), template or self.chat_template, prompt)
+        return found
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        request = json.dumps([method, *arguments]).encode()
+        try:
+            _write(self._requests, struct.pack("<Q", len(request)) + request)
+            kind, length = _HEAD.unpack(_read(self._answers, _HEAD.size))
+            if length > _longest(len(request)):
+                raise BrokenPipeError
+            answer = _read(self._answers, length)
+        except OSError:
+            self._ended(method)
+        if kind == b"i":
+            return array("I", answer).tolist()
+        said = json.loads(answer)
+        if kind == b"e":
+            raise BadInput(f"{self._file(method)}: {said}")
+        return said
+
+    def _ended(self, method: str) -> Never:
+        """Say why the child is gone; it stays gone."""
+        if self._end.detach() is not None:
+            self._status = _end(os.getpid(), self._pid, self._requests, self._answers)
+            self._requests = self._answers = -1
+        number = os.WTERMSIG(self._status) if os.WIFSIGNALED(self._status) else 0
+        if number == signal.SIGPROF:
+            why = f"was stopped after {SECONDS:g} seconds of computing on one text"
+        else:
+            why = (
+                f"ended its process ({signal.Signals(number).name if number else 'it exited'}), short of memory perhaps"
+            )
+        raise BadInput(f"{self._file(method)}: {_what(method)} {why}; {_ADVICE}")
+
+    def _file(self, method: str) -> str:
+        """The file that a method's trouble comes from."""
+        names = _TEMPLATE_FILES if method == "render" else TOKENIZER_FILES
+        name = next((name for name in names if (self.folder / name).is_file()), names[-1])
+        return printable(str(self.folder / name))
+
+
+_ADVICE = "no honest one does that: look at the file, or take the original model's"
+
+
+def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
+    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder.
+
+    Raises BadInput for one that reaches a limit while it is loaded.
+    """
+    # Here, so that no child has to import it for itself.
+    import transformers.models.auto.tokenization_auto
+    import transformers.tokenization_utils_tokenizers  # noqa: F401
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None, "there is no tokenizer in the folder"
+    found = Tokenizer(folder, find_tokenizer)
+    return (None, found.why_not) if found.why_not else (found, "")
+
+
+def _what(method: str) -> str:
+    return {"render": "its chat template", "facts": "loading the tokenizer"}.get(method, "the tokenizer")
+
+
+def _forked(load: Callable[[], tuple[Any, str]]) -> tuple[int, int, int]:
+    """A child that answers requests: its number, where to write them, where to read answers."""
+    requests, ours = os.pipe()
+    theirs, answers = os.pipe()
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    # Threads do not come along, and the library says so on stderr unless it is told.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        with warnings.catch_warnings():
+            # Python warns of other threads. The child takes none of their locks: it tokenizes, and ends by _exit.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _serve(load, requests, answers, (ours, theirs))
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+    os.close(requests)
+    os.close(answers)
+    _PARENTS_ENDS.update((ours, theirs))
+    return pid, ours, theirs
+
+
+# Ends of the pipes to every child; a child that kept those of another would keep it alive.
+_PARENTS_ENDS: set[int] = set()
+
+
+def _end(owner: int, pid: int, *descriptors: int) -> int:
+    """Let go of a child, which ends at once; its status."""
+    if os.getpid() != owner:
+        return 0
+    for descriptor in descriptors:
+        _PARENTS_ENDS.discard(descriptor)
+        os.close(descriptor)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int, others: tuple[int, int]) -> Never:
+    """In the child: answer until the parent is gone. Nothing is shown, nothing of the parent's is touched."""
+    try:
+        for descriptor in (*others, *_PARENTS_ENDS):
+            os.close(descriptor)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        # Ctrl-C reaches both; the parent decides. The timer's signal ends a process even within a library's loop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        begun = _address_space()
+        tokenizer: Any = None
+        why_not = ""
+        while True:
+            (length,) = struct.unpack("<Q", _read(requests, 8))
+            method, *arguments = json.loads(_read(requests, length))
+            _limit(begun, length)
+            try:
+                if method == "facts":
+                    tokenizer, why_not = load()
+                    kind, answer = b"j", json.dumps([_facts(tokenizer), why_not]).encode()
+                else:
+                    kind, answer = _answer(tokenizer, method, arguments)
+                if len(answer) > _longest(length):
+                    raise MemoryError
+            except MemoryError:
+                kind, answer = (
+                    b"e",
+                    json.dumps(f"{_what(method)} needs more memory than it may have; {_ADVICE}").encode(),
+                )
+            except BaseException as error:
+                # Its text may be as long as the text that it is about.
+                kind, answer = b"e", json.dumps(f"{_what(method)} fails on a text ({first_line(error)})").encode()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(answers, _HEAD.pack(kind, len(answer)) + answer)
+    finally:
+        os._exit(0)
+
+
+def _address_space() -> int | None:
+    """Bytes of this process's address space, where the system says."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return None
+
+
+def _limit(begun: int | None, length: int) -> None:
+    """Begin the time, and bound the memory, that one request of `length` characters may take."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS + length / _CHARACTERS_A_SECOND)
+    if begun is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = begun + MEMORY + length * _MEMORY_A_CHARACTER
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _longest(length: int) -> int:
+    """Bytes of the longest answer to a request of `length` characters."""
+    return _LONGEST + length * _LONGEST_A_CHARACTER
+
+
+def _facts(tokenizer: Any) -> dict[str, Any]:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return {
+        "eos_token_id": getattr(tokenizer, "eos_token_id", None),
+        "all_special_ids": list(getattr(tokenizer, "all_special_ids", ())),
+        "is_fast": bool(getattr(tokenizer, "is_fast", False)),
+        "chat_template": template,
+    }
+
+
+def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, bytes]:
+    match method, arguments:
+        case "ids", [text, special]:
+            # verbose=False: a document may be longer than the context; it is cut later.
+            found = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            return b"i", array("I", found).tobytes()
+        case "offsets", [text, special]:
+            whole = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+            ids, places = whole["input_ids"], whole["offset_mapping"]
+            return b"i", array("I", [*ids, *(begin for begin, _ in places), *(end for _, end in places)]).tobytes()
+        case "decode", [ids]:
+            return b"j", json.dumps(tokenizer.decode(ids)).encode()
+        case "render", [turns, template, prompt]:
+            text = tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=template, add_generation_prompt=prompt
+            )
+            return b"j", json.dumps(text).encode()
+    raise AssertionError(method)
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, count: int) -> bytes:
+    """Exactly `count` bytes. Raises EOFError's kin OSError where the other end is gone."""
+    pieces = []
+    while count:
+        piece = os.read(descriptor, min(count, 1 << 20))
+        if not piece:
+            raise BrokenPipeError
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)

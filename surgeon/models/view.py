@@ -1,0 +1,192 @@
+"""What transformers sees of a folder: a private folder with links to the checked shards, and files written here.
+
+Whatever else lies beside the weights (adapters, other indexes, code) is not in it, and of config.json only what
+describes the model. Nothing large is read or copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
+from surgeon.checkpoint.trust import MAX_CODE_BYTES
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.errors import BadInput
+
+# A folder with none of these has no tokenizer; any other failure to load one gets a message of its own.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+# Side files that no tokenizer is made of, though transformers reads some of them when it makes one.
+_NOT_A_TOKENIZER = frozenset({"generation_config.json", "preprocessor_config.json", "processor_config.json"})
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+# Implementations that are part of transformers itself. Others need further packages, or kernels from the Hub.
+_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
+_IMPLEMENTATION_FIELDS = ("attn_implementation", "experts_implementation")
+
+# Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
+_LOADING = frozenset(
+    {
+        "init_inputs",
+        "tokenizer_object",
+        "cache_dir",
+        "token",
+        "revision",
+        "subfolder",
+        "proxies",
+        "force_download",
+        "local_files_only",
+        "is_local",
+        "trust_remote_code",
+        "code_revision",
+        "name_or_path",
+    }
+)
+
+
+def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[str, Any]:
+    """The fields of a config.json that describe a model, without those that say how transformers is to load it.
+
+    Without fields that begin with `_` (transformers' own notes), and implementations that are not part of
+    transformers; of a config class `kind` that is known, also without fields that would hide one of its methods or
+    class attributes.
+    """
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and not (kind is not None and _hides(kind, key))
+    }
+    for key in _IMPLEMENTATION_FIELDS:
+        if not isinstance(kept.get(key), str) or kept[key] not in _IMPLEMENTATIONS:
+            kept.pop(key, None)
+    kept.pop("name_or_path", None)
+    if not kept.get("auto_map"):
+        kept.pop("auto_map", None)
+    return kept
+
+
+def _hides(kind: type[Any], key: str) -> bool:
+    """Whether a field of this name would hide what a config class defines; the model type is both."""
+    if key == "model_type" or key in {field.name for field in dataclasses.fields(kind)}:
+        return False
+    held = getattr(kind, key, None)
+    return hasattr(kind, key) and not (isinstance(held, property) and held.fset is not None)
+
+
+@contextlib.contextmanager
+def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder with `config` as config.json, the index and links to the shards of `folder`; gone afterwards.
+
+    Its scripts too where the model is built of the folder's own classes. Raises BadInput where a shard has changed
+    since `folder` was opened, or no folder can be made.
+    """
+    with _private_folder(folder.path) as view:
+        _write(view / CONFIG_FILE, config)
+        for file in folder.shards:
+            os.close(folder.open_shard(file))
+            (view / file).symlink_to(resolved(folder.path, file).absolute())
+        if folder.shards != (SINGLE_FILE,):
+            places = {name: info.file for name, info in folder.tensors.items()}
+            _write(view / INDEX_FILE, {"metadata": {}, "weight_map": places})
+        if folder.classes == "own":
+            for name in folder.scripts:
+                (view / name).parent.mkdir(parents=True, exist_ok=True)
+                (view / name).write_bytes(read_capped(folder.path, name, max_bytes=MAX_CODE_BYTES))
+        yield view
+
+
+@contextlib.contextmanager
+def view_of_tokenizer(folder: Path) -> Iterator[Path]:
+    """A folder with the tokenizer of `folder`, as far as it is made of files that an output keeps; gone afterwards.
+
+    Files that an output would not keep (links out of the folder, large ones) are not in it. Raises BadInput where
+    there is no such folder, or none can be made.
+    """
+    with _private_folder(folder) as view:
+        for name, size in LocalSource(folder).listing().items():
+            wanted = name in (CONFIG_FILE, *TOKENIZER_FILES) or (is_side_file(name) and name not in _NOT_A_TOKENIZER)
+            if wanted and size <= MAX_SIDE_FILE_BYTES:
+                with contextlib.suppress(BadInput):
+                    _show(folder, name, view)
+        yield view
+
+
+def _show(folder: Path, name: str, view: Path) -> None:
+    """Put one file of a tokenizer into the view: settings without what is not the tokenizer's, others as a link."""
+    (view / name).parent.mkdir(exist_ok=True)
+    if name not in (CONFIG_FILE, *_SETTINGS):
+        (view / name).symlink_to(resolved(folder, name).absolute())
+        return
+    content = read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES)
+    settings = _parsed(content)
+    if settings is None:
+        # As it is: transformers says what is wrong with it.
+        (view / name).write_bytes(content)
+        return
+    if name == CONFIG_FILE:
+        # Where the model came from is one of the hints by which a tokenizer's class is chosen.
+        hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
+        kept = {key: value for key, value in described(settings).items() if key != "auto_map"} | hint
+    else:
+        kept = {key: value for key, value in settings.items() if not _opens_files(key)}
+    if _names_no_tokenizer(kept.get("tokenizer_class")):
+        del kept["tokenizer_class"]
+    _write(view / name, kept)
+
+
+def _opens_files(key: str) -> bool:
+    return key.startswith("_") or key.endswith(("_file", "_files")) or key in _LOADING
+
+
+def _names_no_tokenizer(name: Any) -> bool:
+    """Whether transformers has something of this name that is no tokenizer; it would call its `from_pretrained`."""
+    import transformers
+
+    if not isinstance(name, str):
+        return name is not None
+    found = getattr(transformers, name, None)
+    return found is not None and not (
+        isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+    )
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _private_folder(of: Path) -> Iterator[Path]:
+    """A folder that nobody else can read, called as `of`: transformers keeps the code of a folder under its name."""
+    try:
+        holder = tempfile.TemporaryDirectory(prefix="surgeon-view-")
+    except OSError as error:
+        raise BadInput(
+            f"no temporary folder can be made ({error.strerror}); set TMPDIR to a folder that you may write to"
+        ) from None
+    with holder as room:
+        view = Path(room) / (of.resolve().name or "checkpoint")
+        view.mkdir(mode=0o700)
+        yield view

@@ -1,0 +1,140 @@
+"""A run's checkpoints: one counts only while every file of it is what it was when it was written, and no file is more.
+
+A checkpoint's `complete.json`, written last, has the digests of its files; `run.json`, which holds what the run is of,
+has the digest of each `complete.json`, and its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.working import parse_record, read_own, sync, write_durably, write_record
+from surgeon.errors import BadInput, printable
+
+COMPLETE_FILE = "complete.json"
+RUN_FILE = "run.json"
+
+# The last, and the one before in case the last does not survive.
+KEPT = 2
+
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
+
+
+@dataclass
+class RunRecord:
+    """`run.json`: the fingerprint of all that the run's numbers depend on, the held-out losses before the first step
+    (None: not measured yet), and of every checkpoint, by its step, the digest of its `complete.json`."""
+
+    fingerprint: str
+    first: dict[str, float] | None = None
+    checkpoints: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, work: Path) -> RunRecord | None:
+        """The record in a work folder, None where there is none. Raises BadInput for one that is not as it was."""
+        content = read_own(work / RUN_FILE)
+        if content is None:
+            return None
+        try:
+            return cls(**parse_record(content))
+        except (ValueError, TypeError) as error:
+            raise BadInput(
+                f"{printable(str(work / RUN_FILE))}: damaged or edited ({printable(str(error))}); remove"
+                f" {printable(str(work))}, and the run begins anew"
+            ) from None
+
+    def write(self, work: Path) -> None:
+        """Replace the record in a work folder, durably."""
+        write_record(work / RUN_FILE, asdict(self))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was taken."""
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found, printable(checkpoint.name)
+    return int(found[1])
+
+
+def newest_checkpoint(work: Path) -> Path | None:
+    """The checkpoint of the latest step that counts, every byte of it read. Raises BadInput as `RunRecord.read`."""
+    record = RunRecord.read(work)
+    if record is None:
+        return None
+    return next((folder for folder in reversed(_folders(work)) if damage(folder, record) is None), None)
+
+
+def damage(checkpoint: Path, record: RunRecord) -> str | None:
+    """Why a checkpoint does not count, in words; None where it does."""
+    shown = printable(checkpoint.name)
+    recorded = record.checkpoints.get(str(step_of(checkpoint)))
+    try:
+        marker = read_own(checkpoint / COMPLETE_FILE)
+        if recorded is None or marker is None:
+            return f"{shown} is not complete, or not this run's"
+        if hashlib.sha256(marker).hexdigest() != recorded:
+            return f"{shown}/{COMPLETE_FILE} is not the one that was written"
+        files: dict[str, str] = json.loads(marker)["files"]
+        there = {path.name for path in checkpoint.iterdir()} - {COMPLETE_FILE}
+        if differing := sorted(files.keys() ^ there):
+            missing = differing[0] in files
+            return f"{shown}/{printable(differing[0])} {'is missing' if missing else 'was not written by the run'}"
+        changed = sorted(name for name, digest in _digests(checkpoint, files).items() if digest != files[name])
+    except (OSError, BadInput) as error:
+        return f"{shown} cannot be read ({printable(str(error))})"
+    return f"{shown}/{printable(changed[0])} is not what was written" if changed else None
+
+
+def drop_what_does_not_count(work: Path) -> list[str]:
+    """Remove the checkpoints that a kill cut off, or that somebody or the disk changed; why, for each in words."""
+    record = RunRecord.read(work)
+    assert record is not None
+    found = [(folder, damage(folder, record)) for folder in _folders(work)]
+    for folder, wrong in found:
+        if wrong is not None:
+            shutil.rmtree(folder)
+    return [wrong for _, wrong in found if wrong is not None]
+
+
+def complete(checkpoint: Path, step: int) -> None:
+    """Flush a checkpoint's files, write down their digests, and let go of checkpoints before the last KEPT."""
+    work, names = checkpoint.parent, [path.name for path in checkpoint.iterdir()]
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as flusher:
+        # Hashing takes the processor, flushing the disk.
+        flushed = [flusher.submit(sync, checkpoint / name) for name in names]
+        digests = _digests(checkpoint, names)
+        for each in flushed:
+            each.result()
+    marker = json.dumps({"step": step, "files": digests}).encode()
+    write_durably(checkpoint / COMPLETE_FILE, marker)
+    sync(work)
+    record = RunRecord.read(work)
+    assert record is not None
+    record.checkpoints[str(step)] = hashlib.sha256(marker).hexdigest()
+    old = [folder for folder in _folders(work) if str(step_of(folder)) in record.checkpoints][:-KEPT]
+    for folder in old:
+        del record.checkpoints[str(step_of(folder))]
+    record.write(work)
+    for folder in old:
+        shutil.rmtree(folder)
+
+
+def _folders(work: Path) -> list[Path]:
+    return sorted((path for path in work.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def _digests(folder: Path, names: Any) -> dict[str, str]:
+    return {name: _digest(folder / name) for name in names}
+
+
+def _digest(path: Path) -> str:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,211 @@
+"""The manifest as a claim: what it says, and the files that lie beside the weights, against what plan and base make.
+
+What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
+plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
+of the text that a plan had the base run on, and at birth of a computed tensor that was trained since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon._version import __version__
+from surgeon.apply.write import constant_bytes
+from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.recipes import Constant, Copy, Listed, numel
+from surgeon.checkpoint.card_metadata import Metadata
+from surgeon.checkpoint.folder import (
+    CARD_FILE,
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    MAX_CARD_BYTES,
+    RECORD_FILE,
+    CheckpointFolder,
+)
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.ranges import zeros_sha256
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from surgeon.common.plain import same_json
+from surgeon.manifest.card import card
+from surgeon.manifest.compose import compose, plugins_of
+from surgeon.manifest.manifest import Base, Manifest, adapters_of
+from surgeon.plan.plan import LoadedPlan
+from surgeon.verify.beside import check_beside
+from surgeon.verify.check import Check, some
+
+# What transformers looks for beside weights, whatever config.json says: weights of other formats and adapters, code,
+# and configs, indexes, vocabularies and templates by their names.
+_LOADED = re.compile(
+    r".*\.(py|safetensors|jinja)|(pytorch_model|tf_model|flax_model|adapter_)[^/]*|custom_generate/"
+    r"|[^/]*(config|index|token|vocab|merges|chat_template|tekken)[^/]*\.(json|txt)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def base_differences(claimed: Base, found: Base) -> list[str]:
+    """Names of tensors and files of the base that are not what the manifest says, both ways."""
+    wrong = [] if same_json(claimed.config, found.config) else [CONFIG_FILE]
+    for said, there in ((claimed.tensors, found.tensors), (claimed.files, found.files)):
+        wrong += [name for name in {**said, **there} if said.get(name) != there.get(name)]
+    return wrong
+
+
+def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blueprint) -> list[str]:
+    """Where a manifest says something else than its plan makes of its base, field by field; see `base_differences`."""
+    native = str(manifest.base.config.get("model_type"))
+    base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
+    plan_adapters = {name for operation in loaded.plan.operations for name in operation.adapters}
+    adapters = adapters_of(manifest, file=MANIFEST_FILE)
+    texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
+    expected = compose(
+        loaded,
+        blueprint,
+        base,
+        manifest.lineage,
+        digests={o.name: _at_birth(o, manifest, base) for o in blueprint.outputs if o.new},
+        maps={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings},
+        texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
+        adapters={name: facts for name, facts in adapters.items() if name in plan_adapters},
+        files=manifest.files,
+    ).data()
+    found = manifest.data()
+    # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.
+    taken = {"sha256", "tool", "training", "lineage"}
+    if expected["plugins"].keys() == found["plugins"].keys():
+        taken.add("plugins")
+    return [
+        path
+        for key in sorted({*expected, *found} - taken)
+        for path in _differences(expected.get(key), found.get(key), key)
+    ]
+
+
+def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
+    """The digest of a new tensor at birth; of a computed one what the manifest says, which is compared elsewhere."""
+    recipe = output.recipe
+    if isinstance(recipe, Constant | Listed):
+        return constant_digest(recipe)
+    if isinstance(recipe, Copy):
+        return base.tensors[recipe.source].sha256
+    claimed = manifest.new_tensors.get(output.name)
+    return "0" * 64 if claimed is None else claimed.sha256
+
+
+def constant_digest(recipe: Constant | Listed) -> str:
+    """The digest of a tensor whose values the recipe names."""
+    if isinstance(recipe, Constant) and recipe.value == 0:
+        return zeros_sha256(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
+    return hashlib.sha256(constant_bytes(recipe)).hexdigest()
+
+
+def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
+    """Paths below `path` at which two values of JSON data differ."""
+    if same_json(expected, found):
+        return
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted({*expected, *found}):
+            if key in expected and key in found:
+                yield from _differences(expected[key], found[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            yield from _differences(one, other, f"{path}.{number}")
+    else:
+        yield path
+
+
+def check_manifest(wrong: Sequence[str]) -> Check:
+    """Whether a manifest says what plan and base make; `wrong` are the fields where it does not."""
+    kept = "every field is what plan and base make of it, as far as they show it"
+    return Check.of("manifest", wrong, f"{MANIFEST_FILE} says otherwise than plan and base", kept)
+
+
+def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
+    """A note where another version of surgeon or of a plugin is said to have written it, which nothing shows."""
+    here = {"surgeon": __version__} | plugins_of(blueprint)
+    said = {"surgeon": manifest.tool.version} | manifest.plugins
+    others = [f"{name} {version}" for name, version in said.items() if here.get(name) != version]
+    return [Check("written by", True, f"{some(others)}, it says; this is another version", note=True)] if others else []
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What must lie beside the weights of an output: config, `code`, and from the base the files of these digests."""
+
+    code: tuple[str, ...]
+    from_base: Mapping[str, str]
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, base: Base) -> Beside:
+        """What a plan makes of a base."""
+        carried = {name: digest for name, digest in base.files.items() if is_side_file(name)}
+        return cls(blueprint.code_files, carried)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all of them."""
+        return {CONFIG_FILE, *self.code, *self.from_base}
+
+
+def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metadata: Metadata) -> list[Check]:
+    """Every file beside the weights: those of the manifest by digest, the index, the card, and those that it lacks."""
+    found = digests_beside(out, manifest.files)
+    # A record of measurements stays with the run that was measured: a state taken back is without it.
+    held = {name: digest for name, digest in manifest.files.items() if name != RECORD_FILE or name in found}
+    wrong = [name for name, digest in held.items() if found.get(name) != digest]
+    wrong += [name for name in beside.names ^ manifest.files.keys() if name != RECORD_FILE]
+    wrong += [name for name, digest in beside.from_base.items() if found.get(name) != digest]
+    if SINGLE_FILE not in out.shards and not _index_fits(out):
+        wrong.append(INDEX_FILE)
+    kept = f"{len(found)} beside the weights, by digest"
+    strangers = strange_files(manifest, out)
+    loaded = [name for name in strangers if _LOADED.fullmatch(name) or is_side_file(name)]
+    checks = [
+        Check.of("files", sorted({*wrong}), "not as surgery left them", kept),
+        check_beside(out, loaded),
+    ]
+    if others := [name for name in strangers if name not in loaded]:
+        checks.append(Check("other files", True, f"in no digest, and not loaded: {some(others)}", note=True))
+    return [*checks, *_check_card(manifest, out, metadata)]
+
+
+def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str]:
+    """Digests of those of the files `names` that lie beside the weights. Raises BadInput where one cannot be read."""
+    listing = out.source.listing()
+    there = [name for name in names if name in listing]
+    return {n: hashlib.sha256(out.source.small(n, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for n in there}
+
+
+def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:
+    """Files and folders in the output that surgeon did not write."""
+    known = {MANIFEST_FILE, CARD_FILE, *manifest.files, *out.shards}
+    known.update(f"{name.partition('/')[0]}/" for name in manifest.files if "/" in name)
+    if SINGLE_FILE not in out.shards:
+        known.add(INDEX_FILE)
+    return [name for name in out.source.listing() if name not in known]
+
+
+def _index_fits(out: CheckpointFolder) -> bool:
+    """Whether the index says what the headers do; that it names every tensor's shard was checked at opening."""
+    content = out.source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
+    found = parse_json_strict(content, file=INDEX_FILE, max_bytes=MAX_INDEX_BYTES)
+    infos = out.tensors.values()
+    total = {"total_parameters": sum(i.numel for i in infos), "total_size": sum(i.nbytes for i in infos)}
+    return bool(found == {"metadata": total, "weight_map": {info.name: info.file for info in infos}})
+
+
+def _check_card(manifest: Manifest, out: CheckpointFolder, metadata: Metadata) -> list[Check]:
+    """A note where the card is not what the manifest and the base's card make: pushed, or edited, as anybody may."""
+    sizes = {name: info.numel for name, info in out.tensors.items()}
+    there = CARD_FILE in out.source.listing()
+    if there and out.source.small(CARD_FILE, max_bytes=MAX_CARD_BYTES) == card(manifest, out.config, sizes, metadata):
+        return [Check("card", True, f"{CARD_FILE} says what the manifest does")]
+    how = "is not as surgeon wrote it: pushed or edited since, or the base's is another" if there else "is not there"
+    return [Check("card", True, f"{CARD_FILE} {how}", note=True)]

@@ -1,0 +1,107 @@
+"""Outputs of every operation, trained in between, with files of every kind beside the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+import surgeon
+from tests import tiny
+from tests.train.texts import add_tokenizer, corpus, text
+
+Operations = list[dict[str, Any]]
+
+ACTIVATIONS = {"cost_scale": "max", "support": "activations", "text": "text.txt", "samples": 24, "window": 8}
+FUSION: Operations = [
+    {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "ot_fusion", "max_iterations": 9, **ACTIVATIONS}}
+]
+GRAFTS: Operations = [
+    {"op": "control_llm", "layers": [1, 2], "interpolator": {"kind": "lerp", "learnable": True}},
+    {"op": "gated_adapters", "layers": "all", "size": 4},
+    {"op": "mixture_of_control", "rank": 2},
+]
+EXPERTS: Operations = [
+    {"op": "pmoe_experts", "from_peft": "adapter"},
+    {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "random"}},
+]
+STACK: Operations = [{"op": "stack_layers", "bottom": 2, "top": 2}]
+CONTROL: Operations = [{"op": "control_llm", "layers": [1]}]
+MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
+
+TRAINING: dict[str, Any] = {
+    "surgeon_train": 1,
+    "steps": 2,
+    "batch": 2,
+    "length": 16,
+    "validation_sequences": 2,
+    "optimizer": {"lr": 1e-2, "warmup": 1},
+    "sources": [{"name": "fr", "path": "fr.jsonl", "share": 1, "validation": 0.1}],
+}
+
+
+def base(folder: Path) -> Path:
+    """A tiny Llama with a tokenizer, templates in a folder, a licence, a card; texts and an adapter lie beside it."""
+    made = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=3), template="{{ messages }}")
+    (made / "LICENSE").write_text("terms")
+    (made / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (made / "additional_chat_templates").mkdir()
+    (made / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    corpus(folder / "fr.jsonl", documents=20)
+    (folder / "text.txt").write_text(text(80, seed=1))
+    (folder / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    drawn = torch.Generator().manual_seed(0)
+    shapes = {"lora_A": (2, 32), "lora_B": (32, 2)}
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.{part}.weight": torch.randn(shape, generator=drawn)
+        for layer in (1, 3)
+        for part, shape in shapes.items()
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    return made
+
+
+def grow(folder: Path, name: str, on: Path, operations: Operations) -> Path:
+    """The output `name` of a plan of these operations, which lies beside the base."""
+    plan = folder / f"{name}.yaml"
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
+    surgeon.apply(plan, str(on), folder / name, device="cpu")
+    return folder / name
+
+
+def train(folder: Path, out: Path) -> Path:
+    """The output, trained for two steps."""
+    surgeon.train(out, folder / "train.yaml", folder / f"{out.name}-run", device="cpu")
+    return folder / f"{out.name}-run"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A base and an output of it, of its last surgery or of all."""
+
+    base: Path
+    out: Path
+
+
+def make(folder: Path) -> dict[str, Made]:
+    """Outputs with every operation: of one surgery, of three and trained, merged, stacked."""
+    first = base(folder)
+    fused = grow(folder, "fused", first, FUSION)
+    grafted = grow(folder, "grafted", fused, GRAFTS)
+    run = train(folder, grow(folder, "experts", grafted, EXPERTS))
+    controlled = grow(folder, "controlled", first, CONTROL)
+    return {
+        "three": Made(grafted, run),
+        "three from the first base": Made(first, run),
+        "fused": Made(first, fused),
+        "merged": Made(controlled, grow(folder, "merged", controlled, MERGE)),
+        "stacked": Made(first, grow(folder, "stacked", first, STACK)),
+    }

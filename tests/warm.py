@@ -1,0 +1,201 @@
+"""Interpreters that start warm: a server imports torch once, and every `python` that a test asks for is its fork.
+
+Most of what a test's own process costs is importing torch (seconds), not what is tested. `warm()` is a command to be
+used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, `FILE`, `-I`, `-W`); environment,
+folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
+it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
+under the test's own settings. What measures memory, imports or a terminal wants `sys.executable` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+TYPE_CHECKING = False  # without `typing`: the client is started often
+if TYPE_CHECKING:
+    import subprocess
+    from typing import Any
+
+# Signals that reach the client, and what its process gets: killed itself, it could not say when the other is gone.
+FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL}
+PRELOADED = (
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("torch.nn.attention.flex_attention", "scipy.optimize", "scipy.spatial"),
+    *("jinja2", "PIL.Image", "regex", "pydantic"),
+)
+
+
+def warm() -> list[str]:
+    """The command of a warm interpreter; the first call of a process starts the server, which ends with it."""
+    if not hasattr(warm, "command"):
+        import atexit
+        import shutil
+        import subprocess
+        import tempfile
+
+        folder = tempfile.mkdtemp(prefix="surgeon-warm-")
+        path = f"{folder}/socket"
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", path],
+            stdin=subprocess.PIPE,  # its end is the sign to leave
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert server.stdin is not None and server.stdout is not None
+
+        def leave() -> None:
+            server.stdin.close()
+            server.wait()
+            server.stdout.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(leave)
+        assert server.stdout.readline() == b"ready\n"
+        warm.command = [sys.executable, "-I", "-S", __file__, path]
+    return list(warm.command)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL for the process behind a warm command; returns when it is gone."""
+    process.send_signal(signal.SIGUSR1)
+    process.wait()
+
+
+# --- the client: what a test starts -------------------------------------------------------------------------------
+
+
+def ask(path: str, arguments: list[str]) -> int:
+    """Have the server run `python *arguments` on this process' files, in its folder and environment."""
+    umask = os.umask(0)
+    os.umask(umask)
+    asked = json.dumps(
+        {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd()), "umask": umask}
+    ).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda received, _frame: server.sendall(bytes([FORWARDED[received]])))
+        socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
+        server.sendall(asked)
+        answer = server.recv(16)
+    code = int(answer) if answer else 1
+    if code < 0:  # as it died, so dies this one
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    return code
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> dict[str, object]:
+    """Wait for requests; returns only in the forks, each with what it was asked for."""
+    import contextlib
+    import gc
+    import importlib
+    import select
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
+    gc.set_threshold(100_000)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    print("ready", flush=True)
+    while True:
+        readable, _, _ = select.select([listening, sys.stdin], [], [])
+        with contextlib.suppress(ChildProcessError):  # keepers that are done
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in readable:
+            os._exit(0)
+        client, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            return keep(client)
+        client.close()
+
+
+def keep(client: socket.socket) -> dict[str, object]:
+    """Fork the asked-for process and wait beside it; returns in the fork alone."""
+    import contextlib
+    import select
+
+    length, files, _, _ = socket.recv_fds(client, 8, 3)
+    left, asked = int.from_bytes(length, "big"), b""
+    while len(asked) < left:
+        asked += client.recv(left - len(asked))
+    child = os.fork()
+    if child == 0:
+        client.close()
+        for target, file in enumerate(files):
+            os.dup2(file, target)
+            os.close(file)
+        return json.loads(asked)
+    for file in (*files, 0, 1, 2):
+        os.close(file)
+    ended = os.pidfd_open(child)
+    while True:
+        readable, _, _ = select.select([client, ended], [], [])
+        if ended in readable:
+            break
+        received = client.recv(1)
+        os.kill(child, received[0] if received else signal.SIGKILL)
+        if not received:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):  # the client was killed
+        client.sendall(str(code).encode())
+    os._exit(0)
+
+
+def become(asked: dict[str, object]) -> None:
+    """Run what was asked for, as a fresh interpreter would; its exceptions and exit are this process'."""
+    import runpy
+    import types
+    import warnings
+
+    arguments, environment = asked["arguments"], asked["environment"]
+    os.umask(asked["umask"])
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    isolated = False
+    while (option := arguments.pop(0)).startswith("-") and option not in ("-c", "-m"):
+        if option == "-W":
+            warnings._setoption(arguments.pop(0))
+        elif option == "-I":
+            isolated = True
+        elif option != "-u":
+            raise SystemExit(f"a warm interpreter does not know {option}")
+    what = arguments.pop(0) if option in ("-c", "-m") else option
+    del sys.path[0]  # this file's folder
+    if not isolated:
+        beside = {"-c": "", "-m": str(Path.cwd())}.get(option, str(Path(option).parent))
+        sys.path[:0] = [beside, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv[:] = [option, *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if option == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        exec(compile(what, "<string>", "exec"), main.__dict__)
+    else:
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        become(serve(sys.argv[2]))
+    else:
+        sys.exit(ask(sys.argv[1], sys.argv[2:]))
