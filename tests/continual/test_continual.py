@@ -20,6 +20,7 @@ import torch
 import yaml
 
 import surgeon
+from surgeon.checkpoint import working
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.held import HeldFolder
 from surgeon.common.listener import Quiet
@@ -475,7 +476,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(course, "write_durably", full)
+        patched.setattr(working, "write_durably", full)
         with pytest.raises(BadInput, match=r"course\.json: the disk is full \(.* free there\); .* complete is kept"):
             carried_out(tmp_path)
     assert not (tmp_path / "run").exists()
