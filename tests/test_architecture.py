@@ -50,7 +50,11 @@ WITHOUT = {
     "operations": ("torch", "numpy", "transformers"),
     "blueprint": ("torch", "numpy", "transformers"),
     "manifest": ("torch", "numpy", "transformers"),
-    "families": ("torch", "numpy", "transformers"),
+    # What describes families; what finds out about others builds their models.
+    **{
+        f"families/{name}.py": ("torch", "numpy", "transformers")
+        for name in ("__init__", "family", "decoders", "encoders", "settings", "anatomy", "dissect")
+    },
     "checkpoint": ("torch", "numpy", "transformers"),
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),
     "rework": ("torch", "numpy", "transformers"),

@@ -18,7 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import IGNORED_LABEL, Batches, Mixture, Packer, SourceStream, batch_of, held_out
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, parse
 from surgeon.models.load import load_model

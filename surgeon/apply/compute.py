@@ -42,7 +42,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.models.load import running, stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches

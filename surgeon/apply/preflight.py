@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from surgeon.blueprint.draft import Blueprint
+from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
-from surgeon.models.load import LOAD_FAILURES, first_line, is_idle, quiet_transformers, shipped_config
+from surgeon.models.load import is_idle, shipped_config
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Layer
-from surgeon.blueprint.recipes import Copy, is_computed, leaves, numel
+from surgeon.blueprint.recipes import Constant, Copy, is_computed, leaves, numel
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -20,7 +20,8 @@ from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect, without_a_place
+from surgeon.families.anatomy import Anatomy, without_a_place
+from surgeon.families.dissect import dissect
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
@@ -140,9 +141,11 @@ def preview_of(
     anatomy = dissect(folder.config, folder.tensors)
     known = {name: adapter.facts for name, adapter in adapters.items()}
     blueprint = draw(loaded, anatomy, folder.config, known)
+    prove_on_twin(blueprint, anatomy)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
+    notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)
@@ -165,6 +168,30 @@ def preview_of(
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
         notes=tuple(notes),
+    )
+
+
+def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Of a model type that no family describes: grow a twin as the blueprint says, where it promises to be exact.
+
+    Raises BadInput where the twin's logits differ.
+    """
+    layers = blueprint.layers
+    if anatomy.derivation is None or blueprint.promise != "exact" or len(layers) == anatomy.sizes.layers:
+        return
+    constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
+    anatomy.derivation.prove(
+        blueprint.config,
+        [layer.like for layer in layers],
+        [layer.base is not None for layer in layers],
+        [
+            {
+                s: constants[name]
+                for s in anatomy.layers[layer.like]
+                if (name := anatomy.layer_name(layer.index, s)) in constants
+            }
+            for layer in layers
+        ],
     )
 
 

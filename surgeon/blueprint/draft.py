@@ -7,7 +7,7 @@ that preview shows, `apply` writes and `verify` checks against. No weight is rea
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,15 +16,24 @@ from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, native_config
-from surgeon.families.family import MOST_LAYERS, Family, Part, per_layer_lists
+from surgeon.families.anatomy import Anatomy, LayerKind, native_config
+from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
 
 
-def silence(tensors: Mapping[str, Recipe], family: Family, parts: tuple[Part, ...]) -> dict[str, Recipe]:
-    """A layer's recipes, by suffix, with those replaced that write to the residual stream (`Family.silence`)."""
+def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]:
+    """A layer's recipes, by suffix, with those replaced that write to the residual stream.
+
+    Raises BadInput where no layer of this kind can be silenced.
+    """
+    if kind.refusal:
+        of = f" ({printable(kind.title)})" if kind.title else ""
+        raise BadInput(
+            f"this kind of layer{of} cannot be added without changing the model: {printable(kind.refusal, 300)}; use"
+            " `zero_init: false`, or an operation that leaves the layers as they are"
+        )
     silenced = dict(tensors)
-    for suffix, value in family.silence(parts).items():
+    for suffix, value in kind.silence.items():
         recipe = tensors[suffix]
         silenced[suffix] = Constant(value, recipe.dtype, recipe.shape)
     return silenced
@@ -49,15 +58,15 @@ class Claim:
 class LayerDraft:
     """A layer while operations are at work: its tensors by suffix, and where it comes from.
 
-    `base` is the base layer it is (None for a new one), `operation` the operation that made it, `sources`
+    `base` is the base layer it is (None for a new one), `like` the base layer whose kind and settings (its attention
+    type, other entries of the config) it has, `operation` the operation that made it, `sources`
     what it was made from, in words of the model as that operation found it. `rewritten` names the operation that
     gave a base layer's tensor another value, by suffix; `grafts` are what stands beside the native tensors.
     """
 
     tensors: dict[str, Recipe]
     base: int | None
-    layer_type: str | None
-    per_layer: dict[str, Any] = field(default_factory=dict)
+    like: int
     operation: int | None = None
     sources: tuple[int, ...] = ()
     init: str = ""
@@ -87,6 +96,7 @@ class Layer:
     init: str
     sources: tuple[int, ...]
     layer_type: str | None
+    like: int
     grafts: tuple[GraftNote, ...] = ()
 
 
@@ -169,8 +179,6 @@ class Draft:
         self.records: list[OperationRecord] = []
         # Model-wide keys of `config.surgery`.
         self.settings: dict[str, Any] = settings_of(config)
-        types: Sequence[str | None] = anatomy.layer_types or [None] * anatomy.sizes.layers
-        lists = self._per_layer_lists()
         brought = grafts_of(config)
         # The control states of all layers, which stand outside layers.
         self.bank = bank_of(config)
@@ -180,8 +188,7 @@ class Draft:
             LayerDraft(
                 tensors={suffix: _copied(info) for suffix, info in tensors.items()},
                 base=index,
-                layer_type=types[index],
-                per_layer={key: values[index] for key, values in lists.items()},
+                like=index,
                 grafts=_with_tensors(brought.get(index, []), anatomy.grafted[index]),
             )
             for index, tensors in enumerate(anatomy.layers)
@@ -198,8 +205,7 @@ class Draft:
         return LayerDraft(
             tensors=dict(original.tensors),
             base=None,
-            layer_type=original.layer_type,
-            per_layer=dict(original.per_layer),
+            like=original.like,
             operation=operation,
             sources=(source,),
             init="copy",
@@ -221,9 +227,13 @@ class Draft:
             layer.sources = tuple(renumbered[source] for source in layer.sources)
         self.layers = stack
 
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a layer of the draft."""
+        return self.anatomy.kinds[self.anatomy.kind_of[self.layers[layer].like]]
+
     def dtype_of(self, layer: int) -> str:
         """The dtype of a layer: that of its first part."""
-        return self.layers[layer].tensors[self.anatomy.parts[0].suffix].dtype
+        return self.layers[layer].tensors[self.kind_of(layer).parts[0].suffix].dtype
 
     def parameters(self) -> int:
         """Numbers in the model as it stands, grafts included; tied embeddings count once."""
@@ -234,6 +244,9 @@ class Draft:
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
+        grafted = any(layer.grafts for layer in self.layers)
+        config = self._finished_config(grafted=grafted)
+        self._check_outer(config)
         outputs = [Output(info.name, _copied(info), None) for info in self.anatomy.outer.values()]
         for index, layer in enumerate(self.layers):
             for suffix, recipe in layer.tensors.items():
@@ -242,17 +255,22 @@ class Draft:
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
                     outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, graft.operation))
+        for nth, tensors in enumerate(self.anatomy.beyond):
+            number = len(self.layers) + nth
+            outputs += [Output(self.anatomy.layer_name(number, s), _copied(info), None) for s, info in tensors.items()]
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
-        grafted = any(layer.grafts for layer in self.layers)
+        types = self.anatomy.layer_types
         return Blueprint(
             seed=self.seed,
             outputs=tuple(outputs),
             couplings=dict(self.couplings),
-            layers=tuple(_finished(index, layer) for index, layer in enumerate(self.layers)),
+            layers=tuple(
+                _finished(index, layer, types[layer.like] if types else None) for index, layer in enumerate(self.layers)
+            ),
             operations=tuple(self.records),
-            config=self._finished_config(grafted=grafted),
+            config=config,
             code_files=(CODE_FILE,) if grafted else (),
         )
 
@@ -261,16 +279,31 @@ class Draft:
         lists.pop("layer_types", None)
         return lists
 
+    def _check_outer(self, config: Mapping[str, Any]) -> None:
+        """Raise BadInput where a tensor outside the layers would have to grow with them."""
+        found = self.anatomy.derivation
+        for name in self.anatomy.outer if found is not None and len(self.layers) != self.anatomy.sizes.layers else ():
+            if found is not None and found.layer_axis(config, name, len(self.layers)) is not None:
+                raise BadInput(
+                    f"{printable(name)} holds a part for each layer, which surgeon cannot add to; use an operation that"
+                    " adds no layers"
+                )
+
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
+        if self.anatomy.derivation is not None:
+            order = [layer.like for layer in self.layers]
+            unchanged = order == list(range(self.anatomy.sizes.layers))
+            return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order)
         # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
         for key in ("mlp_only_layers", "full_attention_layers"):
             if self.config.get(key):
                 raise BadInput(
                     f"config.json: `{printable(key)}` names layers by number in a way surgeon cannot renumber yet"
                 )
-        lists = {key: [layer.per_layer[key] for layer in self.layers] for key in self._per_layer_lists()}
-        if self.anatomy.layer_types is not None:
-            lists["layer_types"] = [layer.layer_type for layer in self.layers]
+        order = [layer.like for layer in self.layers]
+        lists = {key: [values[like] for like in order] for key, values in self._per_layer_lists().items()}
+        if (types := self.anatomy.layer_types) is not None:
+            lists["layer_types"] = [types[like] for like in order]
         if grafted:
             return grafted_config(
                 self.config,
@@ -299,6 +332,6 @@ def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> lis
     return grafts
 
 
-def _finished(index: int, layer: LayerDraft) -> Layer:
+def _finished(index: int, layer: LayerDraft, layer_type: str | None) -> Layer:
     notes = tuple(GraftNote(graft.text, graft.operation) for graft in layer.grafts)
-    return Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer.layer_type, notes)
+    return Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer_type, layer.like, notes)

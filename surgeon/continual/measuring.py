@@ -14,7 +14,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import PackedSequence, Packer, held_out, split
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.models.load import load_model
 
 _MICRO_BATCH = 8

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.common.library import quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import find_tokenizer, load_model, quiet_transformers
+from surgeon.models.load import find_tokenizer, load_model
 
 Progress = Callable[[float, str], None]
 

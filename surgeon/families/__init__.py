@@ -49,6 +49,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             hint = "; it wraps a text model: save that alone (its `text_config` and language_model tensors)"
         raise BadInput(
             f"config.json: model_type {printable(model_type)!r} is not a family surgeon knows"
-            f" ({', '.join([*FAMILIES, *ENCODERS])}){hint}; docs/adding.md shows how to add one"
+            f" ({', '.join([*FAMILIES, *ENCODERS])}), nor a text decoder of the installed transformers{hint};"
+            " docs/adding.md shows how to add one"
         )
     return family

@@ -31,7 +31,8 @@ Role = Literal[
     "position_query",
     "talking_heads",
 ]
-Kind = Literal["weight", "bias", "norm"]
+# `other`: what is neither a matrix nor a bias nor a norm (a state space's decay, say).
+Kind = Literal["weight", "bias", "norm", "other"]
 Config = Mapping[str, Any]
 
 # Top-level config lists that hold one entry a layer; they grow with the model (`layer_types`, `no_rope_layers`).
@@ -72,13 +73,15 @@ class Part:
     """One tensor of a layer.
 
     `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
-    where an architecture fuses projections (Phi-3's `qkv_proj`).
+    where an architecture fuses projections (Phi-3's `qkv_proj`), none where roles are not known. `identity` is the
+    value with which a norm scales by one, where the family's `norm_offset` does not say it.
     """
 
     suffix: str
     shape: tuple[int, ...]
     kind: Kind
     blocks: tuple[tuple[Role, int], ...]
+    identity: float | None = None
 
     @property
     def role(self) -> Role:

@@ -18,7 +18,7 @@ from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Base, Manifest, layers_of, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of

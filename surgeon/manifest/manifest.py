@@ -20,7 +20,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import renumbered
+from surgeon.families.anatomy import layer_of, renumbered
 
 FORMAT = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -292,7 +292,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
     """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say."""
-    layers = layers_of(manifest, file=file)
+    layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
     places: dict[str, str] = {}
     for name in manifest.base.tensors if names is None else names:
         try:
@@ -303,6 +303,13 @@ def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: s
                 " by hand?"
             ) from None
     return places
+
+
+def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
+    """Layers of the base above its stack, which predict further tokens, stay above the output's."""
+    held = {place[1] for name in manifest.base.tensors if (place := layer_of(name)) is not None}
+    grown = len(manifest.layers) - manifest.base.layers
+    return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
 
 
 def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:

@@ -16,38 +16,16 @@ import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
-from surgeon.models.view import TOKENIZER_FILES, described, view_of_model, view_of_tokenizer
+from surgeon.models.view import TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.known import native_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
 CAUSAL = "AutoModelForCausalLM"
-
-# What libraries raise while they read files that anybody may have written: of any kind, as tokenizers' own errors are
-# plain `Exception`s. Nothing but a library's call stands where it is caught.
-LOAD_FAILURES = (Exception,)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bar and no logging from transformers inside; the earlier settings are restored.
-
-    This room checks what it would warn about (missing keys, mismatched shapes) and raises instead.
-    """
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
@@ -62,14 +40,6 @@ def running(model: Any) -> Iterator[None]:
         raise BadInput(
             f"{shown}: the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception that came from a library, fit for a terminal."""
-    if "trust_remote_code" in str(error):
-        return "it has code of its own, which runs only with --trust-remote-code"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return printable(lines[0] if lines else type(error).__name__, limit=300)
 
 
 def torch_dtype(name: str) -> torch.dtype:

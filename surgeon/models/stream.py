@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.models.load import build_model, check_doubled, first_line, is_idle, stored_dtype, torch_dtype
+from surgeon.models.load import build_model, check_doubled, is_idle, stored_dtype, torch_dtype
 
 
 class StreamedModel:

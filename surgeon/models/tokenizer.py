@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Never
 
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import find_tokenizer, first_line
+from surgeon.models.load import find_tokenizer
 from surgeon.models.view import TOKENIZER_FILES
 
 # Seconds of computing for one text, or one rendering of one chat, and characters that take one second more: honest

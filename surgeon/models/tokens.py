@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import first_line
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
 # Enough characters for the tokens asked for, in any script, without reading all of a large file.

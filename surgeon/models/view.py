@@ -7,7 +7,6 @@ describes the model. Nothing large is read or copied.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.common.library import described
 from surgeon.errors import BadInput
 
 # A folder with none of these has no tokenizer; any other failure to load one gets a message of its own.
@@ -34,10 +34,6 @@ TOKENIZER_FILES = (
 # Side files that no tokenizer is made of, though transformers reads some of them when it makes one.
 _NOT_A_TOKENIZER = frozenset({"generation_config.json", "preprocessor_config.json", "processor_config.json"})
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-
-# Implementations that are part of transformers itself. Others need further packages, or kernels from the Hub.
-_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
-_IMPLEMENTATION_FIELDS = ("attn_implementation", "experts_implementation")
 
 # Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
 _LOADING = frozenset(
@@ -57,35 +53,6 @@ _LOADING = frozenset(
         "name_or_path",
     }
 )
-
-
-def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[str, Any]:
-    """The fields of a config.json that describe a model, without those that say how transformers is to load it.
-
-    Without fields that begin with `_` (transformers' own notes), and implementations that are not part of
-    transformers; of a config class `kind` that is known, also without fields that would hide one of its methods or
-    class attributes.
-    """
-    kept = {
-        key: value
-        for key, value in config.items()
-        if not key.startswith("_") and not (kind is not None and _hides(kind, key))
-    }
-    for key in _IMPLEMENTATION_FIELDS:
-        if not isinstance(kept.get(key), str) or kept[key] not in _IMPLEMENTATIONS:
-            kept.pop(key, None)
-    kept.pop("name_or_path", None)
-    if not kept.get("auto_map"):
-        kept.pop("auto_map", None)
-    return kept
-
-
-def _hides(kind: type[Any], key: str) -> bool:
-    """Whether a field of this name would hide what a config class defines; the model type is both."""
-    if key == "model_type" or key in {field.name for field in dataclasses.fields(kind)}:
-        return False
-    held = getattr(kind, key, None)
-    return hasattr(kind, key) and not (isinstance(held, property) and held.fset is not None)
 
 
 @contextlib.contextmanager

@@ -129,11 +129,10 @@ class ControlLLM(Operation):
         stacked, beside = self._split(layers)
         for layer in beside:
             draft.layers[layer].grafts.extend(self._branch(draft, number, layer))
-        family, parts = draft.anatomy.family, draft.anatomy.parts
         copies: dict[int, list[LayerDraft]] = {}
         for layer in stacked:
             copied = draft.copy_of(layer, operation=number)
-            copied.tensors = silence(copied.tensors, family, parts)
+            copied.tensors = silence(copied.tensors, draft.kind_of(layer))
             copied.init = "copy, zero-init"
             copies[layer] = [copied]
         draft.insert(copies)

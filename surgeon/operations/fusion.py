@@ -46,7 +46,12 @@ def fuse_layers(
     if support is not None:
         _check_of_base(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
-    parts = draft.anatomy.parts
+    parts = draft.kind_of(below).parts
+    if not any(part.blocks for part in parts):
+        raise BadInput(
+            f"which tensors of a {draft.anatomy.family.model_type} layer are query, key, value, output, gate, up and"
+            " down is not described, so nothing can be aligned; use init average, copy or random"
+        )
     flow_of = _Flow(flow, heads, label)
     whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
     wanted = _wanted_roles(parts, flow_of, skip)

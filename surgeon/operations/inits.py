@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.operations.fusion import Flow, Heads, fuse_layers
 from surgeon.operations.operation import Origin, Paper, Spec
 
@@ -49,6 +49,15 @@ class Gap:
     per_gap: int
     label: str
     zeroed: frozenset[str]
+
+    def check_alike(self) -> None:
+        """Raise BadInput where the layers below and above are of two kinds, whose tensors are not comparable."""
+        lower, upper = (self.draft.kind_of(layer) for layer in (self.below, self.below + 1))
+        if lower is not upper:
+            raise BadInput(
+                f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
+                " different kinds, so there is nothing between them; use another gap, or init copy"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,7 @@ class TransportInit(Init):
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
         """The recipes of the layer below and the layer above, every module aligned along its map and averaged."""
+        gap.check_alike()
         return fuse_layers(
             gap.draft,
             below=gap.below,
@@ -192,7 +202,7 @@ class Shuffle(TransportInit):
 
     def make(self, gap: Gap) -> NewLayer:
         """The fused layer with its matrices shuffled."""
-        matrices = {part.suffix for part in gap.draft.anatomy.parts if part.kind == "weight"}
+        matrices = {part.suffix for part in gap.draft.kind_of(gap.below).parts if part.kind == "weight"}
         tensors = {
             suffix: Shuffled(recipe, f"{gap.label}.{suffix}") if suffix in matrices else recipe
             for suffix, recipe in self.fused(gap).items()
@@ -212,6 +222,7 @@ class AverageInit(Init):
     def make(self, gap: Gap) -> NewLayer:
         """The average, tensor by tensor."""
         lower, upper = gap.draft.layers[gap.below], gap.draft.layers[gap.below + 1]
+        gap.check_alike()
         tensors: dict[str, Recipe] = {
             suffix: Average(recipe, upper.tensors[suffix]) for suffix, recipe in lower.tensors.items()
         }
@@ -246,18 +257,20 @@ class RandomInit(Init):
         std = gap.draft.config.get("initializer_range", 0.02)
         if not isinstance(std, int | float) or isinstance(std, bool) or not 0 < std < 1e3:
             raise BadInput(f"config.json: `initializer_range` is {std!r}, not a positive number")
-        kinds = {part.suffix: part.kind for part in gap.draft.anatomy.parts}
+        parts = {part.suffix: part for part in gap.draft.kind_of(gap.below).parts}
         tensors: dict[str, Recipe] = {}
         for suffix, recipe in gap.draft.layers[gap.below].tensors.items():
-            match kinds.get(suffix):
+            part = parts.get(suffix)
+            match part and part.kind:
                 case "weight":
                     tensors[suffix] = Random(f"{gap.label}.{suffix}", float(std), recipe.dtype, recipe.shape)
                 case "bias":
                     tensors[suffix] = Constant(0.0, recipe.dtype, recipe.shape)
                 case "norm":
-                    identity = 1.0 - gap.draft.anatomy.family.norm_offset
+                    known = None if part is None else part.identity
+                    identity = 1.0 - gap.draft.anatomy.family.norm_offset if known is None else known
                     tensors[suffix] = Constant(identity, recipe.dtype, recipe.shape)
-                case None:  # an old buffer, the same in every layer
+                case _:  # an old buffer, the same in every layer, or what no draw would be right for
                     tensors[suffix] = recipe
         return NewLayer(tensors, ())
 

@@ -6,14 +6,15 @@ scale of those norms), so that the grown model computes what the base computes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
 from surgeon.errors import BadInput
-from surgeon.families.family import Family, Part
+from surgeon.families.anatomy import LayerKind
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
 from surgeon.operations.selectors import GapSelector, select_gaps, show_layers, spread
@@ -57,11 +58,12 @@ class InsertLayers(Operation):
         gaps = self._gaps(len(draft.layers))
         self._check_gaps(gaps, top=len(draft.layers) - 1)
         inserted = {gap: [self._layer(draft, number, gap, nth) for nth in range(self.per_gap)] for gap in gaps}
+        anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
         draft.insert(inserted)
         return OperationRecord(
             op=self.op,
             matched=f"{len(gaps) * self.per_gap} new layers, after {show_layers(gaps)}",
-            claim=self._claim(draft.anatomy.family, draft.anatomy.parts),
+            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]] for made in new]),
             trains="new",
         )
 
@@ -93,25 +95,29 @@ class InsertLayers(Operation):
             )
 
     def _layer(self, draft: Draft, number: int, gap: int, nth: int) -> LayerDraft:
-        family, parts = draft.anatomy.family, draft.anatomy.parts
-        zeroed = frozenset(family.silence(parts)) if self.zero_init else frozenset()
+        # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
+        source = gap - self.per_gap + 1 + nth if self.init.reads_below(self.per_gap) > 1 else gap
+        zeroed = frozenset(draft.kind_of(source).silence) if self.zero_init else frozenset()
         label = f"operations[{number}].after[{gap}].{nth}"
         made = self.init.make(Gap(draft, gap, nth, self.per_gap, label, zeroed))
-        # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
-        like = draft.layers[made.sources[0] if made.sources else gap]
+        like = made.sources[0] if made.sources else gap
         return LayerDraft(
-            tensors=silence(made.tensors, family, parts) if self.zero_init else made.tensors,
+            tensors=silence(made.tensors, draft.kind_of(like)) if self.zero_init else made.tensors,
             base=None,
-            layer_type=like.layer_type,
-            per_layer=dict(like.per_layer),
+            like=draft.layers[like].like,
             operation=number,
             sources=made.sources,
             init=self.init.kind + (", zero-init" if self.zero_init else ""),
         )
 
-    def _claim(self, family: Family, parts: tuple[Part, ...]) -> Claim:
+    def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
-        silenced = family.silence(parts)
+        silenced = list(dict.fromkeys(_of_experts(suffix) for kind in kinds for suffix in kind.silence))
         what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
         return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
+
+
+def _of_experts(suffix: str) -> str:
+    """A tensor's suffix, the same for all experts of a layer: `mlp.experts.*.down_proj.weight`."""
+    return re.sub(r"\.\d+\.", ".*.", suffix)

@@ -11,7 +11,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, layer_history, parameter_budget

@@ -13,7 +13,8 @@ from rich.text import Text
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, listed
 from surgeon.errors import printable
-from surgeon.families.anatomy import Anatomy, dissect, without_a_place
+from surgeon.families.anatomy import Anatomy, without_a_place
+from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest, manifest_of
 from surgeon.operations.selectors import show
 

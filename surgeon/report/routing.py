@@ -29,7 +29,8 @@ from surgeon.common import devices
 from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect, is_grafted
+from surgeon.families.anatomy import Anatomy, is_grafted
+from surgeon.families.dissect import dissect
 from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model, running
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer

@@ -25,7 +25,7 @@ from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion

@@ -25,7 +25,7 @@ from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, places_of
 from surgeon.rework.make_delta import Delta

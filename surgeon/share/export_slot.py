@@ -28,7 +28,8 @@ from surgeon.common.formatting import at_revision, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, dissect, is_grafted
+from surgeon.families.anatomy import Anatomy, is_grafted
+from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations import OPERATIONS

@@ -26,7 +26,7 @@ from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.rework.make_delta import make_delta_of

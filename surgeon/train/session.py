@@ -30,7 +30,8 @@ from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.models.load import load_model

@@ -21,7 +21,8 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.plain import same_json
 from surgeon.errors import printable
-from surgeon.families.anatomy import Anatomy, dissect
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.lineage import Lineage, State, trainable_set
 from surgeon.manifest.manifest import Base, Manifest, StoredTensor, adapters_of, held_by, manifest_of, places_of
@@ -167,15 +168,14 @@ def _copies(
 
 
 def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
-    """From the family, not from the recipes: which tensors of new layers must hold which constant."""
-    must = anatomy.family.silence(anatomy.parts)
+    """From the anatomy, not from the recipes: which tensors of new layers must hold which constant."""
     trained = manifest.trained
     loud: list[str] = []
     checked = 0
     for layer in blueprint.layers:
         if layer.operation is None or blueprint.operations[layer.operation].claim.promise != "exact":
             continue
-        for suffix, value in must.items():
+        for suffix, value in anatomy.kinds[anatomy.kind_of[layer.like]].silence.items():
             name = anatomy.layer_name(layer.index, suffix)
             if name in trained:
                 continue

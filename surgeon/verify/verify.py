@@ -16,7 +16,8 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import dissect, without_a_place
+from surgeon.families.anatomy import without_a_place
+from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state

@@ -14,7 +14,7 @@ from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out, nbytes
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import dissect
+from surgeon.families.dissect import dissect
 from surgeon.plan.plan import draw, parse_plan
 from tests import tiny
 

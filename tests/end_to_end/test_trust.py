@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.trust import check_written
+from surgeon.common.library import described
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.load import find_tokenizer, load_model
-from surgeon.models.view import described, view_of_model
+from surgeon.models.view import view_of_model
 from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import dissect, native_config
+from surgeon.families.anatomy import native_config
+from surgeon.families.dissect import dissect
 from surgeon.families.settings import check_settings
 from tests import tiny
 
@@ -171,7 +172,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not a family surgeon knows .*llama.*docs/adding.md"),
+        ({"model_type": "mumba"}, "model_type 'mumba' is not a family surgeon knows .*llama.*docs/adding.md"),
         ({"model_type": None}, "`model_type` is missing"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),

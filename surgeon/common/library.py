@@ -1,0 +1,74 @@
+"""Calls into transformers: silent, its errors in one line, and told of a config only what describes a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from surgeon.errors import printable
+
+# What libraries raise while they read files that anybody may have written: of any kind, as tokenizers' own errors are
+# plain `Exception`s. Nothing but a library's call stands where it is caught.
+LOAD_FAILURES = (Exception,)
+
+# Implementations that are part of transformers itself. Others need further packages, or kernels from the Hub.
+_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"})
+_IMPLEMENTATION_FIELDS = ("attn_implementation", "experts_implementation")
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bar and no logging from transformers inside; the earlier settings are restored.
+
+    Whoever calls checks what it would warn about (missing keys, mismatched shapes) and raises instead.
+    """
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception that came from a library, fit for a terminal."""
+    if "trust_remote_code" in str(error):
+        return "it has code of its own, which runs only with --trust-remote-code"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return printable(lines[0] if lines else type(error).__name__, limit=300)
+
+
+def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[str, Any]:
+    """The fields of a config.json that describe a model, without those that say how transformers is to load it.
+
+    Without fields that begin with `_` (transformers' own notes), and implementations that are not part of
+    transformers; of a config class `kind` that is known, also without fields that would hide one of its methods or
+    class attributes.
+    """
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and not (kind is not None and _hides(kind, key))
+    }
+    for key in _IMPLEMENTATION_FIELDS:
+        if not isinstance(kept.get(key), str) or kept[key] not in _IMPLEMENTATIONS:
+            kept.pop(key, None)
+    kept.pop("name_or_path", None)
+    if not kept.get("auto_map"):
+        kept.pop("auto_map", None)
+    return kept
+
+
+def _hides(kind: type[Any], key: str) -> bool:
+    """Whether a field of this name would hide what a config class defines; the model type is both."""
+    if key == "model_type" or key in {field.name for field in dataclasses.fields(kind)}:
+        return False
+    held = getattr(kind, key, None)
+    return hasattr(kind, key) and not (isinstance(held, property) and held.fset is not None)

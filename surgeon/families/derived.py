@@ -1,0 +1,267 @@
+"""What is found out about a model type that nobody described: its layers, their kinds, and what silences each.
+
+From a config alone: the model is built without weights, and a twin with random ones is probed. Cached by the config.
+Names of a checkpoint's tensors and their shapes are matched as transformers itself would load them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.trust import refuse_quantised
+from surgeon.common.library import first_line
+from surgeon.errors import BadInput, printable
+from surgeon.families import family_of
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, layer_of
+from surgeon.families.family import MOST_LAYERS, OWN_CONFIG, Family, Part, Sizes
+from surgeon.families.growth import grown
+from surgeon.families.kinds import described_kinds, numbered
+from surgeon.families.names import Names, match
+from surgeon.families.proof import layer_axis, prove
+from surgeon.families.silence import Silence, silences
+from surgeon.families.skeleton import Skeleton, build, is_known
+from surgeon.families.twin import twin_of
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
+
+    `titles[kind]` names a kind for people. `seconds` is what finding it took.
+    """
+
+    skeleton: Skeleton
+    kind_of: tuple[int, ...]
+    titles: tuple[str, ...]
+    silence: tuple[Silence, ...]
+    seconds: float
+
+    @property
+    def evidence(self) -> str:
+        """What was proven, in one line."""
+        proven = sorted({name for each in self.silence for name in each.values})
+        silent = ", ".join(_short(proven)) or "nothing"
+        kinds = f", {len(self.titles)} kinds of layers" if len(self.titles) > 1 else ""
+        return f"derived, proven on a twin in {self.seconds:.1f} s: {silent} silent{kinds}"
+
+
+def _short(names: list[str]) -> list[str]:
+    """Parameters by their modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
+    found = []
+    for name in names:
+        parts = name.split(".")
+        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
+        found.append(".".join(parts[-2:]) if len(parts) > 1 and "expert" in parts[-2] else parts[-1])
+    return list(dict.fromkeys(found))
+
+
+def derive(config: Mapping[str, Any]) -> Derived:
+    """Find out about the model of a config.json. Raises BadInput where transformers cannot build it, or no stack."""
+    return _derived(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _derived(kept: str) -> Derived:
+    config = json.loads(kept)
+    began = time.perf_counter()
+    skeleton = build(config)
+    count = len(skeleton.layers)
+    if not 0 < count <= MOST_LAYERS:
+        raise BadInput(f"config.json: {count} layers; 1 to {MOST_LAYERS} are read; {OWN_CONFIG}")
+    keys = described_kinds(skeleton)
+    kind_of = numbered(keys)
+    firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
+    try:
+        found = silences(twin_of(config), firsts)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever a model's code raises when it runs on small sizes
+        raise BadInput(
+            f"config.json: a tiny twin of this {printable(str(config.get('model_type')))} does not run"
+            f" ({first_line(error)}), so nothing can be proven of it"
+        ) from error
+    return Derived(
+        skeleton=skeleton,
+        kind_of=tuple(kind_of),
+        titles=tuple(_title(keys[index], skeleton, index) for index in firsts),
+        silence=tuple(found[index] for index in firsts),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _title(key: Any, skeleton: Skeleton, index: int) -> str:
+    """A kind by its type in the config, or by the classes of its blocks."""
+    listed = [value.strip("'") for name, value in key[1] if name.endswith(("types", "type"))]
+    blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
+    return ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+
+
+@dataclass(frozen=True)
+class _Found(Derivation):
+    """A checkpoint of a derived model type."""
+
+    config: Mapping[str, Any]
+    derived: Derived
+    names: Names
+
+    @property
+    def evidence(self) -> str:  # type: ignore[override]
+        """What was proven of the model type."""
+        return self.derived.evidence
+
+    def grown(self, order: Sequence[int]) -> dict[str, Any]:
+        """As `Derivation` says."""
+        return grown(self.config, self.derived.skeleton, order)
+
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says."""
+        in_memory = []
+        for source, values in zip(order, silenced, strict=True):
+            stored = self.names.layers[source]
+            made = _made_of(stored)
+            in_memory.append(
+                {
+                    name: values[suffixes[0]]
+                    for name, suffixes in made.items()
+                    if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
+                }
+            )
+        prove(self.config, grown, order, kept, in_memory)
+
+    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+        """As `Derivation` says."""
+        place = self.names.outer.get(name)
+        before = self.derived.skeleton.model.state_dict(keep_vars=True).get(place or "")
+        if before is None:
+            return None
+        after = _skeleton(json.dumps(grown, sort_keys=True)).model.state_dict(keep_vars=True).get(place)
+        if after is None or after.shape == before.shape:
+            return None
+        return layer_axis(tuple(before.shape), tuple(after.shape), len(self.derived.kind_of), layers)
+
+
+@lru_cache(maxsize=2)
+def _skeleton(kept: str) -> Skeleton:
+    return build(json.loads(kept))
+
+
+def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Of each tensor of a layer in memory the suffixes on disk that it is made of."""
+    made: dict[str, list[str]] = {}
+    for suffix, targets in stored.items():
+        for target in targets:
+            made.setdefault(target, []).append(suffix)
+    return made
+
+
+def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
+    """Dissect a checkpoint of a model type that no family describes.
+
+    Raises BadInput where its model cannot be built, or names the first tensor that does not fit.
+    """
+    if not is_known(config):
+        family_of(config)  # says what is known
+    refuse_quantised(config)
+    found = derive(config)
+    names = match(found.skeleton, found.kind_of, tensors)
+    count = len(found.kind_of)
+    for name in tensors:
+        place = layer_of(name)
+        if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
+            raise BadInput(
+                f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
+                " surgeon does not know layers by"
+            )
+    layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
+    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    text = found.skeleton.text
+    return Anatomy(
+        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
+        sizes=_sizes(text, count),
+        kinds=tuple(_kind(found, kind, names.layers[first], layers[first]) for kind, first in enumerate(firsts)),
+        kind_of=found.kind_of,
+        prefix="",
+        layers=layers,
+        outer={name: tensors[name] for name in names.outer},
+        layer_types=[found.titles[kind] for kind in found.kind_of] if len(found.titles) > 1 else None,
+        tied=bool(found.skeleton.model.config.tie_word_embeddings),
+        grafted=({},) * count,
+        bank={},
+        idle=tuple(name for name, target in names.outer.items() if not target),
+        beyond=tuple(
+            {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
+            for index, suffixes in names.beyond.items()
+        ),
+        derivation=_Found(config, found, names),
+    )
+
+
+def _sizes(text: Any, layers: int) -> Sizes:
+    def of(key: str) -> int:
+        value = getattr(text, key, None)
+        return value if type(value) is int else 0
+
+    heads = of("num_attention_heads")
+    return Sizes(
+        layers=layers,
+        hidden=of("hidden_size"),
+        intermediate=of("intermediate_size"),
+        heads=heads,
+        kv_heads=of("num_key_value_heads") or heads,
+        head_dim=of("head_dim") or (of("hidden_size") // heads if heads else 0),
+        vocabulary=of("vocab_size"),
+    )
+
+
+def _kind(
+    found: Derived, kind: int, stored: Mapping[str, tuple[str, ...]], tensors: Mapping[str, TensorInfo]
+) -> LayerKind:
+    silence = found.silence[kind]
+    parts = []
+    for suffix, targets in stored.items():
+        info = tensors[suffix]
+        if not targets:
+            continue
+        if info.dtype not in FLOAT_DTYPES:
+            raise BadInput(
+                f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
+                f" ({', '.join(sorted(FLOAT_DTYPES))})"
+            )
+        parts.append(
+            Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
+        )
+    values, reason = _on_disk(silence.values, stored)
+    return LayerKind(tuple(parts), values, silence.reason or reason, found.titles[kind])
+
+
+def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:
+    if target in silence.identities:
+        return "norm"
+    if target.endswith("bias") or (target.removesuffix(".bias") + ".weight") in silence.identities:
+        return "bias"
+    return "weight" if len(info.shape) > 1 else "other"
+
+
+def _on_disk(values: Mapping[str, float], stored: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, float], str]:
+    """What silences a layer, by suffix on disk; or why it cannot be said there."""
+    found: dict[str, float] = {}
+    for suffix, targets in stored.items():
+        silent = [target for target in targets if target in values]
+        if silent and (len(silent) < len(targets) or len({values[target] for target in silent}) > 1):
+            other = next((target for target in targets if target not in values), targets[0])
+            return {}, f"{suffix} is stored in one tensor with {other}, which must not be silent"
+        if silent:
+            found[suffix] = values[silent[0]]
+    return found, ""

@@ -1,0 +1,157 @@
+"""A config.json for more layers: every field that speaks of layers rewritten, and the result judged by building it.
+
+A field may hold an entry for each layer, name layers by number, or count them from one end. What it means is not
+guessed: the grown model is built on the meta device, and each of its layers must be of the kind that was intended.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from surgeon.errors import BadInput, printable
+from surgeon.families.kinds import described_kinds, holds_numbers
+from surgeon.families.skeleton import Skeleton, build
+
+# Fields that may count layers from the bottom or the top, or be the number of one.
+_COUNTS = re.compile(r"dense|layers?(_|$)|_idx$|_index$|start|shared")
+# Fields that may hold an entry for each layer; others may be as long as the stack by chance.
+_ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size")
+_MOST_TRIALS = 48
+
+
+def part_of(config: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """The part of a config.json at `path`."""
+    found: Any = config
+    for key in path:
+        found = found.get(key) or {}
+    return dict(found)
+
+
+def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str, Any]) -> dict[str, Any]:
+    if not path:
+        return copy.deepcopy(dict(part))
+    held = copy.deepcopy(dict(config))
+    held[path[0]] = _with_part(held.get(path[0]) or {}, path[1:], part)
+    return held
+
+
+def grown(config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> dict[str, Any]:
+    """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
+
+    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right.
+    """
+    part = part_of(config, skeleton.path)
+    kinds = described_kinds(skeleton)
+    wanted = [kinds[source] for source in order]
+    worst, found = -1, ""
+    for trial in itertools.islice(_trials(part, skeleton, order), _MOST_TRIALS):
+        made = _with_part(config, skeleton.path, trial)
+        try:
+            built = build(made)
+            wrong = _first_other(built, wanted)
+        except BadInput as error:
+            wrong, words = 0, str(error)
+        else:
+            if wrong is None:
+                return made
+            words = _difference(described_kinds(built)[wrong], wanted[wrong]) if wrong < len(built.layers) else ""
+        if wrong > worst:
+            worst, found = wrong, words
+    raise BadInput(
+        f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
+        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); choose other places"
+    )
+
+
+def _first_other(built: Skeleton, wanted: Sequence[Any]) -> int | None:
+    """The number of the first layer that is not of the kind wanted; None where all are."""
+    made = described_kinds(built)
+    # Lists that the grown config alone has, or has no more, are no difference of kind.
+    for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
+        common = {key for key, _ in one[1]} & {key for key, _ in other[1]}
+        if one[0] != other[0] or any(dict(one[1])[key] != dict(other[1])[key] for key in common):
+            return index
+    return None if len(made) == len(wanted) else min(len(made), len(wanted) - 1)
+
+
+def _difference(one: Any, other: Any) -> str:
+    for (name, kind, shapes, settings), (_, kind2, shapes2, settings2) in zip(one[0], other[0], strict=False):
+        if kind != kind2:
+            return f"{kind} in place of {kind2}"
+        if shapes != shapes2:
+            return f"{name or kind}: tensors of other shapes"
+        if settings != settings2:
+            key, value = next(iter(set(settings) - set(settings2)), ("", ""))
+            return f"{name or kind}: `{key}` {value!r}"
+    for key, value in dict(one[1]).items():
+        if dict(other[1]).get(key) != value:
+            return f"`{key}` {value} in place of {dict(other[1]).get(key)}"
+    return "other modules"
+
+
+def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Readings of the config's fields, the likeliest first."""
+    count = len(skeleton.layers)
+    stated = _grown_part(part, skeleton, order, {})
+    full = skeleton.text.to_dict()
+    # What the class derives from other fields (a pattern, an interval) and would derive anew, and wrongly.
+    derived = {
+        key: value
+        for key, value in full.items()
+        if key not in part and isinstance(value, list) and len(value) == count and count > 1 and _ENTRIES.search(key)
+    }
+    for extra in ({}, derived):
+        whole = dict(part) | extra
+        yield from _unlike(stated, _grown_part(whole, skeleton, order, {}), bool(extra))
+        choices = [
+            (key, change)
+            for key, changes in _counted(whole | {k: full[k] for k in full if k not in whole}, order, count).items()
+            for change in changes
+        ]
+        for picked in (*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)):
+            if len({key for key, _ in picked}) == len(picked):
+                yield _grown_part(whole, skeleton, order, dict(picked))
+
+
+def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
+    if not later or first != second:
+        yield second
+
+
+def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dict[str, list[int]]:
+    """Of each field that may count layers or be a layer's number, the values that it may get."""
+    found: dict[str, list[int]] = {}
+    for key, value in fields.items():
+        if type(value) is not int or not 0 < value <= count or not _COUNTS.search(key):
+            continue
+        below = sum(source < value for source in order)
+        above = sum(source >= count - value for source in order)
+        at = order.index(value) if value < count else value
+        found[key] = [other for other in dict.fromkeys((below, above, at)) if other != value]
+    return {key: values for key, values in found.items() if values}
+
+
+def _grown_part(
+    part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], counted: Mapping[str, int]
+) -> dict[str, Any]:
+    count = len(skeleton.layers)
+    made: dict[str, Any] = {}
+    for key, value in part.items():
+        if key == skeleton.count_key:
+            made[key] = len(order)
+        elif key in counted:
+            made[key] = counted[key]
+        elif isinstance(value, list) and value and holds_numbers(key, value, count):
+            made[key] = [index for index, source in enumerate(order) if source in value]
+        elif isinstance(value, list | str) and len(value) == count and count > 1 and _ENTRIES.search(key):
+            picked = [value[source] for source in order]
+            made[key] = "".join(picked) if isinstance(value, str) else picked
+        elif isinstance(value, Mapping) and value and all(str(each).isdecimal() for each in value):
+            made[key] = {str(index): value[str(source)] for index, source in enumerate(order) if str(source) in value}
+        else:
+            made[key] = copy.deepcopy(value)
+    return made | {key: value for key, value in counted.items() if key not in made}

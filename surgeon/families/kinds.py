@@ -1,0 +1,81 @@
+"""Kinds of layers: layers that differ in nothing but their weights and their number.
+
+Two layers are of one kind if their modules, shapes and settings are the same, and the config's entries for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from surgeon.families.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Attributes that hold a layer's number: two layers of one kind differ in them.
+_NUMBER = re.compile(r"(.*_)?(idx|index|layer_id|layer_number|block_id)")
+_IGNORED = frozenset({"training", "gradient_checkpointing"})
+_SETTINGS = frozenset({bool, int, float, str, type(None)})
+Settings = tuple[tuple[str, Any], ...]
+Signature = tuple[tuple[str, str, tuple[tuple[str, Any], ...], Settings], ...]
+
+
+def signature(layer: nn.Module) -> Signature:
+    """Everything about a layer but its weights: of every module the class, shapes and settings, numbers left out."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((key, None if held is None else tuple(held.shape)) for key, held in module._parameters.items()),
+            _settings(module),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> Settings:
+    held = vars(module).items()
+    # Types first: most of what a module holds is no setting.
+    return tuple(
+        (key, value)
+        for key, value in held
+        if type(value) in _SETTINGS and key[0] != "_" and key not in _IGNORED and not _NUMBER.fullmatch(key)
+    )
+
+
+def entries(skeleton: Skeleton) -> list[tuple[tuple[str, str], ...]]:
+    """Of each layer the config's own entries for it: of every list that is as long as the stack, one."""
+    count = len(skeleton.layers)
+    lists = listed(skeleton.text.to_dict(), count)
+    return [tuple((key, repr(values[index])) for key, values in lists.items()) for index in range(count)]
+
+
+def listed(fields: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+    """The lists of a config that hold one entry a layer, by key; numbers of layers are no entries."""
+    return {
+        key: value
+        for key, value in sorted(fields.items())
+        if isinstance(value, list) and len(value) == count and count > 1 and not holds_numbers(key, value, count)
+    }
+
+
+def holds_numbers(key: str, value: list[Any], count: int) -> bool:
+    """Whether a list of the config names layers by their numbers (`moe_layers`, `full_attn_idxs`)."""
+    return (
+        re.search(r"(layers|layer_ids|idxs|indices|indexes|_ids)$", key) is not None
+        and all(type(each) is int and 0 <= each < count for each in value)
+        and value == sorted(set(value))
+    )
+
+
+def described_kinds(skeleton: Skeleton) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
+    """Of each layer what makes its kind: equal for layers of one kind."""
+    return [(signature(layer), own) for layer, own in zip(skeleton.layers, entries(skeleton), strict=True)]
+
+
+def numbered(keys: list[Any]) -> list[int]:
+    """Kinds as numbers, from 0 in the order in which they first occur."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(key, len(first)) for key in keys]

@@ -1,0 +1,195 @@
+"""Names on disk and names in memory: matched by transformers' own renaming, on the meta device, without weights.
+
+A checkpoint of a mixture of experts may hold a tensor for each expert where the model has one for all, or other words
+in its names. transformers knows how each becomes the model's; here it is asked, and shapes are converted as it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.errors import BadInput, printable
+from surgeon.families.skeleton import Skeleton
+
+_MANY = "is config.json another model's?"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a checkpoint's tensors are called: layer `i`'s as `{stem}{i}.{suffix}`.
+
+    `layers[i]` maps a suffix on disk to the names in memory, below the layer, of what it becomes (none for a tensor
+    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing. `beyond` are
+    layers above the stack that the text model does not run (for predicting several tokens), by their number.
+    """
+
+    stem: str
+    layers: tuple[dict[str, tuple[str, ...]], ...]
+    outer: dict[str, str]
+    beyond: dict[int, tuple[str, ...]]
+
+
+def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo]) -> Names:
+    """Match a checkpoint's tensors with a model's; `kinds` are numbers of the layers' kinds.
+
+    Raises BadInput naming the first tensor that is missing, without a place in a layer, or of another shape.
+    """
+    renamed = _renamed(skeleton.model, tensors)
+    below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
+    places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
+    stem = _stem({name: int(found[1]) for name, found in places.items()}, skeleton)
+    count = len(kinds)
+    layers: list[dict[str, tuple[str, ...]]] = [{} for _ in range(count)]
+    outer: dict[str, str] = {}
+    beyond: dict[int, list[str]] = {}
+    inside = re.compile(rf"{re.escape(stem)}(0|[1-9]\d{{0,8}})\.(.+)", re.DOTALL)
+    held = skeleton.model.state_dict(keep_vars=True)
+    for name, targets in renamed.items():
+        on_disk = inside.fullmatch(name)
+        if on_disk is None:
+            outer[name] = targets[0] if targets[0] in held else ""
+            continue
+        index, suffix = int(on_disk[1]), on_disk[2]
+        if index >= count:
+            beyond.setdefault(index, []).append(suffix)
+            continue
+        known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
+        layers[index][suffix] = tuple(known)
+    _check_beyond(beyond, count, stem, tensors)
+    _check_alike(layers, kinds, stem, tensors)
+    _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors)
+    return Names(stem, tuple(layers), outer, {index: tuple(found) for index, found in sorted(beyond.items())})
+
+
+def _renamed(model: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Every name on disk with the names in memory of what transformers makes of it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    held = model.state_dict(keep_vars=True)
+    prefix = model.base_model_prefix
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, held)
+        if target not in held and name in held:
+            target, pattern = rename_source_key(name, [], [], prefix, held)
+        first, *others = of_pattern[pattern].target_patterns if pattern is not None else [""]
+        found[name] = (target, *(target.replace(first, other) for other in others))
+    return found
+
+
+def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
+    """What stands before a layer's number in names on disk. Raises BadInput where that is not one text."""
+    found: dict[str, str] = {}
+    for name, index in places.items():
+        parts = name.split(".")
+        if str(index) not in parts:
+            raise BadInput(
+                f"{printable(name)}: transformers reads it as a tensor of layer {index}, whose number is not in the"
+                " name; surgeon cannot renumber such layers"
+            )
+        stem = "".join(f"{part}." for part in parts[: parts.index(str(index))])
+        found.setdefault(stem, name)
+    if not found:
+        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {_MANY}")
+    if len(found) > 1:
+        first, second, *_ = found.values()
+        raise BadInput(f"layers are named both as {printable(first)} and as {printable(second)}; keep one set of them")
+    return next(iter(found))
+
+
+def _check_beyond(beyond: Mapping[int, list[str]], count: int, stem: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Layers above the stack must follow it without a gap."""
+    if beyond and sorted(beyond) != list(range(count, count + len(beyond))):
+        index = next(index for nth, index in enumerate(sorted(beyond)) if index != count + nth)
+        name = f"{stem}{index}.{beyond[index][0]}"
+        raise BadInput(
+            f"{printable(name)} ({tensors[name].file}): the config has {count} layers, so there is no layer {index};"
+            f" {_MANY}"
+        )
+
+
+def _check_alike(
+    layers: Sequence[Mapping[str, Any]], kinds: Sequence[int], stem: str, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Layers of one kind must hold the same tensors."""
+    first: dict[int, int] = {}
+    for index, kind in enumerate(kinds):
+        like = first.setdefault(kind, index)
+        if extra := next(iter(layers[like].keys() ^ layers[index].keys()), None):
+            has, lacks = (index, like) if extra in layers[index] else (like, index)
+            raise BadInput(
+                f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
+                f" {_MANY}"
+            )
+        for suffix in layers[index]:
+            here, there = tensors[f"{stem}{index}.{suffix}"], tensors[f"{stem}{like}.{suffix}"]
+            if here.shape != there.shape:
+                raise BadInput(
+                    f"{printable(here.name)} ({here.file}): shape {list(here.shape)}, layer {like}'s has"
+                    f" {list(there.shape)}; {_MANY}"
+                )
+
+
+def _check_loads(
+    skeleton: Skeleton,
+    kinds: Sequence[int],
+    stem: str,
+    renamed: Mapping[str, tuple[str, ...]],
+    layers: Sequence[Mapping[str, tuple[str, ...]]],
+    outer: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+) -> None:
+    """Have transformers load the tensors outside layers and one layer of each kind, as shapes without values."""
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    model = skeleton.model
+    shown = {kinds.index(kind) for kind in set(kinds)}
+    names = [*outer, *(f"{stem}{index}.{suffix}" for index in sorted(shown) for suffix in layers[index])]
+    given = {name: torch.empty(tensors[name].shape, device="meta") for name in names}
+    options = LoadStateDictConfig(
+        device_map={"": "meta"}, dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model)
+    )
+    try:
+        with quiet_transformers():
+            told, _ = convert_and_load_state_dict_in_model(model, given, options, None)
+    except LOAD_FAILURES as error:
+        raise BadInput(f"transformers cannot load these tensors: {first_line(error)}") from error
+    for target, *_ in sorted(told.mismatched_keys):
+        name = next(name for name, targets in renamed.items() if target in targets)
+        wanted = list(model.state_dict(keep_vars=True)[target].shape)
+        raise BadInput(
+            f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
+            f" {wanted}; {_MANY}"
+        )
+    for target, words in sorted(told.conversion_errors.items()):
+        raise BadInput(
+            f"{printable(target)}: transformers cannot make it of the tensors stored: {printable(str(words))}"
+        )
+    ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
+    others = f"{skeleton.stack}."
+    tied = set(model.all_tied_weights_keys)
+    for target in sorted(told.missing_keys - tied):
+        if not target.startswith(others) or target.startswith(ours):
+            raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_MANY}")
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for index in sorted(shown):
+        for suffix, targets in layers[index].items():
+            name = f"{stem}{index}.{suffix}"
+            if not targets and not any(pattern.search(name) for pattern in ignored):
+                raise BadInput(
+                    f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
+                    f" tensor; {_MANY}"
+                )

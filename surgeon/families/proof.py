@@ -1,0 +1,147 @@
+"""The proof of a depth growth on a twin: before and after it, the logits must be the same, bit for bit.
+
+Everything is as it will be (order, config, what is silent) but sizes and weights; new layers hold random values where
+they are not silenced. Prefill and cached generation are compared. What depends on a layer's number in the model's own
+code, and no setting shows, is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from surgeon.errors import BadInput
+from surgeon.families.silence import some_tokens
+from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import twin_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEW_SEED = 7
+
+
+def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
+    """The axis along which a tensor holds a part for each layer; None where its shapes tell of no such axis."""
+    if len(before) != len(after):
+        return None
+    differing = [axis for axis, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    if len(differing) != 1:
+        return None
+    axis = differing[0]
+    fits = before[axis] % old == 0 and after[axis] % new == 0 and before[axis] // old == after[axis] // new
+    return axis if fits else None
+
+
+def prove(
+    config: Mapping[str, Any],
+    grown: Mapping[str, Any],
+    order: Sequence[int],
+    kept: Sequence[bool],
+    silenced: Sequence[Mapping[str, float]],
+) -> None:
+    """Grow a twin and compare it with the one before.
+
+    Layer `n` of the result is layer `order[n]` of the base where `kept[n]`, else a new one like it in which the tensors
+    `silenced[n]` (names in the layer) have these values. Raises BadInput where a logit differs.
+    """
+    import torch
+
+    base, result = twin_of(config), twin_of(grown, seed=_NEW_SEED)
+    _fill(base, result, order, kept, silenced)
+    tokens = some_tokens(base)
+    with torch.no_grad():
+        for what, run in (("", _prefill), (" with a cache", _cached)):
+            one, other = run(base, tokens), run(result, tokens)
+            if not torch.equal(one, other):
+                first = _first_apart(base, result, order, kept, tokens)
+                raise BadInput(
+                    f"on a twin of this model the logits{what} are not the base's: layer {first} of the output does not"
+                    " get what it got before; choose other places, or `zero_init: false` to go without the promise"
+                )
+
+
+def _fill(
+    base: Skeleton,
+    result: Skeleton,
+    order: Sequence[int],
+    kept: Sequence[bool],
+    silenced: Sequence[Mapping[str, float]],
+) -> None:
+    """Give the grown twin the weights of the other; what is new keeps its own, but for what is silenced."""
+    import torch
+
+    held = base.model.state_dict()
+    below = f"{base.stack}."
+    with torch.no_grad():
+        for name, value in result.model.state_dict().items():
+            if not name.startswith(below):
+                source = held[name]
+                if source.shape != value.shape:
+                    source = _stretched(source, tuple(value.shape), order, len(base.layers))
+                value.copy_(source)
+                continue
+            index, _, suffix = name.removeprefix(below).partition(".")
+            n = int(index)
+            if kept[n]:
+                value.copy_(held[f"{below}{order[n]}.{suffix}"])
+            elif suffix in silenced[n]:
+                value.fill_(silenced[n][suffix])
+
+
+def _stretched(value: Tensor, shape: tuple[int, ...], order: Sequence[int], count: int) -> Tensor:
+    import torch
+
+    axis = layer_axis(tuple(value.shape), shape, count, len(order))
+    assert axis is not None, (value.shape, shape)
+    parts = value.chunk(count, dim=axis)
+    return torch.cat([parts[source] for source in order], dim=axis)
+
+
+def _prefill(twin: Skeleton, tokens: Tensor) -> Tensor:
+    logits: Tensor = twin.model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def _cached(twin: Skeleton, tokens: Tensor) -> Tensor:
+    """Logits of a sequence read in two parts, the second by what the first left behind, word by word."""
+    import torch
+
+    head = tokens.shape[1] - 2
+    told = twin.model(input_ids=tokens[:, :head], use_cache=True)
+    found: list[Tensor] = [told.logits]
+    cache = next((told[key] for key in ("past_key_values", "cache_params", "state") if told.get(key) is not None), None)
+    if cache is None:
+        return found[0]
+    name = next(key for key in ("past_key_values", "cache_params", "state") if told.get(key) is not None)
+    for at in range(head, tokens.shape[1]):
+        told = twin.model(input_ids=tokens[:, at : at + 1], use_cache=True, **{name: cache})
+        cache = told[name]
+        found.append(told.logits)
+    return torch.cat(found, dim=1)
+
+
+def _first_apart(base: Skeleton, result: Skeleton, order: Sequence[int], kept: Sequence[bool], tokens: Tensor) -> int:
+    """The first kept layer of the output whose input differs from what it gets in the base."""
+    import torch
+
+    seen: list[dict[int, Any]] = []
+    for twin in (base, result):
+        inputs: dict[int, Any] = {}
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _layer, args, kwargs, index=index, inputs=inputs: (
+                    inputs.setdefault(index, (args[0] if args else kwargs["hidden_states"]).clone()) and None
+                ),
+                with_kwargs=True,
+            )
+            for index, layer in enumerate(twin.layers)
+        ]
+        _prefill(twin, tokens)
+        for hook in hooks:
+            hook.remove()
+        seen.append(inputs)
+    for index, (source, own) in enumerate(zip(order, kept, strict=True)):
+        if own and source in seen[0] and index in seen[1] and not torch.equal(seen[0][source], seen[1][index]):
+            return index
+    return len(order) - 1

@@ -1,0 +1,233 @@
+"""Which tensors of a layer must be null so that it adds exactly nothing to the residual stream: found by trial.
+
+Every parameter of the layer is nulled, then given back in the order in which modules run; what must stay null is the
+last writer of each residual branch: a projection with its bias, experts' included, or the scale of a norm behind it
+(stored as 0, or as −1 where the norm multiplies by one plus it). Proof is the layer's own output, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.families.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_TOKENS = (1, 12)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What was found of one layer: `values` to store, by the parameter's name in the layer; `reason` why there is none.
+
+    `identities` are the values with which norms leave their input as it is, by name: 1, or 0 where they add one.
+    """
+
+    values: dict[str, float]
+    reason: str
+    identities: dict[str, float]
+
+
+@dataclass
+class _Run:
+    """A layer with what a run of the model gave it."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def stream(self) -> Tensor:
+        stream: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return stream
+
+    def output(self, stream: Tensor | None = None) -> Any:
+        if stream is None:
+            given = self.layer(*self.args, **self.kwargs)
+        elif self.args:
+            given = self.layer(stream, *self.args[1:], **self.kwargs)
+        else:
+            given = self.layer(**(self.kwargs | {"hidden_states": stream}))
+        return given[0] if isinstance(given, tuple | list) else given
+
+
+def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
+    """For each of these layers of a twin what silences it; the twin's weights stay as they were."""
+    runs = _captured(twin, layers)
+    shared = _shared(twin)
+    return {
+        index: _refused(reason) if (reason := _unfit(runs.get(index), shared[index])) else _search(runs[index])
+        for index in layers
+    }
+
+
+def _refused(reason: str) -> Silence:
+    return Silence({}, reason, {})
+
+
+def _unfit(run: _Run | None, shared: str) -> str:
+    if run is None:
+        return "it does not run on text alone"
+    return f"it shares {shared} with other layers" if shared else ""
+
+
+def _shared(twin: Skeleton) -> dict[int, str]:
+    """Of each layer a parameter that another layer has too; nothing where it has its own."""
+    owners: dict[int, int] = {}
+    for layer in twin.layers:
+        for held in layer.parameters():
+            owners[id(held)] = owners.get(id(held), 0) + 1
+    return {
+        index: next((name for name, held in layer.named_parameters() if owners[id(held)] > 1), "")
+        for index, layer in enumerate(twin.layers)
+    }
+
+
+def _captured(twin: Skeleton, layers: list[int]) -> dict[int, _Run]:
+    """What each layer gets when the model reads a text."""
+    import torch
+
+    runs: dict[int, _Run] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            runs.setdefault(index, _Run(layer, args, kwargs))
+
+        return hook
+
+    hooks = [twin.layers[index].register_forward_pre_hook(keep(index), with_kwargs=True) for index in layers]
+    try:
+        with torch.no_grad():
+            twin.model(input_ids=some_tokens(twin), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return runs
+
+
+def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
+    """Random token ids that a twin's vocabulary has, sequences by positions."""
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randint(5, min(twin.text.vocab_size, 120), _TOKENS, generator=draws)
+
+
+def _search(run: _Run) -> Silence:
+    import torch
+
+    held = dict(run.layer.named_parameters())
+    kept = {name: value.detach().clone() for name, value in held.items()}
+    order = _order(run)
+    with torch.no_grad():
+        nulls, identities = _nulls(run.layer, kept)
+
+        def silent() -> bool:
+            output = run.output()
+            return isinstance(output, torch.Tensor) and torch.equal(output, run.stream)
+
+        try:
+            for name, value in held.items():
+                value.fill_(nulls[name])
+            if not silent():
+                # A scale of the whole stream.
+                for name, value in held.items():
+                    if value.numel() == 1:
+                        nulls[name] = 1.0
+                        value.fill_(1.0)
+                if not silent():
+                    return _refused("even with all its weights zero a layer changes what passes through it")
+            values: dict[str, float] = {}
+            for name in order:
+                held[name].copy_(kept[name])
+                if not silent():
+                    held[name].fill_(nulls[name])
+                    values[name] = nulls[name]
+            dead = _without_gradient(run, held, values)
+        finally:
+            for name, value in held.items():
+                value.copy_(kept[name])
+                value.grad = None
+    if dead:
+        return _refused(f"{dead[0]} would have to be zero and would then never learn")
+    return Silence(values, "", identities)
+
+
+def _without_gradient(run: _Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
+    """Those of the silenced parameters that training would leave where they are."""
+    import torch
+
+    draws = torch.Generator().manual_seed(0)
+    with torch.enable_grad():
+        output = run.output(run.stream.detach().clone().requires_grad_())
+        (output * torch.randn(output.shape, generator=draws)).sum().backward()
+    return [name for name in values if (grad := held[name].grad) is None or not bool(grad.any())]
+
+
+def _order(run: _Run) -> list[str]:
+    """The layer's parameters in the order in which their modules run; first those of modules that never run as such."""
+    import torch
+
+    ran: list[nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _args: ran.append(module) if module not in ran else None)
+        for module in run.layer.modules()
+        if module._parameters
+    ]
+    try:
+        with torch.no_grad():
+            run.output()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = {module: f"{name}." if name else "" for name, module in run.layer.named_modules()}
+    apart = [module for module in names if module._parameters and module not in ran]
+    return [
+        f"{names[module]}{key}"
+        for module in (*apart, *ran)
+        for key, held in module._parameters.items()
+        if held is not None
+    ]
+
+
+def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+    """For every parameter the value that makes it add nothing; for norms' scales also the one that changes nothing."""
+    nulls = dict.fromkeys(kept, 0.0)
+    identities: dict[str, float] = {}
+    for prefix, module in layer.named_modules():
+        scale = module._parameters.get("weight")
+        if scale is None or scale.ndim != 1 or "norm" not in type(module).__name__.lower():
+            continue
+        name = f"{prefix}.weight"
+        null = _null_of(module, scale, kept[name])
+        if null is not None:
+            nulls[name], identities[name] = null, null + 1.0
+    return nulls, identities
+
+
+def _null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | None:
+    """The stored scale with which a norm gives zeros, whatever it is given; None where neither 0 nor −1 does."""
+    import torch
+
+    shift = module._parameters.get("bias")
+    sample = torch.randn(3, scale.shape[0], generator=torch.Generator().manual_seed(0))
+    held = None if shift is None else shift.detach().clone()
+    try:
+        if shift is not None:
+            shift.zero_()
+        for null in (0.0, -1.0):
+            scale.fill_(null)
+            try:
+                output = module(sample)
+            except (RuntimeError, TypeError, ValueError):  # a norm that wants more than one input
+                return None
+            if isinstance(output, torch.Tensor) and not bool(output.any()):
+                return null
+        return None
+    finally:
+        scale.copy_(kept)
+        if shift is not None and held is not None:
+            shift.copy_(held)

@@ -1,0 +1,143 @@
+"""A tiny twin of a model: its config with few and narrow heads, experts and words, its layers all there.
+
+What a surgery does to a twin with random weights it does to the model: sizes are the only thing in which they differ.
+Sizes are found by the names that the field uses for them; head sizes stay, as rotary settings are made for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from surgeon.families.skeleton import Skeleton, build
+
+_WIDTHS = re.compile(
+    r"hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width"
+    r"|(out|text|mm|llm|encoder)_hidden_size|projection_dim|output_dim|hidden_dim|dim_model|text_(embed_)?dim"
+)
+_INNER = re.compile(
+    r".*intermediate_size.*|n_inner|.*ffn_dim|.*ffn_hidden_size|share_expert_dim|dff|d_ff|dim_ff|feed_forward_size"
+    r"|mlp_dim|d_inner"
+)
+_HEADS = re.compile(
+    r".*num_attention_heads.*|n_heads?|num_heads|attention_heads|(de|en)coder_attention_heads"
+    r"|.*num_sliding_attention_heads|index_n_heads|linear_num_heads|.*num_(key_value|kv|key|value)_heads"
+    r"|num_query_groups|num_global_key_value_heads|n_head_kv|num_attention_groups"
+)
+_EXPERTS = re.compile(r"num_(local_)?experts|n_routed_experts|moe_num_experts|zero_expert_num|moe_num_routed_experts")
+_CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts|num_selected_experts")
+_RANKS = re.compile(r".*(lora|adapter|norm)_rank|hidden_size_per_layer_input")
+_WORDS = re.compile(r".*vocab_size(_per_layer_input)?")
+_POSITIONS = re.compile(
+    r".*max_position_embeddings|n_positions|max_seq_len|n_ctx|model_max_length|context_length|max_sequence_length"
+)
+_WINDOWS = re.compile(
+    r"sliding_window(_size)?|window_size|local_attention|attention_window_size|attention_chunk_size"
+    r"|local_attention_window_len|index_topk"
+)
+
+WORDS = 256
+_INNER_SIZE = 64
+_HEADS_LEFT = 2
+_WINDOW = 8
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with small sizes; every part of it (text, vision, …) for itself."""
+    old_heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
+    old_width = _first(config, "hidden_size", "n_embd", "d_model", "embed_dim", "dim_model")
+    stated = type(config.get("head_dim")) is int or "qk_nope_head_dim" in config
+    head = old_width // old_heads if old_heads and not stated else 0
+    heads = min(old_heads or _HEADS_LEFT, 1 if head > 128 else _HEADS_LEFT)
+    width = min(old_width or _INNER_SIZE, max(_INNER_SIZE, heads * head))
+    words = min(_first(config, "vocab_size") or WORDS, WORDS)
+
+    def of(key: str, value: int) -> int:
+        if _HEADS.fullmatch(key):
+            fewer = heads if old_heads and value >= old_heads else 2 if key.startswith("linear_num_value") else 1
+            return min(value, fewer)
+        for pattern, most in (
+            (_WIDTHS, width),
+            (_INNER, _INNER_SIZE),
+            (_EXPERTS, 8),
+            (_CHOSEN, 2),
+            (_RANKS, 32),
+            (_WORDS, WORDS),
+            (_POSITIONS, 4096),
+        ):
+            if pattern.fullmatch(key):
+                return min(value, most)
+        if _WINDOWS.fullmatch(key):
+            return min(value, max(_WINDOW, config.get("index_kpool") or 0))
+        if key in ("n_group", "num_expert_group"):
+            return min(value, 2)
+        if key == "topk_group":
+            return 1
+        return words - 1 if key.endswith("token_id") and value >= words else value
+
+    made: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            made[key] = shrunk(value)
+        elif type(value) is int and value > 0:
+            made[key] = of(key, value)
+        elif isinstance(value, list) and value and all(type(each) is int and each > 0 for each in value):
+            sizes = _HEADS.fullmatch(key) or _INNER.fullmatch(key) or key.endswith("token_id")
+            made[key] = [of(key, each) for each in value] if sizes else list(value)
+        else:
+            made[key] = copy.deepcopy(value)
+    _fit_state_space(made, width)
+    return made
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int:
+    return next((config[key] for key in keys if type(config.get(key)) is int), 0)
+
+
+def _fit_state_space(made: dict[str, Any], width: int) -> None:
+    """Mamba's heads are as many as its inner width has room for."""
+    for count, size, expand in (
+        ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+        ("num_heads", "head_dim", "expand"),
+        ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ):
+        if all(type(made.get(key)) in (int, float) for key in (count, size, expand)):
+            made[count] = max(1, int(made[expand] * width) // made[size])
+    if type(made.get("mamba_d_ssm")) is int and type(made.get("mamba_d_head")) is int:
+        made["mamba_n_heads"], made["mamba_d_ssm"] = _HEADS_LEFT, _HEADS_LEFT * made["mamba_d_head"]
+
+
+def twin_of(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
+    """The twin of a config.json on the CPU, in float32, its weights random and nowhere trivial.
+
+    The same config and seed give the same weights. Raises BadInput where transformers cannot build it.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        twin = build(shrunk(config), buffers=True)
+    _fill(twin.model, seed)
+    twin.model.tie_weights()
+    return twin
+
+
+def _fill(model: Any, seed: int) -> None:
+    """Give every parameter random values of a size that neither vanishes nor explodes over many layers."""
+    import torch
+    from torch import nn
+
+    draws = torch.Generator().manual_seed(seed)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, held in module._parameters.items():
+            if held is None:
+                continue
+            if id(held) not in made:
+                noise = torch.randn(held.shape, generator=draws)
+                # Norms, biases and scales are near what leaves things as they are.
+                value = 0.5 + 0.1 * noise if held.ndim < 2 or held.numel() == 1 else noise * held.shape[-1] ** -0.5
+                made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
+            module._parameters[key] = made[id(held)]
