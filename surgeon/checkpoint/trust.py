@@ -48,7 +48,6 @@ _ELSEWHERE = {
     "configuration_files": "names other config files, of which transformers would take one",
     "fusion_config": "lets transformers replace modules of the model",
     "distributed_config": "lets transformers spread the model over devices",
-    "per_layer_config": "gives single layers other sizes or settings, which surgeon does not know",
     "attribute_map": "gives the fields of the config other meanings",
     "sub_configs": "gives parts of the config other classes",
     "sub_configs_defaults": "gives parts of the config other classes",

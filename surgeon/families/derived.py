@@ -26,20 +26,24 @@ from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
-from surgeon.families.twin import twin_of
+from surgeon.families.twin import one_thread, twin_of
+
+# A twin has two heads; some code wants more.
+_HEADS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Derived:
     """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
 
-    `titles[kind]` names a kind for people. `seconds` is what finding it took.
+    `titles[kind]` names a kind for people; `heads` is how many a twin has. `seconds` is what finding it all took.
     """
 
     skeleton: Skeleton
     kind_of: tuple[int, ...]
     titles: tuple[str, ...]
     silence: tuple[Silence, ...]
+    heads: int
     seconds: float
 
     @property
@@ -77,22 +81,30 @@ def _derived(kept: str) -> Derived:
     keys = described_kinds(skeleton)
     kind_of = numbered(keys)
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
-    try:
-        found = silences(twin_of(config), firsts)
-    except BadInput:
-        raise
-    except Exception as error:  # whatever a model's code raises when it runs on small sizes
-        raise BadInput(
-            f"config.json: a tiny twin of this {printable(str(config.get('model_type')))} does not run"
-            f" ({first_line(error)}), so nothing can be proven of it"
-        ) from error
+    found, heads = _silences(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
         titles=tuple(_title(keys[index], skeleton, index) for index in firsts),
         silence=tuple(found[index] for index in firsts),
+        heads=heads,
         seconds=time.perf_counter() - began,
     )
+
+
+def _silences(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], int]:
+    """What silences these layers, found on a twin, and how many heads the twin has: as few as its code can run with."""
+    failed: Exception | None = None
+    for heads in _HEADS:
+        try:
+            with one_thread():
+                return silences(twin_of(config, heads=heads), layers), heads
+        except Exception as error:  # whatever a model's code raises on sizes that it was not written for
+            failed = failed or error
+    raise BadInput(
+        f"config.json: a tiny twin of this {printable(str(config.get('model_type')))} does not run"
+        f" ({first_line(failed or BadInput(''))}), so nothing can be proven of it"
+    ) from failed
 
 
 def _title(key: Any, skeleton: Skeleton, index: int) -> str:
@@ -138,7 +150,8 @@ class _Found(Derivation):
                     if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
                 }
             )
-        prove(self.config, grown, order, kept, in_memory)
+        told = json.dumps([self.config, grown, [*order], [*kept], in_memory, self.derived.heads], sort_keys=True)
+        _prove(told)
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""
@@ -150,6 +163,13 @@ class _Found(Derivation):
         if after is None or after.shape == before.shape:
             return None
         return layer_axis(tuple(before.shape), tuple(after.shape), len(self.derived.kind_of), layers)
+
+
+@lru_cache(maxsize=8)
+def _prove(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    config, grown, order, kept, silenced, heads = json.loads(told)
+    prove(config, grown, order, kept, silenced, heads=heads)
 
 
 @lru_cache(maxsize=2)
@@ -209,8 +229,11 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
 
 
 def _sizes(text: Any, layers: int) -> Sizes:
+    fields = text.to_dict()
+
     def of(key: str) -> int:
-        value = getattr(text, key, None)
+        # By the class's own name for it; of a size that differs between layers there is no one value.
+        value = fields.get(text.attribute_map.get(key, key))
         return value if type(value) is int else 0
 
     heads = of("num_attention_heads")

@@ -43,6 +43,11 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
         return _dissect_derived(config, tensors)
     family = family_of(config)
     refuse_quantised(config)
+    if config.get("per_layer_config"):
+        raise BadInput(
+            "config.json: `per_layer_config` gives single layers other sizes or settings, which this family does not"
+            " have; take it out, if the model does not need it"
+        )
     sizes = family.sizes(config)
     check_settings(config)
     listed_layer_types(config, sizes.layers)

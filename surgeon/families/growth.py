@@ -130,7 +130,7 @@ def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dic
             continue
         below = sum(source < value for source in order)
         above = sum(source >= count - value for source in order)
-        at = order.index(value) if value < count else value
+        at = list(order).index(value) if value in order else value
         found[key] = [other for other in dict.fromkeys((below, above, at)) if other != value]
     return {key: values for key, values in found.items() if values}
 
@@ -147,11 +147,17 @@ def _grown_part(
             made[key] = counted[key]
         elif isinstance(value, list) and value and holds_numbers(key, value, count):
             made[key] = [index for index, source in enumerate(order) if source in value]
-        elif isinstance(value, list | str) and len(value) == count and count > 1 and _ENTRIES.search(key):
-            picked = [value[source] for source in order]
-            made[key] = "".join(picked) if isinstance(value, str) else picked
+        elif isinstance(value, list) and len(value) == count and count > 1 and _ENTRIES.search(key):
+            made[key] = [value[source] for source in order]
+        elif isinstance(value, str) and len(value) == count and "pattern" in key:
+            made[key] = "".join(value[source] for source in order)
         elif isinstance(value, Mapping) and value and all(str(each).isdecimal() for each in value):
-            made[key] = {str(index): value[str(source)] for index, source in enumerate(order) if str(source) in value}
+            held = {int(number): (len(str(number)), entry) for number, entry in value.items()}
+            made[key] = {
+                str(index).zfill(held[source][0]): copy.deepcopy(held[source][1])
+                for index, source in enumerate(order)
+                if source in held
+            }
         else:
             made[key] = copy.deepcopy(value)
     return made | {key: value for key, value in counted.items() if key not in made}

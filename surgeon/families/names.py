@@ -39,7 +39,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
 
     Raises BadInput naming the first tensor that is missing, without a place in a layer, or of another shape.
     """
-    renamed = _renamed(skeleton.model, tensors)
+    renamed = {name: made.names for name, made in made_of(skeleton.model, tensors).items()}
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
     stem = _stem({name: int(found[1]) for name, found in places.items()}, skeleton)
@@ -66,8 +66,16 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     return Names(stem, tuple(layers), outer, {index: tuple(found) for index, found in sorted(beyond.items())})
 
 
-def _renamed(model: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Every name on disk with the names in memory of what transformers makes of it."""
+@dataclass(frozen=True)
+class Made:
+    """What transformers makes of a tensor on disk: tensors in memory, by name; as it is, unless `converted`."""
+
+    names: tuple[str, ...]
+    converted: bool
+
+
+def made_of(model: Any, names: Iterable[str]) -> dict[str, Made]:
+    """Every name on disk with what transformers makes of that tensor when it loads `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -77,13 +85,14 @@ def _renamed(model: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     held = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Made] = {}
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:
             target, pattern = rename_source_key(name, [], [], prefix, held)
         first, *others = of_pattern[pattern].target_patterns if pattern is not None else [""]
-        found[name] = (target, *(target.replace(first, other) for other in others))
+        targets = (target, *(target.replace(first, other) for other in others))
+        found[name] = Made(targets, pattern is not None)
     return found
 
 
@@ -125,7 +134,7 @@ def _check_alike(
     first: dict[int, int] = {}
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
-        if extra := next(iter(layers[like].keys() ^ layers[index].keys()), None):
+        if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import twin_of
+from surgeon.families.twin import one_thread, twin_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,20 +40,25 @@ def prove(
     order: Sequence[int],
     kept: Sequence[bool],
     silenced: Sequence[Mapping[str, float]],
+    *,
+    heads: int,
 ) -> None:
-    """Grow a twin and compare it with the one before.
+    """Grow a twin with so many heads and compare it with the one before.
 
     Layer `n` of the result is layer `order[n]` of the base where `kept[n]`, else a new one like it in which the tensors
     `silenced[n]` (names in the layer) have these values. Raises BadInput where a logit differs.
     """
     import torch
 
-    base, result = twin_of(config), twin_of(grown, seed=_NEW_SEED)
+    base, result = twin_of(config, heads=heads), twin_of(grown, seed=_NEW_SEED, heads=heads)
     _fill(base, result, order, kept, silenced)
     tokens = some_tokens(base)
-    with torch.no_grad():
+    with torch.no_grad(), one_thread():
         for what, run in (("", _prefill), (" with a cache", _cached)):
-            one, other = run(base, tokens), run(result, tokens)
+            try:
+                one, other = run(base, tokens), run(result, tokens)
+            except LOAD_FAILURES as error:
+                raise BadInput(f"config.json: a twin of this model cannot be run{what}: {first_line(error)}") from error
             if not torch.equal(one, other):
                 first = _first_apart(base, result, order, kept, tokens)
                 raise BadInput(

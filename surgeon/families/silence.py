@@ -133,9 +133,9 @@ def _search(run: _Run) -> Silence:
             for name, value in held.items():
                 value.fill_(nulls[name])
             if not silent():
-                # A scale of the whole stream.
+                # A scale of the whole stream, one number or one for each of its dimensions.
                 for name, value in held.items():
-                    if value.numel() == 1:
+                    if value.ndim < 2 and name not in identities and not name.endswith("bias"):
                         nulls[name] = 1.0
                         value.fill_(1.0)
                 if not silent():

@@ -93,7 +93,8 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     kind = CONFIG_MAPPING[str(config["model_type"])]
     try:
         with quiet_transformers(), init_empty_weights(include_buffers=not buffers):
-            settings = kind.from_dict(described(config, kind))
+            # As transformers does for a file: JSON has no infinity.
+            settings = kind.from_dict(kind._decode_special_floats(described(config, kind)))
             model = getattr(transformers, auto)._model_mapping[kind]
             model = (model[0] if isinstance(model, tuple) else model)._from_config(_fitting(model, settings))
     except LOAD_FAILURES as error:

@@ -6,11 +6,13 @@ Sizes are found by the names that the field uses for them; head sizes stay, as r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton, build
 
 _WIDTHS = re.compile(
@@ -42,15 +44,17 @@ WORDS = 256
 _INNER_SIZE = 64
 _HEADS_LEFT = 2
 _WINDOW = 8
+# In float32 half a gigabyte, which is what probing may take.
+_MOST_NUMBERS = 2**27
 
 
-def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with small sizes; every part of it (text, vision, …) for itself."""
+def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[str, Any]:
+    """A config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) for itself."""
     old_heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
     old_width = _first(config, "hidden_size", "n_embd", "d_model", "embed_dim", "dim_model")
     stated = type(config.get("head_dim")) is int or "qk_nope_head_dim" in config
-    head = old_width // old_heads if old_heads and not stated else 0
-    heads = min(old_heads or _HEADS_LEFT, 1 if head > 128 else _HEADS_LEFT)
+    head = old_width // old_heads if old_heads and old_width % old_heads == 0 and not stated else 0
+    heads = min(old_heads or heads_left, 1 if head > 128 and heads_left == _HEADS_LEFT else heads_left)
     width = min(old_width or _INNER_SIZE, max(_INNER_SIZE, heads * head))
     words = min(_first(config, "vocab_size") or WORDS, WORDS)
 
@@ -80,7 +84,7 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith("config"):
-            made[key] = shrunk(value)
+            made[key] = shrunk(value, heads_left=heads_left)
         elif type(value) is int and value > 0:
             made[key] = of(key, value)
         elif isinstance(value, list) and value and all(type(each) is int and each > 0 for each in value):
@@ -109,7 +113,7 @@ def _fit_state_space(made: dict[str, Any], width: int) -> None:
         made["mamba_n_heads"], made["mamba_d_ssm"] = _HEADS_LEFT, _HEADS_LEFT * made["mamba_d_head"]
 
 
-def twin_of(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
+def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEFT) -> Skeleton:
     """The twin of a config.json on the CPU, in float32, its weights random and nowhere trivial.
 
     The same config and seed give the same weights. Raises BadInput where transformers cannot build it.
@@ -118,10 +122,29 @@ def twin_of(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        twin = build(shrunk(config), buffers=True)
+        twin = build(shrunk(config, heads_left=heads), buffers=True)
+    size = sum(value.numel() for value in twin.model.parameters())
+    if size > _MOST_NUMBERS:
+        raise BadInput(
+            f"config.json: the smallest twin of this {printable(str(config.get('model_type')))} that surgeon can make"
+            f" has {size:,} parameters, more than {_MOST_NUMBERS:,}: nothing can be proven of it"
+        )
     _fill(twin.model, seed)
     twin.model.tie_weights()
     return twin
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny products are faster on one thread, and far faster where other processes want the cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fill(model: Any, seed: int) -> None:

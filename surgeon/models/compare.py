@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.load import load_model, running
+from surgeon.models.load import attention_of, load_model, running
 from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
@@ -74,7 +74,7 @@ def compare_logits(
         out,
         dtype=base_model.dtype,
         device=device,
-        attention=base_model.config._attn_implementation,
+        attention=attention_of(base_model),
         failure=PromiseBroken,
     )
     return compare_models(base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size)
@@ -289,7 +289,7 @@ def compare_streamed(
         out,
         dtype=base_model.dtype,
         device=device,
-        attention=base_model.module.config._attn_implementation,
+        attention=attention_of(base_model.module),
         failure=PromiseBroken,
     )
     depth = len(base_model.layers)

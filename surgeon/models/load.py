@@ -19,13 +19,17 @@ from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
+from surgeon.families.dissect import is_derived
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.known import native_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
-CAUSAL = "AutoModelForCausalLM"
+# Of a whole model, or of each of its parts.
+Attention = str | dict[str, str]
+DECODERS = (CAUSAL, IMAGE_TEXT)
 
 
 @contextlib.contextmanager
@@ -154,22 +158,23 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "cpu",
-    attention: str | None = None,
+    attention: Attention | None = None,
     failure: type[SurgeonError] = BadInput,
-    auto: str = CAUSAL,
+    auto: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Any:
-    """The model in `folder` as transformers' class `auto` loads it, in eval mode.
+    """The model in `folder` as transformers' class `auto` loads it, in eval mode; None: that of a decoder.
 
-    `attention` is the attention implementation (None: the one transformers chooses). A tensor that is
-    missing, without a place in a layer or of another shape raises `failure` (BadInput by default), naming the first:
-    transformers only warns, fills in random values and goes on. Tensors outside the layers that the model has no place
-    for compute nothing; `say` gets a line that names them. Weights at unaligned addresses of a mapped
-    file are copied to aligned ones, because BLAS kernels may round differently by alignment and two
-    files rarely have the same tensor at the same offset. For encoders, whose head may be missing, a tensor without
-    a place in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
+    `attention` is the attention implementation (`attention_of` another model; None: the one transformers chooses). A
+    tensor that is missing, without a place in a layer or of another shape raises `failure` (BadInput by default),
+    naming the first: transformers only warns, fills in random values and goes on. Tensors outside the layers that the
+    model has no place for compute nothing; `say` gets a line that names them. Weights at unaligned addresses of a
+    mapped file are copied to aligned ones, because BLAS kernels may round differently by alignment and two files
+    rarely have the same tensor at the same offset. For encoders, whose head may be missing, a tensor without a place
+    in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
     """
     folder = opened(folder, failure)
+    auto = auto or decoder_class(folder.config)
     wanted = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if torch.device(device).type != "cpu":
@@ -186,7 +191,8 @@ def load_model(
         )
     model.config.name_or_path = str(folder.path)
     check_doubled(folder, model, failure)
-    _check_loaded(info, auto, printable(str(folder.path)), failure, say)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    _check_loaded(info, auto, layers, printable(str(folder.path)), failure, say)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
@@ -197,7 +203,7 @@ def build_model(
     folder: CheckpointFolder,
     *,
     dtype: Callable[[Any], torch.dtype],
-    attention: str | None = None,
+    attention: Attention | None = None,
     failure: type[SurgeonError] = BadInput,
 ) -> Any:
     """The causal model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype by its config object.
@@ -208,7 +214,8 @@ def build_model(
     from accelerate import init_empty_weights
 
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    with _loading(folder, CAUSAL, failure, "the model cannot be built") as (_, loader):
+    auto = decoder_class(folder.config)
+    with _loading(folder, auto, failure, "the model cannot be built") as (_, loader):
         chosen = dtype(loader.config)
         with init_empty_weights(include_buffers=False):
             module = loader.blank(loader.config, dtype=chosen, **options)
@@ -224,13 +231,18 @@ def check_doubled(folder: CheckpointFolder, model: Any, failure: type[SurgeonErr
 
 
 def _check_loaded(
-    info: dict[str, Any], auto: str, shown: str, failure: type[SurgeonError], say: Callable[[str], None] | None
+    info: dict[str, Any],
+    auto: str,
+    layers: int | None,
+    shown: str,
+    failure: type[SurgeonError],
+    say: Callable[[str], None] | None,
 ) -> None:
     """Raise `failure` naming the first tensor that is missing, without a place in a layer, or of another shape."""
-    if auto != CAUSAL:
+    if auto not in DECODERS:
         info["unexpected_keys"] = ()
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
-    idle = [name for name in sorted(info["unexpected_keys"]) if is_idle(name)]
+    idle = [name for name in sorted(info["unexpected_keys"]) if is_idle(name, layers)]
     for found, words in (
         (sorted(info["missing_keys"]), "the model has the tensor {}, the checkpoint lacks it"),
         (
@@ -249,9 +261,23 @@ def _check_loaded(
         say(f"{shown}: {without_a_place(idle)}")
 
 
-def is_idle(name: str) -> bool:
-    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside the layers."""
-    return layer_of(name) is None
+def is_idle(name: str, layers: int | None = None) -> bool:
+    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside its `layers` layers."""
+    place = layer_of(name)
+    return place is None or (layers is not None and place[1] >= layers)
+
+
+def attention_of(model: Any) -> Attention:
+    """The attention implementation of a model; of one with several parts, each part's, by its name in the config."""
+    config = model.config
+    parts = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", {})}
+    each = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **each} if each else config._attn_implementation
+
+
+def decoder_class(config: Mapping[str, Any]) -> str:
+    """transformers' auto class for the decoder of a config: one for text alone, or for images and text."""
+    return (is_derived(config) and auto_of(config)) or CAUSAL
 
 
 def find_tokenizer(folder: Path) -> tuple[Any, str]:

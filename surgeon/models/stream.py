@@ -21,7 +21,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.models.load import build_model, check_doubled, is_idle, stored_dtype, torch_dtype
+from surgeon.models.load import Attention, build_model, check_doubled, is_idle, stored_dtype, torch_dtype
 
 
 class StreamedModel:
@@ -38,7 +38,7 @@ class StreamedModel:
         *,
         dtype: str | torch.dtype = "auto",
         device: str = "cpu",
-        attention: str | None = None,
+        attention: Attention | None = None,
         failure: type[SurgeonError] = BadInput,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure

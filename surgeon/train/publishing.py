@@ -36,7 +36,8 @@ from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
-from surgeon.models.load import stored_dtype
+from surgeon.models.load import build_model, stored_dtype
+from surgeon.train.stored import StoredNames
 
 FINAL_FILE = "final.safetensors"
 
@@ -94,6 +95,8 @@ class Trained:
 def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, Change]:
     """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's."""
     tensors = load_file(trained)
+    if tensors.keys() - out.tensors.keys():
+        tensors = StoredNames(build_model(out, dtype=lambda _: torch.float32), out.tensors).on_disk(tensors)
     changes: dict[str, Change] = {}
     for name, value in tensors.items():
         info = out.tensors[name]

@@ -246,7 +246,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
-        fused.check(torch.randint(model.config.vocab_size, (1, settings.length), generator=drawn))
+        fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
         let_go(model)
     return trainer
 
@@ -418,7 +418,7 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
 
 def _fused(run: _Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
-    vocabulary = int(model.config.vocab_size)
+    vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = run.settings.micro_batch * run.settings.length
     kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
     if kind == "torch":

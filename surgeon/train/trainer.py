@@ -32,15 +32,10 @@ from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.sharding import dealt_out, gathered, let_go
+from surgeon.train.stored import StoredNames, WrongSet
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
-
-
-class WrongSet(SurgeonError):
-    """What would train is not what was asked for."""
-
-    exit_code = 3
 
 
 class Diverged(SurgeonError):
@@ -264,21 +259,24 @@ def losses_by_source(
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
-    """Let exactly the wanted parameters train; returns their names in the model's order.
+    """Let exactly the wanted parameters train; returns their names in the model, in its order.
 
-    Raises WrongSet where the model has no such parameter, or lacks one under another name than the checkpoint's.
-    `base_names` are the checkpoint's tensors, by which a parameter that is none of them is found.
+    `wanted` are tensors on disk, `base_names` all that the checkpoint has. Raises WrongSet where the model has no such
+    parameter, the checkpoint no such tensor, or a parameter is made of tensors that are not to train too.
     """
+    absent = [name for name in wanted.names if name not in base_names and not _is_tied(model, name)]
+    if absent:
+        raise WrongSet(f"{printable(absent[0])}: to train, yet the checkpoint has no tensor of this name")
+    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names)))
+    in_memory = stored.in_memory(wanted.names)
     names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in wanted.names if name not in names and not _is_tied(model, name)]
+    missing = [name for name in in_memory if name not in names and not _is_tied(model, name)]
     if missing:
         raise WrongSet(f"{printable(missing[0])}: to train, yet the loaded model has no parameter of this name")
-    chosen = set(wanted.names)
+    chosen = set(in_memory)
     for name, parameter in model.named_parameters():
-        if name in chosen and name not in base_names:
-            raise WrongSet(f"{printable(name)}: to train, yet the checkpoint has no tensor of this name")
         parameter.requires_grad_(name in chosen)
-    check_set(model, wanted.names)
+    check_set(model, in_memory)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 

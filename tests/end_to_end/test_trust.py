@@ -182,7 +182,6 @@ OTHER_MODEL: dict[str, tuple[Callable[[Path], object], str]] = {
         "configuration_files",
     ),
     "fusion": (lambda f: settings(f, fusion_config={"x": 1}), "fusion_config"),
-    "single layers": (lambda f: settings(f, per_layer_config={"0": {"rms_norm_eps": 1}}), "per_layer_config"),
     "fields renamed": (lambda f: settings(f, attribute_map={"hidden_act": "mlp"}), "attribute_map"),
     "fields hidden": (lambda f: settings(f, __dict__={"hidden_size": 8}), "__dict__"),
 }

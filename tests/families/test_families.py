@@ -174,6 +174,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
     [
         ({"model_type": "mumba"}, "model_type 'mumba' is not a family surgeon knows .*llama.*docs/adding.md"),
         ({"model_type": None}, "`model_type` is missing"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 1}}}, "`per_layer_config` gives single layers other sizes"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
         ({"hidden_size": "32"}, r"`hidden_size` is '32', not a whole number from 1 to 2\^31; use the model's own"),

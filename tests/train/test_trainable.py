@@ -84,8 +84,10 @@ def test_a_set_that_differs_stops_before_the_first_step() -> None:
         check_set(model, wanted.names)
     with pytest.raises(WrongSet, match="the optimizer holds 2 parameters, 1 are to train"):
         check_set(model, wanted.names[:1], optimizer=optimizer)
-    with pytest.raises(WrongSet, match="has no parameter of this name"):
+    with pytest.raises(WrongSet, match="the checkpoint has no tensor of this name"):
         unfreeze(model, TrainableSet(("no.such",), ()), base_names=names)
+    with pytest.raises(WrongSet, match="has no parameter of this name"):
+        unfreeze(model, TrainableSet(("no.such",), ()), base_names=[*names, "no.such"])
 
 
 def test_below_the_lowest_trainable_layer_nothing_is_kept_for_the_backward_pass(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Which decoders of the installed transformers take which surgery: every model type, tiny, from plan to proof.
+
+`python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with
+sizes shrunk), applies one plan for each surgery, verifies the output against its base (every byte, and logits of
+prefill and cached generation in float32) and prints a table: `exact`, or the first line of the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PLANS = {
+    "insert": "{op: insert_layers, where: {every: 1}, init: {kind: copy}}",
+}
+
+
+@dataclass
+class Row:
+    """What one model type gave: a word or a reason for each surgery, and the seconds it took."""
+
+    model_type: str
+    auto: str
+    told: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
+    """Every plan on a tiny checkpoint of this type."""
+    import surgeon
+    from surgeon.errors import SurgeonError
+    from tests.decoders import tiny_decoder
+
+    row, began = Row(model_type, auto), time.perf_counter()
+    with scratch() as folder:
+        try:
+            base = tiny_decoder(folder / "base", model_type, auto)
+        except Exception as error:
+            row.told = dict.fromkeys(plans, f"no tiny checkpoint: {_line(error)}")
+            return row
+        for name, operation in plans.items():
+            plan, out = folder / f"{name}.yaml", folder / name
+            plan.write_text(f"surgeon: 1\nseed: 0\noperations:\n  - {operation}\n")
+            try:
+                surgeon.apply(str(plan), str(base), out)
+                found = surgeon.verify(str(base), out, windows=1, window=32, dtypes=("auto",))
+                row.told[name] = "exact" if found.holds and found.identical else "DIFFERS"
+            except SurgeonError as error:
+                row.told[name] = _line(error)
+            except Exception as error:
+                row.told[name] = f"CRASH {type(error).__name__}: {_line(error)}"
+    row.seconds = time.perf_counter() - began
+    gc.collect()
+    return row
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="surgeon-coverage-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _line(error: BaseException) -> str:
+    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return words.replace("|", "/")[:230]
+
+
+def table(rows: list[Row], plans: dict[str, str]) -> str:
+    """The rows as Markdown, after how many are exact."""
+    counts = ", ".join(f"{name} {sum(row.told.get(name) == 'exact' for row in rows)}" for name in plans)
+    lines = [f"exact, of {len(rows)}: {counts}", "", f"| model type | auto class | {' | '.join(plans)} |"]
+    lines.append("|---" * (len(plans) + 2) + "|")
+    for row in rows:
+        auto = row.auto.removeprefix("AutoModelFor")
+        lines.append(f"| {row.model_type} | {auto} | {' | '.join(row.told.get(name, '') for name in plans)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    from tests.decoders import decoders
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--to", type=Path)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    for model_type, auto in decoders():
+        if asked.types and model_type not in asked.types:
+            continue
+        with contextlib.redirect_stderr(io.StringIO()):
+            row = tried(model_type, auto, PLANS)
+        rows.append(row)
+        print(f"{row.seconds:6.1f} s  {model_type} {auto}: {row.told}", file=sys.stderr, flush=True)
+    text = table(rows, PLANS)
+    print(text)
+    if asked.to:
+        asked.to.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

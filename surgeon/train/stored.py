@@ -1,0 +1,75 @@
+"""Names of what trains: on disk, as manifests and plans say them, and in the loaded model.
+
+Most are the same. Of a mixture of experts a checkpoint may hold one tensor for each expert where the model has one for
+all: transformers makes the one of the other when it loads, and the reverse when it saves; here it is asked for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from surgeon.errors import SurgeonError, printable
+from surgeon.families.names import Made, made_of
+
+
+class WrongSet(SurgeonError):
+    """What is to train is not what would train."""
+
+
+class StoredNames:
+    """How the tensors called `names` on disk stand in a loaded `model`."""
+
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        self.model = model
+        held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names = list(names)
+        # Where names are the same, transformers is not asked.
+        apart = [name for name in names if name not in held]
+        self._made = {name: Made((name,), False) for name in names if name in held}
+        self._made |= made_of(model, apart) if apart else {}
+        self._sources: dict[str, list[str]] = {}
+        for name, made in self._made.items():
+            for target in made.names:
+                self._sources.setdefault(target, []).append(name)
+
+    def in_memory(self, names: Iterable[str]) -> list[str]:
+        """The parameters that these tensors on disk make; buffers do not train.
+
+        Raises WrongSet where one is made of others too.
+        """
+        wanted = set(names)
+        buffers = {name for name, _ in self.model.named_buffers()}
+        found = dict.fromkeys(target for name in wanted for target in self._made[name].names if target not in buffers)
+        for target in found:
+            if others := [name for name in self._sources[target] if name not in wanted]:
+                raise WrongSet(
+                    f"{printable(target)}: to train, yet it is made of {printable(others[0])} too, which is not;"
+                    " nothing was trained"
+                )
+        return list(found)
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by their names in memory as they are stored. Raises WrongSet where transformers stores others."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        plain: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
+        for target, value in tensors.items():
+            first = self._sources[target][0]
+            if self._made[first].converted:
+                converted[target] = value
+            else:
+                plain[first] = value
+        if not converted:
+            return plain
+        made = revert_weight_conversion(self.model, converted)
+        wanted = {name for target in converted for name in self._sources[target]}
+        if odd := wanted ^ made.keys():
+            raise WrongSet(
+                f"{printable(min(odd))}: transformers stores what trained under other names than the checkpoint has;"
+                " save the base with this version of transformers once, and operate on that"
+            )
+        return plain | {name: value.contiguous() for name, value in made.items()}

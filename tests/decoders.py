@@ -1,0 +1,83 @@
+"""Tiny checkpoints of any text decoder of transformers, laid out on disk as transformers saves the real ones.
+
+The default config of a model type with its sizes shrunk, as few layers as have one of each kind, random weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from surgeon.errors import BadInput
+from surgeon.families.growth import grown, part_of
+from surgeon.families.kinds import described_kinds, numbered
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
+from surgeon.families.twin import shrunk, twin_of
+
+
+def decoders() -> list[tuple[str, str]]:
+    """Every (model type, auto class) of the installed transformers that makes a causal or image-text model."""
+    from transformers.models.auto import modeling_auto
+
+    return [
+        (model_type, auto)
+        for auto, names in (
+            (CAUSAL, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            (IMAGE_TEXT, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        )
+        for model_type in names
+    ]
+
+
+def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **changes: Any) -> dict[str, Any]:
+    """A small config.json of a model type; `changes` are of its text part. Raises BadInput where it cannot be built."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        CAUSAL: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        IMAGE_TEXT: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }[auto]
+    named = names[model_type]
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    config["architectures"] = [named if isinstance(named, str) else named[0]]
+    config = shrunk(config)
+    skeleton = build(config)
+    if changes:
+        _text_of(config, skeleton.path).update(changes)
+        skeleton = build(config)
+    kinds = numbered(described_kinds(skeleton))
+    last = max(max(kinds.index(kind) for kind in set(kinds)), layers - 1)
+    if len(kinds) > last + 1:
+        with contextlib.suppress(BadInput):  # else all of them
+            config = grown(config, skeleton, range(last + 1))
+    return config
+
+
+def _text_of(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for key in path:
+        config = config[key]
+    return config
+
+
+def tiny_decoder(
+    folder: Path, model_type: str, auto: str = CAUSAL, *, seed: int = 3, dtype: str = "float32", **changes: Any
+) -> Path:
+    """Save a tiny checkpoint of a model type in `folder`, in several shards."""
+    import torch
+
+    config = tiny_config(model_type, auto, **changes)
+    model = twin_of(config, seed=seed).model
+    for value in (*model.parameters(), *model.buffers()):
+        if value.is_floating_point():
+            value.data = value.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    model.config.architectures = config["architectures"]
+    size = sum(value.nbytes for value in model.state_dict().values())
+    model.save_pretrained(folder, max_shard_size=max(size // 3, 1))
+    saved = json.loads((folder / "config.json").read_text())
+    # As checkpoints on the Hub are: with the fields that the class wrote, and no more.
+    assert part_of(saved, ()), folder
+    return folder

@@ -1,0 +1,198 @@
+"""Decoders that nobody described: a real layout on disk, from preview to training and back to the base.
+
+Each model type brings what it is known for: experts stored one by one, several kinds of layers, names on disk that are
+not the model's, towers for images, layers above the stack.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import surgeon
+from surgeon.errors import BadInput
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from tests.decoders import tiny_decoder
+from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
+from tests.train.texts import add_tokenizer, corpus
+from tests.warm import warm
+
+# Model types by auto class, and changes to their tiny configs.
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (CAUSAL, {}),
+    "mixtral": (CAUSAL, {}),
+    "deepseek_v3": (CAUSAL, {}),
+    "glm4_moe": (CAUSAL, {}),
+    "qwen3_next": (CAUSAL, {}),
+    "qwen3_5_moe": (IMAGE_TEXT, {}),
+    "llama4": (IMAGE_TEXT, {}),
+    "gemma3": (IMAGE_TEXT, {}),
+    "gemma4": (IMAGE_TEXT, {"hidden_size_per_layer_input": 0}),
+    "mistral3": (IMAGE_TEXT, {}),
+    "granitemoehybrid": (CAUSAL, {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4}),
+    "nemotron_h": (CAUSAL, {}),
+    "olmo3": (CAUSAL, {}),
+    "smollm3": (CAUSAL, {}),
+    "gpt2": (CAUSAL, {"tie_word_embeddings": True}),
+    "gpt_neox": (CAUSAL, {}),
+}
+
+TRAINING = {
+    "surgeon_train": 1,
+    "steps": 20,
+    "batch": 2,
+    "length": 16,
+    "optimizer": {"lr": 1e-3, "warmup": 2},
+    "sources": [{"name": "words", "path": "words.jsonl", "share": 1.0, "validation": 0.1}],
+}
+
+ELSEWHERE = (
+    WITHOUT_SURGEON
+    + """
+import torch, transformers
+transformers.logging.set_verbosity_error()
+for auto, folder, twin in (line.split() for line in sys.stdin):
+    found = []
+    for path in (folder, twin):
+        model, info = getattr(transformers, auto).from_pretrained(path, output_loading_info=True)
+        assert not info["missing_keys"], (path, info)
+        model.set_attn_implementation("eager")
+        for value in model.parameters():
+            value.data = value.data.clone()
+        ids = torch.arange(5, 25).reshape(2, 10)
+        with torch.inference_mode():
+            found.append([model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)])
+    assert all(torch.equal(*pair) for pair in zip(*found)), folder
+print("the same")
+"""
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n")
+    return path
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_from_preview_to_training_and_back(model_type: str, plan: Path, tmp_path: Path) -> None:
+    auto, changes = LAYOUTS[model_type]
+    base = add_tokenizer(tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16", **changes))
+    shown = surgeon.preview(plan, str(base))
+    assert any("proven on a twin" in note for note in shown.notes)
+    surgeon.apply(plan, str(base), tmp_path / "out")
+    text = corpus(tmp_path / "words.jsonl", documents=60)
+    verified = surgeon.verify(base, tmp_path / "out", text=text, window=24, windows=1, dtypes=["auto", "float32"])
+    assert verified.holds
+    assert verified.identical
+
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    assert surgeon.verify(base, tmp_path / "run", text=text, window=24, windows=1).holds
+    surgeon.revert(tmp_path / "run", tmp_path / "back")
+    before, after = weights(base), weights(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+def test_they_load_where_surgeon_is_not(plan: Path, tmp_path: Path) -> None:
+    """As the base's own classes, with the base's logits and words."""
+    lines = []
+    for model_type in ("mixtral", "qwen3_next", "gemma3", "nemotron_h", "gpt2"):
+        auto, changes = LAYOUTS[model_type]
+        base = tiny_decoder(tmp_path / model_type, model_type, auto, **changes)
+        surgeon.apply(plan, str(base), tmp_path / f"{model_type}-out")
+        lines.append(f"{auto} {base} {base}-out\n")
+    told = subprocess.run([*warm(), "-c", ELSEWHERE], input="".join(lines), capture_output=True, text=True, check=False)
+    assert told.stdout == "the same\n", told.stderr
+
+
+def test_layers_above_the_stack_stay_above_it(plan: Path, tmp_path: Path) -> None:
+    """DeepSeek-V3 keeps the layer that predicts a second token at the number after the last."""
+    base = tiny_decoder(tmp_path / "base", "deepseek_v3")
+    shard = max(base.glob("*.safetensors"))
+    held = load_file(shard)
+    extra = {f"model.layers.4.{name}": torch.randn(4, 3) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(held | extra, shard, metadata={"format": "pt"})
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(extra, shard.name)
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    surgeon.apply(plan, str(base), tmp_path / "out")
+    after = weights(tmp_path / "out")
+    for name, value in extra.items():
+        assert torch.equal(after[name.replace("layers.4.", "layers.6.")], value)
+        assert name not in after
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert weights(tmp_path / "back").keys() == weights(base).keys()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "hyper-connections": ("minimax", {}, "cannot be added without changing the model: even with all its weights zero"),
+    "post-norm blocks": ("bart", {}, "cannot be added without changing the model"),
+    "a layer's number in its weights' scale": ("diffllama", {}, "layer 1, .* another kind .*lambda_init"),
+    "a period in numbers alone": ("jamba", {}, "layer 3, .* another kind .*JambaMLP in place of JambaSparseMoeBlock"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exact_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    model_type, changes, words = REFUSED[case]
+    base = tiny_decoder(tmp_path / "base", model_type, **changes)
+    path = tmp_path / "plan.yaml"
+    path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 1}, init: {kind: copy}}\n")
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(path, str(base))
+
+
+def _shape(folder: Path) -> None:
+    shard = min(folder.glob("*.safetensors"))
+    held = load_file(shard)
+    name = next(name for name in held if "experts.3." in name)
+    held[name] = held[name][:-1].contiguous()
+    save_file(held, shard, metadata={"format": "pt"})
+
+
+def _named(folder: Path, change: Callable[[str], str]) -> None:
+    """Rename tensors of the first shard."""
+    shard = min(folder.glob("*.safetensors"))
+    held = {change(name): value for name, value in load_file(shard).items()}
+    save_file(held, shard, metadata={"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {change(name): file for name, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "an expert of another shape": (_shape, r"experts\.3\..*: shape \["),
+    "an expert's tensor missing": (
+        lambda f: _named(f, lambda name: name.replace("layers.0.mlp.experts.3.up_proj", "spare.up_proj")),
+        r"layers\.0\..*experts\.3\.up_proj|layer 0, which is of the same kind, has no such tensor",
+    ),
+    "a layer's tensor unknown": (
+        lambda f: _named(f, lambda name: name.replace("layers.0.input_layernorm", "layers.0.inner_norm")),
+        r"layers\.0\.inner_norm\.weight: layer 1, which is of the same kind, has no such tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_that_contradicts_its_config(case: str, plan: Path, tmp_path: Path) -> None:
+    break_it, words = BROKEN[case]
+    base = tiny_decoder(tmp_path / "base", "qwen3_moe")
+    break_it(base)
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(plan, str(base))
+    assert not (tmp_path / "out").exists()
