@@ -24,13 +24,17 @@ def main() -> int:
     # Packages are installed without byte code; compiled anew in every process, what is imported costs minutes.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     first = None if any((ROOT / "tests").rglob("*-pytest-*.pyc")) else compiling()
-    for command in checks:
-        if first is not None and "pytest" in command:
-            first.wait()
-        print("$", *command[1:], flush=True)
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if code:
-            return code
+    try:
+        for command in checks:
+            if first is not None and "pytest" in command:
+                first.wait()
+            print("$", *command[1:], flush=True)
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            if code:
+                return code
+    finally:
+        if first is not None:
+            first.kill()
     return 0
 
 
