@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+from tests.warm import start
 
 # The code that checkpoints bring is cached by the name of their folder: a cache for each process, so that tests that
 # run side by side do not meet there, and none of it stays in the user's own.
@@ -22,6 +25,30 @@ atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
 def _width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the terminal shows does not depend on the width that a runner of tests has been told of."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of warm interpreters for all of xdist's processes; a process alone starts it when it wants one."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        start()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first in each process' share: begun at the end, they would run alone.
+
+    xdist's `worksteal` cuts the list into shares of one length, whose rests are handed on later.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    files = list(dict.fromkeys(item.path for item in items if item.path in slow))
+    quick = iter([item for item in items if item.path not in slow])
+    ordered: list[pytest.Item] = []
+    for process in range(processes):
+        dealt = set(files[process::processes])
+        share = [item for item in items if item.path in dealt]
+        length = (len(items) - len(ordered)) // (processes - process)
+        ordered += [*share, *itertools.islice(quick, max(0, length - len(share)))]
+    items[:] = [*ordered, *quick]
 
 
 def pytest_collection_finish() -> None:

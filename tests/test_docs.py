@@ -84,8 +84,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _adapter(folder / "base-model", folder / "adapters" / name, seed=number)
     words = "It was a bright cold day, and the clocks were striking.\n"
     for name in ("wiki", "en", "fr", "de", "medicine"):
-        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 600)
-        lines = (json.dumps({"text": f"{name} {number}: {words * 8}"}) for number in range(40))
+        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 300)
+        lines = (json.dumps({"text": f"{name} {number}: {words * 3}"}) for number in range(40))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 

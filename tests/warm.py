@@ -4,7 +4,8 @@ Most of what a test's own process costs is importing torch (seconds), not what i
 used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, `FILE`, `-I`, `-W`); environment,
 folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
 it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
-under the test's own settings. What measures memory, imports or a terminal wants `sys.executable` itself.
+under the test's own settings; only what transformers looks up in its own source files when it is imported, the names
+of all its models, is looked up once. What measures memory, imports or a terminal wants `sys.executable` itself.
 """
 
 from __future__ import annotations
@@ -26,38 +27,44 @@ FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signa
 PRELOADED = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"),
     *("torch.nn.attention.flex_attention", "scipy.optimize", "scipy.spatial"),
-    *("jinja2", "PIL.Image", "regex", "pydantic"),
+    *("jinja2", "PIL.Image", "regex", "pydantic", "pydantic.main", "pydantic.type_adapter", "yaml", "psutil"),
+    *("pandas", "pyarrow.dataset", "pyarrow.parquet", "sklearn.metrics", "rich.console", "rich.progress", "rich.table"),
 )
+ADDRESS = "SURGEON_TESTS_WARM"
+WHERE = "transformers.utils.import_utils"  # of the names of its models
 
 
 def warm() -> list[str]:
-    """The command of a warm interpreter; the first call of a process starts the server, which ends with it."""
-    if not hasattr(warm, "command"):
-        import atexit
-        import shutil
-        import subprocess
-        import tempfile
+    """The command of a warm interpreter."""
+    return [sys.executable, "-I", "-S", __file__, os.environ.get(ADDRESS) or start()]
 
-        folder = tempfile.mkdtemp(prefix="surgeon-warm-")
-        path = f"{folder}/socket"
-        server = subprocess.Popen(
-            [sys.executable, __file__, "serve", path],
-            stdin=subprocess.PIPE,  # its end is the sign to leave
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert server.stdin is not None and server.stdout is not None
 
-        def leave() -> None:
-            server.stdin.close()
-            server.wait()
-            server.stdout.close()
-            shutil.rmtree(folder, ignore_errors=True)
+def start() -> str:
+    """Start the server, of this process and of those it starts; it ends with this one. Where it listens is returned."""
+    import atexit
+    import shutil
+    import subprocess
+    import tempfile
 
-        atexit.register(leave)
-        assert server.stdout.readline() == b"ready\n"
-        warm.command = [sys.executable, "-I", "-S", __file__, path]
-    return list(warm.command)
+    folder = tempfile.mkdtemp(prefix="surgeon-warm-")
+    path = os.environ[ADDRESS] = f"{folder}/socket"
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve", path],
+        stdin=subprocess.PIPE,  # its end is the sign to leave
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert server.stdin is not None and server.stdout is not None
+
+    def leave() -> None:
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(leave)
+    assert server.stdout.readline() == b"listening\n"
+    return path
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
@@ -101,14 +108,16 @@ def serve(path: str) -> dict[str, object]:
     import importlib
     import select
 
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
-    gc.set_threshold(100_000)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
-    listening.listen()
-    print("ready", flush=True)
+    listening.listen(100)
+    print("listening", flush=True)  # who asks from now on waits
+    for name in PRELOADED:
+        with contextlib.suppress(ModuleNotFoundError):  # pandas and sklearn are there only where others need them
+            importlib.import_module(name)
+    remember_names()
+    gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
+    gc.set_threshold(100_000)
     while True:
         readable, _, _ = select.select([listening, sys.stdin], [], [])
         with contextlib.suppress(ChildProcessError):  # keepers that are done
@@ -121,6 +130,52 @@ def serve(path: str) -> dict[str, object]:
             listening.close()
             return keep(client)
         client.close()
+
+
+def remember_names() -> None:
+    """transformers reads every file of its models when it is imported, a second; the forks are given what one found.
+
+    It is found by a fork too: the server itself has not imported transformers.
+    """
+    import importlib.machinery
+    import pickle
+
+    found: dict[tuple[str, object], bytes] = {}
+
+    class Remembering:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            spec = importlib.machinery.PathFinder.find_spec(name, path) if name == WHERE else None
+            if spec is None:
+                return None
+            execute = spec.loader.exec_module
+
+            def executed(module: Any) -> None:
+                execute(module)
+                define = module.define_import_structure
+
+                def remembered(module_path: object, prefix: str | None = None) -> object:
+                    key = (str(module_path), prefix)
+                    if key not in found:
+                        found[key] = pickle.dumps(define(module_path, prefix))
+                    return pickle.loads(found[key])
+
+                module.define_import_structure = remembered
+
+            spec.loader.exec_module = executed
+            return spec
+
+    sys.meta_path.insert(0, Remembering)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        importlib.import_module("transformers.models")
+        with os.fdopen(writing, "wb") as file:
+            pickle.dump(found, file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        found |= pickle.load(file)
+    os.waitpid(child, 0)
 
 
 def keep(client: socket.socket) -> dict[str, object]:
@@ -194,8 +249,30 @@ def become(asked: dict[str, object]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
+def leave(code: object) -> None:
+    """End as an interpreter does, short of freeing one by one all objects there are, which takes half a second.
+
+    Returns where the interpreter has something to say of it (`sys.exit("a message")`).
+    """
+    import atexit
+    import threading
+
+    if code is None or isinstance(code, int):
+        threading._shutdown()  # waits for threads, as the interpreter does before anything else
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit((code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        become(serve(sys.argv[2]))
+        asked = serve(sys.argv[2])
+        try:
+            become(asked)
+        except SystemExit as end:
+            leave(end.code)
+            raise
+        leave(0)
     else:
         sys.exit(ask(sys.argv[1], sys.argv[2:]))

@@ -17,7 +17,8 @@ def folder() -> Path:
 
 def names() -> list[str]:
     """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
-    return sorted(str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml"))
+    plans = folder()
+    return sorted(str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml"))
 
 
 def find_plan(plan: str | Path) -> Path:

@@ -30,36 +30,38 @@ from dataclasses import asdict
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.errors import BadInput
 assert "huggingface_hub" not in sys.modules
-call, options = sys.argv[1], json.loads(sys.argv[2])
-try:
-    if call == "locate":
-        located = locate(options.pop("base"), **options)
-        told = {"path": str(located.path), "repo_id": located.repo_id, "revision": located.revision}
-    else:
-        folder = remote_folder(**options)
-        told = {
-            "tensors": {name: [i.dtype, i.shape, i.file, i.begin, i.end] for name, i in folder.tensors.items()},
-            "shards": folder.shards, "side_files": folder.side_files, "left_behind": folder.left_behind,
-            "config": folder.config, "manifest": folder.manifest, "notes": folder.notes,
-            "identity": folder.identity(), "path": str(folder.path),
-            "sha256": {file: header.sha256 for file, header in folder.headers.items()},
-        }
-        folder.check_unchanged()
-        try:
-            told["read"] = len(folder.read(next(iter(folder.tensors))))
-        except BadInput as error:
-            told["read"] = str(error)
-except BadInput as error:
-    told = {"refused": str(error)}
-print(json.dumps(told | {"sockets": sockets, "torch": "torch" in sys.modules}))
+for call, options in json.loads(sys.argv[1]):
+    sockets.clear()
+    try:
+        if call == "locate":
+            located = locate(options.pop("base"), **options)
+            told = {"path": str(located.path), "repo_id": located.repo_id, "revision": located.revision}
+        else:
+            folder = remote_folder(**options)
+            told = {
+                "tensors": {name: [i.dtype, i.shape, i.file, i.begin, i.end] for name, i in folder.tensors.items()},
+                "shards": folder.shards, "side_files": folder.side_files, "left_behind": folder.left_behind,
+                "config": folder.config, "manifest": folder.manifest, "notes": folder.notes,
+                "identity": folder.identity(), "path": str(folder.path),
+                "sha256": {file: header.sha256 for file, header in folder.headers.items()},
+            }
+            folder.check_unchanged()
+            try:
+                told["read"] = len(folder.read(next(iter(folder.tensors))))
+            except BadInput as error:
+                told["read"] = str(error)
+    except BadInput as error:
+        told = {"refused": str(error)}
+    print(json.dumps(told | {"sockets": sockets, "torch": "torch" in sys.modules}))
 """
 
 
-def ask(hub: Hub, home: Path, call: str, options: dict[str, Any], **environment: str) -> dict[str, Any]:
+def ask_all(hub: Hub, home: Path, calls: list[tuple[str, dict[str, Any]]], **environment: str) -> list[dict[str, Any]]:
+    """Call after call in one process."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     ran = subprocess.run(
-        [sys.executable, "-c", CLIENT, call, json.dumps(options)],
+        [sys.executable, "-c", CLIENT, json.dumps(calls)],
         env=clean | proxies | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)} | environment,
         capture_output=True,
         text=True,
@@ -67,21 +69,28 @@ def ask(hub: Hub, home: Path, call: str, options: dict[str, Any], **environment:
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
-    assert not told["torch"]
-    if "refused" not in told:
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(told) == len(calls)
+    assert not any(each["torch"] for each in told)
+    if not any("refused" in each for each in told):
         # No bars where nobody looks.
         assert ran.stderr == ""
     return told
 
 
-def refused(hub: Hub, home: Path, call: str, **environment: str) -> str:
-    options = (
-        {"base": "user/model", "revision": None} if call == "locate" else {"repo_id": "user/model", "revision": None}
-    )
-    message: str = ask(hub, home, call, options, **environment)["refused"]
-    assert "\n" not in message
-    return message
+def ask(hub: Hub, home: Path, call: str, options: dict[str, Any], **environment: str) -> dict[str, Any]:
+    (told,) = ask_all(hub, home, [(call, options)], **environment)
+    return told
+
+
+LOCATE: tuple[str, dict[str, Any]] = ("locate", {"base": "user/model", "revision": None})
+REMOTE: tuple[str, dict[str, Any]] = ("remote", {"repo_id": "user/model", "revision": None})
+
+
+def refused(hub: Hub, home: Path, *calls: tuple[str, dict[str, Any]], **environment: str) -> list[str]:
+    messages = [told["refused"] for told in ask_all(hub, home, list(calls), **environment)]
+    assert not any("\n" in message for message in messages)
+    return messages
 
 
 BIG = {
@@ -124,7 +133,7 @@ def header_bytes(content: bytes) -> int:
 def test_a_preview_fetches_headers_and_no_byte_of_weights(hub: Hub, base: Path, tmp_path: Path) -> None:
     from surgeon.checkpoint.folder import CheckpointFolder
 
-    told = ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": None})
+    told = ask(hub, tmp_path / "home", *REMOTE)
     local = CheckpointFolder.open(base)
     assert told["tensors"] == {
         name: [i.dtype, list(i.shape), i.file, i.begin, i.end] for name, i in local.tensors.items()
@@ -186,9 +195,9 @@ def test_download_then_offline(hub: Hub, base: Path, tmp_path: Path) -> None:
     assert not [entry for entry in hub.sent if entry[0] == "GET" and entry[1].endswith(".safetensors")]
 
     hub.sent.clear()
-    offline = ask(hub, home, "locate", options, HF_HUB_OFFLINE="1")
+    from_cache = [("locate", options), ("remote", {"repo_id": "user/model", "revision": COMMIT})]
+    offline, preview = ask_all(hub, home, from_cache, HF_HUB_OFFLINE="1")
     assert (offline["path"], offline["revision"], offline["sockets"]) == (told["path"], COMMIT, [])
-    preview = ask(hub, home, "remote", {"repo_id": "user/model", "revision": COMMIT}, HF_HUB_OFFLINE="1")
     assert preview["read"] == 400_000
     assert preview["sockets"] == []
     assert hub.sent == []
@@ -201,13 +210,12 @@ def test_download_then_offline(hub: Hub, base: Path, tmp_path: Path) -> None:
 
 def test_the_socket_alarm_works(hub: Hub, tmp_path: Path) -> None:
     """What the offline test relies on."""
-    assert ask(hub, tmp_path / "home", "remote", {"repo_id": "user/model", "revision": None})["sockets"]
+    assert ask(hub, tmp_path / "home", *REMOTE)["sockets"]
 
 
-@pytest.mark.parametrize("call", ["locate", "remote"])
-def test_offline_and_not_cached(call: str, hub: Hub, tmp_path: Path) -> None:
-    message = refused(hub, tmp_path / "home", call, HF_HUB_OFFLINE="1")
-    assert message.startswith("user/model: offline (HF_HUB_OFFLINE)")
+def test_offline_and_not_cached(hub: Hub, tmp_path: Path) -> None:
+    for message in refused(hub, tmp_path / "home", LOCATE, REMOTE, HF_HUB_OFFLINE="1"):
+        assert message.startswith("user/model: offline (HF_HUB_OFFLINE)")
     assert hub.tokens == set()
 
 
@@ -249,23 +257,22 @@ INFO, FILES = "/api/models/user/model", "/user/model/resolve/"
         ({INFO: (404, "RevisionNotFound")}, ["no revision 'main'", "--revision"]),
     ],
 )
-@pytest.mark.parametrize("call", ["locate", "remote"])
-def test_refusals(call: str, refuse: dict[str, tuple[int, str]], words: list[str], hub: Hub, tmp_path: Path) -> None:
+def test_refusals(refuse: dict[str, tuple[int, str]], words: list[str], hub: Hub, tmp_path: Path) -> None:
     hub.refuse = refuse
-    message = refused(hub, tmp_path / "home", call)
-    assert message.startswith("user/model: ")
-    for word in words:
-        assert word in message, message
+    for message in refused(hub, tmp_path / "home", LOCATE, REMOTE):
+        assert message.startswith("user/model: ")
+        for word in words:
+            assert word in message, message
 
 
 def test_a_gated_shard_is_told_by_the_preview(hub: Hub, tmp_path: Path) -> None:
     hub.refuse = {f"{FILES}{COMMIT}/{FIRST}": (403, "GatedRepo")}
-    assert "gated" in refused(hub, tmp_path / "home", "remote")
+    assert "gated" in refused(hub, tmp_path / "home", REMOTE)[0]
 
 
 def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
     hub.endpoint = "http://127.0.0.1:9"
-    assert "cannot be reached" in refused(hub, tmp_path / "home", "remote")
+    assert "cannot be reached" in refused(hub, tmp_path / "home", REMOTE)[0]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +295,7 @@ def test_a_broken_repository_is_refused_before_the_download(
             del hub.files[name]
         else:
             hub.files[name] = content
-    message = refused(hub, tmp_path / "home", "remote")
+    (message,) = refused(hub, tmp_path / "home", REMOTE)
     for word in words:
         assert word in message, message
     assert hub.bytes_sent(SECOND) < 1000

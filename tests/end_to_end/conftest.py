@@ -69,8 +69,8 @@ for folder in sys.argv[2:]:
     ids = torch.arange(3, 23).reshape(2, 10) % model.config.vocab_size
     with torch.inference_mode():
         logits = model(ids).logits
-        told = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        uncached = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False)
+        told = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        uncached = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
     results[folder] = {
         "class": type(model).__name__,
         "layers": len(model.model.layers),

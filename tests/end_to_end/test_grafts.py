@@ -86,10 +86,10 @@ def test_every_family_from_preview_to_generation(family: str, grown: dict[str, G
     assert upcycled["told"] == native["told"]
     assert upcycled["told_uncached"] == native["told_uncached"]
 
-    for dtypes in (["auto"], ["float32"]):
-        verification = surgeon.verify(base, out, window=24, windows=2, dtypes=dtypes)
-        assert verification.holds
-        assert verification.identical
+    verification = surgeon.verify(base, out, window=24, windows=2, dtypes=("auto", "float32"))
+    assert verification.holds
+    assert verification.identical
+    assert {comparison.dtype for comparison in verification.comparisons} == {"bfloat16", "float32"}
     assert surgeon.verify(base, out, window=24, windows=1, streamed=True).identical
 
 

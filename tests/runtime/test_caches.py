@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.runtime.grafting import both, control, every_graft_in, grafted, perturbed, tokens
 
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 
 
 def scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -132,15 +132,15 @@ def test_threads_do_not_meet() -> None:
     [("lerp", False), ("adapters", False), ("adapted branch", True), ("experts", True)],
 )
 def test_compiles_without_a_graph_break(graft: str, training: bool) -> None:
-    """Of three layers, as compiling takes its time for each."""
+    """Of two layers, as compiling takes its time for each."""
     surgeries = {
-        "lerp": control(layers=(1,), trunk=3),
-        "adapters": adapters("relu", layers=(0, 2), l1=0.1) | {"trunk_layers": 3},
-        "adapted branch": adapters("sigmoid", layers=(0, 1, 3), l1=0.5, cross_entropy=0.25)
-        | control("moe", layers=(1,), trunk=3),
-        "experts": experts(threshold=1, groups=(0, 1), task_id=0.5, trunk=3),
+        "lerp": control(layers=(1,), trunk=2),
+        "adapters": adapters("relu", layers=(0, 1), l1=0.1) | {"trunk_layers": 2},
+        "adapted branch": adapters("sigmoid", layers=(0, 1, 2), l1=0.5, cross_entropy=0.25)
+        | control("moe", layers=(1,), trunk=2),
+        "experts": experts(threshold=1, groups=(0, 1), task_id=0.5, trunk=2),
     }
-    model = perturbed(grafted("llama", surgeries[graft], num_hidden_layers=3)).train(training)
+    model = perturbed(grafted("llama", surgeries[graft], num_hidden_layers=2)).train(training)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = batch()

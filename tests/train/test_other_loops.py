@@ -98,7 +98,7 @@ def run(out, saved, dtype):
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     model.train()
     domains = {"domain_ids": torch.tensor([0, 1, 1, 2])} if hasattr(model, "freeze_base") else {}
-    for step in range(40):
+    for step in range(20):
         ids = rows(step)
         result = model(input_ids=ids, labels=ids, **domains)
         result.loss.backward()
