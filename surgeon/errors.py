@@ -32,6 +32,8 @@ def printable(text: str, limit: int = 200) -> str:
     Names of files, tensors and keys come from checkpoints and plans that anybody can write; they reach
     terminal, log and card only through this.
     """
+    if len(text) <= limit and text.isprintable():
+        return text
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     if len(shown) > limit:
         half = (limit - 1) // 2

@@ -16,6 +16,23 @@ from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
 
+# What some default configs lack, or have too large: then no model can be built of them, or run.
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1, "topk_method": "greedy"},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
+    "bamba": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "helium": {"head_dim": 32},
+    "gemma4": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "ministral": {"head_dim": 32},
+    "nemotron": {"head_dim": 32},
+}
+
 
 def decoders() -> list[tuple[str, str]]:
     """Every (model type, auto class) of the installed transformers that makes a causal or image-text model."""
@@ -33,7 +50,6 @@ def decoders() -> list[tuple[str, str]]:
 
 def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **changes: Any) -> dict[str, Any]:
     """A small config.json of a model type; `changes` are of its text part. Raises BadInput where it cannot be built."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
     names = {
@@ -41,7 +57,8 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
         IMAGE_TEXT: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }[auto]
     named = names[model_type]
-    config = CONFIG_MAPPING[model_type]().to_dict()
+    changes = CHANGES.get(model_type, {}) | changes
+    config = _default(model_type, changes)
     config["architectures"] = [named if isinstance(named, str) else named[0]]
     config = shrunk(config)
     skeleton = build(config)
@@ -54,6 +71,15 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
         with contextlib.suppress(BadInput):  # else all of them
             config = grown(config, skeleton, range(last + 1))
     return config
+
+
+def _default(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    config: dict[str, Any] = kind().to_dict()
+    # Where the model cannot be built without them.
+    return config | changes if all(key in config for key in changes) else config
 
 
 def _text_of(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The proof of a depth growth on a twin: before and after it, the logits must be the same, bit for bit.
 
 Everything is as it will be (order, config, what is silent) but sizes and weights; new layers hold random values where
-they are not silenced. Prefill and cached generation are compared. What depends on a layer's number in the model's own
-code, and no setting shows, is found here.
+they are not silenced. Prefill and cached generation are compared, and what an image adds to single layers. What depends
+on a layer's number in the model's own code, and no setting shows, is found here.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,13 @@ def prove(
                     f"on a twin of this model the logits{what} are not the base's: layer {first} of the output does not"
                     " get what it got before; choose other places, or `zero_init: false` to go without the promise"
                 )
+        with_image = [_hidden_with_image(twin, tokens) for twin in (base, result)]
+        if with_image[0] is not None and with_image[1] is not None and not torch.equal(*with_image):
+            raise BadInput(
+                "this model adds features of images to its lowest layers, by their numbers: with an image the output"
+                " would not be the base; choose places above those layers, or `zero_init: false` to go without the"
+                " promise"
+            )
 
 
 def _fill(
@@ -125,6 +133,49 @@ def _cached(twin: Skeleton, tokens: Tensor) -> Tensor:
         cache = told[name]
         found.append(told.logits)
     return torch.cat(found, dim=1)
+
+
+def _hidden_with_image(twin: Skeleton, tokens: Tensor) -> Tensor | None:
+    """What the text decoder makes of a text and an image's features that go into several layers (DeepStack).
+
+    None where the decoder takes no such features. They are random: what counts is which layer gets which.
+    """
+    import torch
+
+    decoder = twin.model.get_submodule(twin.stack.rpartition(".")[0])
+    taken = inspect.signature(decoder.forward).parameters
+    draws = torch.Generator().manual_seed(2)
+    where = torch.zeros(tokens.shape, dtype=torch.bool)
+    where[:, 2:6] = True
+
+    def features(count: int) -> list[Tensor]:
+        return [torch.randn(int(where.sum()), twin.text.hidden_size, generator=draws) for _ in range(count)]
+
+    fields = twin.model.config.to_dict()
+    given: dict[str, Any]
+    if "deepstack_visual_embeds" in taken:
+        given = {"deepstack_visual_embeds": features(len(_found(fields, "deepstack_visual_indexes") or ()))}
+    elif "deepstack_features" in taken:
+        numbers = [layer for _, layer in _found(fields, "deepstack_layer_map") or ()]
+        given = {"deepstack_features": dict(zip(numbers, features(len(numbers)), strict=True))}
+    else:
+        return None
+    masks = {"visual_pos_masks": where, "vision_mask": where[..., None]}
+    given |= {name: mask for name, mask in masks.items() if name in taken}
+    embedded = twin.model.get_input_embeddings()(tokens)
+    try:
+        hidden: Tensor = decoder(inputs_embeds=embedded, use_cache=False, **given).last_hidden_state
+    except LOAD_FAILURES as error:
+        raise BadInput(f"config.json: a twin of this model cannot be run with an image: {first_line(error)}") from error
+    return hidden
+
+
+def _found(fields: Mapping[str, Any], key: str) -> Any:
+    """A field of a config, in whichever part of it."""
+    if fields.get(key):
+        return fields[key]
+    parts = (value for value in fields.values() if isinstance(value, Mapping))
+    return next((found for part in parts if (found := _found(part, key))), None)
 
 
 def _first_apart(base: Skeleton, result: Skeleton, order: Sequence[int], kept: Sequence[bool], tokens: Tensor) -> int:

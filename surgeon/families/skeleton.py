@@ -82,6 +82,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     import transformers
     from accelerate import init_empty_weights
     from transformers import CONFIG_MAPPING
+    from transformers.initialization import no_init_weights
 
     auto = auto_of(config)
     shown = printable(str(config.get("model_type")))
@@ -92,7 +93,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     _check_counts(config)
     kind = CONFIG_MAPPING[str(config["model_type"])]
     try:
-        with quiet_transformers(), init_empty_weights(include_buffers=not buffers):
+        with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
             # As transformers does for a file: JSON has no infinity.
             settings = kind.from_dict(kind._decode_special_floats(described(config, kind)))
             model = getattr(transformers, auto)._model_mapping[kind]

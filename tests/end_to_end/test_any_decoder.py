@@ -35,9 +35,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": (IMAGE_TEXT, {}),
     "llama4": (IMAGE_TEXT, {}),
     "gemma3": (IMAGE_TEXT, {}),
-    "gemma4": (IMAGE_TEXT, {"hidden_size_per_layer_input": 0}),
+    "gemma4": (IMAGE_TEXT, {}),
     "mistral3": (IMAGE_TEXT, {}),
-    "granitemoehybrid": (CAUSAL, {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4}),
+    "granitemoehybrid": (CAUSAL, {}),
     "nemotron_h": (CAUSAL, {}),
     "olmo3": (CAUSAL, {}),
     "smollm3": (CAUSAL, {}),
@@ -156,18 +156,33 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "hyper-connections": ("minimax", {}, "cannot be added without changing the model: even with all its weights zero"),
     "post-norm blocks": ("bart", {}, "cannot be added without changing the model"),
     "a layer's number in its weights' scale": ("diffllama", {}, "layer 1, .* another kind .*lambda_init"),
-    "a period in numbers alone": ("jamba", {}, "layer 3, .* another kind .*JambaMLP in place of JambaSparseMoeBlock"),
+    "features of images by a layer's number": ("qwen3_vl", {}, "features of images .* choose places above"),
+    "a period in numbers alone": (
+        "jamba",
+        {"attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+        "layer, .* another kind .*JambaMLP in place of JambaSparseMoeBlock",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_exact_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
     model_type, changes, words = REFUSED[case]
-    base = tiny_decoder(tmp_path / "base", model_type, **changes)
+    base = tiny_decoder(tmp_path / "base", model_type, IMAGE_TEXT if model_type == "qwen3_vl" else CAUSAL, **changes)
     path = tmp_path / "plan.yaml"
     path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 1}, init: {kind: copy}}\n")
     with pytest.raises(BadInput, match=words):
         surgeon.preview(path, str(base))
+
+
+def test_above_the_layers_that_take_an_images_features_it_is_exact(tmp_path: Path) -> None:
+    base = tiny_decoder(tmp_path / "base", "qwen3_vl", IMAGE_TEXT)
+    path = tmp_path / "plan.yaml"
+    path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [2, 3]}, init: {kind: copy}}\n")
+    surgeon.apply(path, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
 
 
 def _shape(folder: Path) -> None:
