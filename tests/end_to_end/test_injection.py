@@ -19,22 +19,35 @@ from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
-from tests import injection
+from tests.injection.command import Command
+from tests.injection.commands import COMMANDS, inputs
+from tests.injection.trials import at_random, injected
 
-# Of what runs without a model, and so in milliseconds.
-BYTES_ONLY = ("apply", "delta", "export-slot", "report")
+# Of what runs without a model, and so in milliseconds: from which call on, and each how many calls. The last request
+# of a push is its commit.
+BYTES_ONLY = {"apply": (3, 83), "delta": (3, 83), "export-slot": (3, 83), "report": (3, 83), "push": (12, 12)}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return injection.inputs(tmp_path_factory.mktemp("inputs"))
+    return inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("command", [each for each in injection.COMMANDS if each.name in BYTES_ONLY], ids=BYTES_ONLY)
-def test_killed_and_failed(command: injection.Command, made: Path, tmp_path: Path) -> None:
-    table = injection.injected(command, made, tmp_path, every=83, begin=3)
-    assert all(found.trials for found in table.values())
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.name in BYTES_ONLY], ids=list(BYTES_ONLY))
+def test_killed_and_failed(command: Command, made: Path, tmp_path: Path) -> None:
+    begin, every = BYTES_ONLY[command.name]
+    table = injected(command, made, tmp_path, every=every, begin=begin)
+    # An ordinary push writes nothing here.
+    assert all(found.trials for found in table.values() if found.calls)
     assert [sentence for found in table.values() for sentence in found.wrong] == []
+
+
+def test_killed_at_random_and_two_at_once(made: Path, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        if command.name in ("revert", "report", "push --delta"):
+            table = at_random(command, made, tmp_path, trials=1)
+            assert [found.trials for found in table.values()] == [1, 1]
+            assert [sentence for found in table.values() for sentence in found.wrong] == []
 
 
 @contextmanager
@@ -158,16 +171,18 @@ def test_out_on_another_file_system_than_its_staging(
 
 
 def test_two_at_once_onto_one_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is refused while the first works, and finds the run made where it waited for the first to end."""
+    """The second is refused while the first works, and leaves its folder alone: also where it came when none was."""
     from surgeon.train import session
 
     given = (made / "deeper", made / "train.yaml", tmp_path / "out")
-    train, refused = session._train, []
+    train, exists, refused = session._train, Path.exists, []
 
     def meanwhile(run: Any) -> Any:
         def second() -> None:
             try:
-                surgeon.train(*given, device="cpu")
+                with monkeypatch.context() as patched:
+                    patched.setattr(Path, "exists", lambda path: path.name != ".out.training" and exists(path))
+                    surgeon.train(*given, device="cpu")
             except BadInput as error:
                 refused.append(str(error))
 
