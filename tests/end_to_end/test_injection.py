@@ -18,7 +18,7 @@ import surgeon
 from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, PromiseBroken
 from tests.injection.command import Command
 from tests.injection.commands import COMMANDS, inputs
 from tests.injection.trials import at_random, injected
@@ -109,6 +109,39 @@ def test_train_looks_for_room_first(made: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(BadInput, match=r"B are needed \(3 checkpoints of .*B, and .*B for the run\), .* are free"):
         surgeon.train(made / "deeper", made / "train.yaml", tmp_path / "out", device="cpu")
     assert not list(tmp_path.glob(".out.training/checkpoint-*"))
+
+
+@pytest.mark.parametrize("place", [(os, "mkdir"), (Path, "write_text"), (Path, "symlink_to")], ids=lambda at: at[1])
+def test_no_room_for_temporary_files(place: Any, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says nothing of the model, so no promise is broken."""
+    from surgeon.models.load import load_model
+
+    home, name = place
+    real = getattr(home, name)
+
+    def full(path: Any, *given: Any, **named: Any) -> Any:
+        if "surgeon-view-" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(home, name, full)
+    with pytest.raises(
+        BadInput, match=r"no temporary folder can be made|surgeon-view-.*: the disk is full .* make room"
+    ):
+        load_model(made / "deeper", failure=PromiseBroken)
+
+
+def test_temporary_files_that_cannot_be_removed(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from surgeon.models.load import load_model
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", broken)
+        assert load_model(made / "deeper") is not None
+    assert list(tmp_path.iterdir())
 
 
 def test_a_full_device_for_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

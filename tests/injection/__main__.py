@@ -26,6 +26,7 @@ def main() -> int:
     """Print the table; 1 where anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, help="take every Nth call (default: each command's own)")
+    parser.add_argument("--begin", type=int, default=1, metavar="K", help="begin with call K")
     parser.add_argument("--random", type=int, metavar="N", help="kill at N random moments, under load")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="commands, by name (default: all)")
@@ -53,7 +54,7 @@ def main() -> int:
                 with load(Path(folder)):
                     table = at_random(command, made, Path(folder), asked.random, asked.seed)
             else:
-                table = injected(command, made, Path(folder), asked.every or command.every)
+                table = injected(command, made, Path(folder), asked.every or command.every, asked.begin)
             seconds = f"{time.perf_counter() - began:.0f}"
             for fault, found in table.items():
                 calls = "" if found.calls is None else found.calls
