@@ -24,7 +24,9 @@ from tests.injection.trials import at_random, injected, load
 
 def main() -> int:
     """Print the table; 1 where anything went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.injection", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, help="take every Nth call (default: each command's own)")
     parser.add_argument("--begin", type=int, default=1, metavar="K", help="begin with call K")
     parser.add_argument("--random", type=int, metavar="N", help="kill at N random moments, under load")

@@ -33,13 +33,16 @@ class Found:
 
 
 def injected(command: Command, inputs: Path, parent: Path, every: int, begin: int = 1) -> dict[str, Found]:
-    """Every `every`th call of a command (of a push, its requests too), once with each fault."""
+    """Every `every`th call of a command (of a push, its requests too), once with each fault.
+
+    From the call `begin` on: from 1, or counted from the end where it is negative.
+    """
     table: dict[str, Found] = defaultdict(Found)
     for faults in command.kinds:
         expected, calls, _ = _undisturbed(command, inputs, parent, faults[0])
         for fault in faults:
             table[fault].calls = calls
-        for at in range(begin, calls + 1, every):
+        for at in range(begin if begin > 0 else max(1, calls + 1 + begin), calls + 1, every):
             for fault in faults:
                 with command.place(inputs, parent) as place:
                     _trial(place, expected, at=at, fault=fault, found=table[fault])
