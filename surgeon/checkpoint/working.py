@@ -45,7 +45,8 @@ def write_new(path: Path, content: bytes) -> None:
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replace the file at `path` by `content`: at every moment it holds the old content, or all of the new.
 
-    Raises BadInput where something else than a file has this name (a folder, a device).
+    Raises BadInput where something else than a file has this name (a folder, a device), and where another process is
+    writing it.
     """
     try:
         if not stat.S_ISREG(kind := os.lstat(path).st_mode) and not stat.S_ISLNK(kind):
@@ -53,14 +54,68 @@ def write_durably(path: Path, content: str | bytes) -> None:
     except FileNotFoundError:
         pass
     beside = path.with_name(f".{path.name}.new")
-    try:
-        write_new(beside, content.encode() if isinstance(content, str) else content)
-        sync(beside)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    # Locked until it has its name: else a second process would remove it, and this one rename what that one has so far.
+    with os.fdopen(_new_and_locked(beside, target=path), "wb") as file:
+        try:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
     sync(path.parent)
+
+
+def _new_and_locked(path: Path, *, target: Path) -> int:
+    """A new file, ours alone as long as it is open; what a killed run left of its name goes, a link too."""
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            if not _removed(path):
+                break
+            continue
+        # Before it was locked, another process may have taken it for what a killed run left.
+        if _locked(handle) and _is_at(handle, path):
+            return handle
+        os.close(handle)
+    raise BadInput(f"{printable(str(target))}: another process is writing it; wait for it, or choose another name")
+
+
+def _removed(path: Path) -> bool:
+    """Whether a file is gone that no process writes."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # Gone by now, or nothing that we could have left: a link, say.
+        path.unlink(missing_ok=True)
+        return True
+    try:
+        if not _locked(handle):
+            return False
+        if _is_at(handle, path):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Whether the file is locked by us from now on; on a file system without locks, nobody's is."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the path leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def write_record(path: Path, data: Any) -> None:
@@ -231,10 +286,7 @@ class WorkFolder:
                     raise _foreign(path, "a second name of another file")
 
     def _still_there(self, lock: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(lock), os.lstat(self.path / LOCK_FILE))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return _is_at(lock, self.path / LOCK_FILE)
 
 
 def _is_single_file(found: os.stat_result) -> bool:

@@ -134,6 +134,9 @@ def _loading(
         try:
             view = stack.enter_context(view_of_model(folder, _shown_config(folder)))
         except BadInput as error:
+            if isinstance(error.__cause__, OSError):
+                # No room for temporary files, say, which says nothing of the folder.
+                raise
             raise failure(str(error)) from error
         try:
             with quiet_transformers():

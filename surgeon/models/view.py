@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
+from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
@@ -60,20 +61,21 @@ def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterat
     """A folder with `config` as config.json, the index and links to the shards of `folder`; gone afterwards.
 
     Its scripts too where the model is built of the folder's own classes. Raises BadInput where a shard has changed
-    since `folder` was opened, or no folder can be made.
+    since `folder` was opened, or (caused by an OSError) no folder can be made.
     """
     with _private_folder(folder.path) as view:
-        _write(view / CONFIG_FILE, config)
-        for file in folder.shards:
-            os.close(folder.open_shard(file))
-            (view / file).symlink_to(resolved(folder.path, file).absolute())
-        if folder.shards != (SINGLE_FILE,):
-            places = {name: info.file for name, info in folder.tensors.items()}
-            _write(view / INDEX_FILE, {"metadata": {}, "weight_map": places})
-        if folder.classes == "own":
-            for name in folder.scripts:
-                (view / name).parent.mkdir(parents=True, exist_ok=True)
-                (view / name).write_bytes(read_capped(folder.path, name, max_bytes=MAX_CODE_BYTES))
+        with writing(view):
+            _write(view / CONFIG_FILE, config)
+            for file in folder.shards:
+                os.close(folder.open_shard(file))
+                (view / file).symlink_to(resolved(folder.path, file).absolute())
+            if folder.shards != (SINGLE_FILE,):
+                places = {name: info.file for name, info in folder.tensors.items()}
+                _write(view / INDEX_FILE, {"metadata": {}, "weight_map": places})
+            if folder.classes == "own":
+                for name in folder.scripts:
+                    (view / name).parent.mkdir(parents=True, exist_ok=True)
+                    (view / name).write_bytes(read_capped(folder.path, name, max_bytes=MAX_CODE_BYTES))
         yield view
 
 
@@ -148,12 +150,14 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 def _private_folder(of: Path) -> Iterator[Path]:
     """A folder that nobody else can read, called as `of`: transformers keeps the code of a folder under its name."""
     try:
-        holder = tempfile.TemporaryDirectory(prefix="surgeon-view-")
+        # What cannot be removed is links and a few lines: not worth a failure of what has been done by then.
+        holder = tempfile.TemporaryDirectory(prefix="surgeon-view-", ignore_cleanup_errors=True)
     except OSError as error:
         raise BadInput(
             f"no temporary folder can be made ({error.strerror}); set TMPDIR to a folder that you may write to"
-        ) from None
+        ) from error
     with holder as room:
         view = Path(room) / (of.resolve().name or "checkpoint")
-        view.mkdir(mode=0o700)
+        with writing(view):
+            view.mkdir(mode=0o700)
         yield view

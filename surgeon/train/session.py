@@ -29,7 +29,7 @@ from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
-from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import TrainableSet, trainable_set
@@ -119,7 +119,6 @@ def run_training(
     )
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
     with (
-        _nothing_left(run.work, leads=ranks.leads),
         writing(run.work, kept=kept),
         _held(run.work, target, _fingerprint(loaded, settings, held, data), leads=ranks.leads) as work,
     ):
@@ -384,36 +383,34 @@ def _fingerprint(loaded: LoadedConfig, settings: Settings, held: dict[str, str],
 
 
 @contextlib.contextmanager
-def _nothing_left(work: Path, *, leads: bool) -> Iterator[None]:
-    """Remove a work folder made inside in which no step was finished, where what the user gave is at fault."""
-    there = work.exists()
-    try:
-        yield
-    except SurgeonError:
-        if leads and not there and newest_checkpoint(work) is None:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-@contextlib.contextmanager
 def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterator[WorkFolder | None]:
     """The work folder, ours alone while inside (None on processes that do not lead).
 
-    BadInput where it is another run's, or not ours, or another process is at it.
+    It is removed where this call made it and fails before a step was finished. BadInput where it is another run's, or
+    not ours, or another process is at it.
     """
     if not leads:
         yield None
         return
+    there = work.exists()
     with working_in(work, target=target, marker=RUN_FILE) as folder:
-        record = RunRecord.read(work)
-        if record is None:
-            RunRecord(fingerprint).write(work)
-        elif record.fingerprint != fingerprint:
-            raise BadInput(
-                f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
-                " it, or train to another folder"
-            )
-        yield folder
+        try:
+            record = RunRecord.read(work)
+            if record is None:
+                RunRecord(fingerprint).write(work)
+            elif record.fingerprint != fingerprint:
+                raise BadInput(
+                    f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
+                    " it, or train to another folder"
+                )
+            yield folder
+        except Exception:
+            # While we hold it: a moment before or after, it may be another process'.
+            with contextlib.suppress(OSError, BadInput):
+                folder.check_there()
+                if not there and newest_checkpoint(work) is None:
+                    folder.remove(last=RUN_FILE)
+            raise
 
 
 def _fused(run: _Run, model: Any) -> FusedHead | None:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ def _entry(name: str, content: bytes | None) -> dict[str, Any]:
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    # Answers are written in two pieces, the second of which would wait for 40 ms.
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: Any) -> None:
         """Silence."""
@@ -207,6 +210,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = self.rfile.read(length)
+        if len(body) < length:
+            # The client was killed: half of a request is none.
+            self.close_connection = True
+            return
         if self._refused(url.path):
             return
         paths_info = f"/api/{hub.kind}/{hub.repo_id}/paths-info/"
@@ -244,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._keep(revision, body)
         elif url.path.startswith("/lfs/complete/"):
             parts = [f"{revision}.{part['partNumber']}" for part in json.loads(body)["parts"]]
-            self._keep(revision, b"".join(hub.blobs.pop(part) for part in parts))
+            self._keep(revision, b"".join(hub.blobs[part] for part in parts))
         elif url.path.startswith(f"{model}/commit/"):
             self._commit(revision, body, pull_request="create_pr" in parse_qs(url.query))
         else:
@@ -359,12 +366,24 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silence about clients that are gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
-def serve(hub: Hub) -> Iterator[Hub]:
-    """Serve `hub` on a free port of the loopback interface."""
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+def serve(hub: Hub, *mixed_in: type, join: bool = False) -> Iterator[Hub]:
+    """Serve `hub` on a free port of the loopback interface.
+
+    `mixed_in` are classes that the handler of requests begins with. With `join` the end waits for all that was sent,
+    which clients that keep their connections open never let end.
+    """
+    handler = type("Handler", (*mixed_in, _Handler), {"hub": hub})
+    server = _Server(("127.0.0.1", 0), handler)
+    server.daemon_threads = not join
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     try:

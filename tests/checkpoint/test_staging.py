@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
-from surgeon.checkpoint.working import WorkFolder
+from surgeon.checkpoint.working import WorkFolder, write_durably
 from surgeon.errors import BadInput
 
 FILES = {"model-1.safetensors": b"1" * 1000, "model-2.safetensors": b"2" * 2000, "config.json": b"{}", "t/x": b"x"}
@@ -277,6 +278,57 @@ def test_a_lock_that_its_holder_removed_is_not_taken(tmp_path: Path, monkeypatch
             pass
         assert len(tried) == 2
         finish(stage)
+
+
+def test_one_writer_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one neither removes what the first has written so far, nor gives it its name."""
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    replace, seen = Path.replace, []
+
+    def meanwhile(self: Path, target: Path) -> Path:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replace)
+            with pytest.raises(BadInput, match=r"page\.html: another process is writing it"):
+                write_durably(page, "second")
+        seen.append(page.read_text())
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    write_durably(page, "first")
+    assert seen == ["old"]
+    assert page.read_text() == "first"
+    assert names(tmp_path) == ["page.html"]
+
+
+def test_a_file_that_is_taken_for_a_killed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process finds it new and not yet locked, and removes it: start over."""
+    beside, lock, tried = tmp_path / ".page.html.new", fcntl.flock, []
+
+    def taken(handle: int, how: int) -> None:
+        tried.append(handle)
+        if len(tried) == 1:
+            beside.unlink()
+            beside.write_text("another's")
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    write_durably(tmp_path / "page.html", "whole")
+    assert (tmp_path / "page.html").read_text() == "whole"
+    assert names(tmp_path) == ["page.html"]
+    assert len(tried) == 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EBADF])
+def test_a_file_where_there_are_no_locks(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / ".page.html.new").write_text("half")
+    monkeypatch.setattr(fcntl, "flock", none)
+    write_durably(tmp_path / "page.html", "whole")
+    assert (tmp_path / "page.html").read_text() == "whole"
+    assert names(tmp_path) == ["page.html"]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])

@@ -18,23 +18,36 @@ import surgeon
 from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
-from surgeon.errors import BadInput
-from tests import injection
+from surgeon.errors import BadInput, PromiseBroken
+from tests.injection.command import Command
+from tests.injection.commands import COMMANDS, inputs
+from tests.injection.trials import at_random, injected
 
-# Of what runs without a model, and so in milliseconds.
-BYTES_ONLY = ("apply", "delta", "export-slot", "report")
+# Of what runs without a model, and so in milliseconds: from which call on, and every how many. The last request of a
+# push is its commit.
+BYTES_ONLY = {"apply": (3, 83), "delta": (3, 83), "export-slot": (3, 83), "report": (3, 83), "push": (-1, 1)}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return injection.inputs(tmp_path_factory.mktemp("inputs"))
+    return inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("command", [each for each in injection.COMMANDS if each.name in BYTES_ONLY], ids=BYTES_ONLY)
-def test_killed_and_failed(command: injection.Command, made: Path, tmp_path: Path) -> None:
-    table = injection.injected(command, made, tmp_path, every=83, begin=3)
-    assert all(found.trials for found in table.values())
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.name in BYTES_ONLY], ids=list(BYTES_ONLY))
+def test_killed_and_failed(command: Command, made: Path, tmp_path: Path) -> None:
+    begin, every = BYTES_ONLY[command.name]
+    table = injected(command, made, tmp_path, every=every, begin=begin)
+    # An ordinary push writes nothing here.
+    assert all(found.trials for found in table.values() if found.calls)
     assert [sentence for found in table.values() for sentence in found.wrong] == []
+
+
+def test_killed_at_random_and_two_at_once(made: Path, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        if command.name in ("report", "push --delta"):
+            table = at_random(command, made, tmp_path, trials=1)
+            assert [found.trials for found in table.values()] == [1, 1]
+            assert [sentence for found in table.values() for sentence in found.wrong] == []
 
 
 @contextmanager
@@ -98,6 +111,39 @@ def test_train_looks_for_room_first(made: Path, tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob(".out.training/checkpoint-*"))
 
 
+@pytest.mark.parametrize("place", [(os, "mkdir"), (Path, "write_text"), (Path, "symlink_to")], ids=lambda at: at[1])
+def test_no_room_for_temporary_files(place: Any, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says nothing of the model, so no promise is broken."""
+    from surgeon.models.load import load_model
+
+    home, name = place
+    real = getattr(home, name)
+
+    def full(path: Any, *given: Any, **named: Any) -> Any:
+        if "surgeon-view-" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(home, name, full)
+    with pytest.raises(
+        BadInput, match=r"no temporary folder can be made|surgeon-view-.*: the disk is full .* make room"
+    ):
+        load_model(made / "deeper", failure=PromiseBroken)
+
+
+def test_temporary_files_that_cannot_be_removed(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from surgeon.models.load import load_model
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", broken)
+        assert load_model(made / "deeper") is not None
+    assert list(tmp_path.iterdir())
+
+
 def test_a_full_device_for_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `surgeon plans > /dev/full` finds it: where Python's own buffer is written out."""
 
@@ -158,16 +204,18 @@ def test_out_on_another_file_system_than_its_staging(
 
 
 def test_two_at_once_onto_one_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is refused while the first works, and finds the run made where it waited for the first to end."""
+    """The second is refused while the first works, and leaves its folder alone: also where it came when none was."""
     from surgeon.train import session
 
     given = (made / "deeper", made / "train.yaml", tmp_path / "out")
-    train, refused = session._train, []
+    train, exists, refused = session._train, Path.exists, []
 
     def meanwhile(run: Any) -> Any:
         def second() -> None:
             try:
-                surgeon.train(*given, device="cpu")
+                with monkeypatch.context() as patched:
+                    patched.setattr(Path, "exists", lambda path: path.name != ".out.training" and exists(path))
+                    surgeon.train(*given, device="cpu")
             except BadInput as error:
                 refused.append(str(error))
 

@@ -1,0 +1,68 @@
+"""The commands that write, and what they work on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import surgeon
+from tests.injection.command import Command
+from tests.injection.pushing import Push
+
+
+def _train(inputs: Path, work: Path) -> None:
+    surgeon.train(inputs / "deeper", inputs / "train.yaml", work / "out", device="cpu")
+
+
+def _continual(inputs: Path, work: Path) -> None:
+    surgeon.continual(inputs / "tasks.yaml", inputs / "base", work / "out", device="cpu")
+
+
+def _push(_: Path, work: Path) -> None:
+    surgeon.push(work / "out", "user/model")
+
+
+COMMANDS = (
+    Command("apply", lambda inputs, work: surgeon.apply("llama-pro", str(inputs / "base"), work / "out")),
+    Command("revert", lambda inputs, work: surgeon.revert(inputs / "deeper", work / "out")),
+    Command("delta", lambda inputs, work: surgeon.make_delta(inputs / "deeper", work / "out")),
+    Command(
+        "apply --delta",
+        lambda inputs, work: surgeon.apply_delta(inputs / "delta", str(inputs / "base"), work / "out"),
+    ),
+    Command("export-slot", lambda inputs, work: surgeon.export_slot(inputs / "slots", 0, work / "out")),
+    Command(
+        "report",
+        lambda inputs, work: surgeon.report(inputs / "deeper", html=work / "report.html"),
+        result="report.html",
+        again=True,
+    ),
+    Push("push", _push),
+    Push("push, new", _push, new=True),
+    Push("push --delta", lambda _, work: surgeon.push(work / "out", "user/model", delta=True)),
+    Command("merge", lambda inputs, work: surgeon.merge(inputs / "branched", work / "out", windows=1), every=5),
+    Command("train", _train, every=9),
+    Command("continual", _continual, every=25),
+)
+
+
+def inputs(folder: Path) -> Path:
+    """What the commands work on, made once: nothing in it is written to again."""
+    from tests import tiny
+    from tests.train.texts import add_tokenizer, corpus
+
+    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=8))
+    for plan, name in (("llama-pro", "deeper"), ("pmoe", "slots"), ("control-llm", "branched")):
+        surgeon.apply(plan, str(base), folder / name)
+    surgeon.make_delta(folder / "deeper", folder / "delta")
+    corpus(folder / "text.jsonl", documents=20)
+    training = {"steps": 2, "batch": 2, "length": 16, "save_every": 1, "evaluate_every": 2, "validation_sequences": 2}
+    source = {"name": "text", "path": "text.jsonl", "share": 1.0, "validation": 0.2}
+    (folder / "train.yaml").write_text(json.dumps({"surgeon_train": 1, **training, "sources": [source]}))
+    del training["validation_sequences"]
+    tasks = [{"name": name, "sources": [{"path": "text.jsonl", "validation": 0.2}]} for name in "ab"]
+    plan = {"rank": 2, "threshold": 2}
+    (folder / "tasks.yaml").write_text(
+        json.dumps({"surgeon_continual": 1, "plan": plan, "train": training, "evaluation_sequences": 2, "tasks": tasks})
+    )
+    return folder
