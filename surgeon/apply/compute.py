@@ -347,7 +347,7 @@ def activations(
             f" for {support.samples}"
         )
     streamed = StreamedModel(base, dtype="float32", device=str(device))
-    named = {stored: name for name, stored in streamed.stored_as.items()}
+    named = {stored: name for name, all_of_it in streamed.stored_as.items() for stored in all_of_it}
     kept: dict[str, list[Tensor]] = {weight: [] for weight in weights}
     for weight in kept:
         module = streamed.module.get_submodule(named[weight].removesuffix(".weight"))

@@ -51,8 +51,9 @@ OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 class Derivation(ABC):
     """What was found out about a model type that no family describes, and what can be done with it."""
 
-    # What was proven, in one line.
+    # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
+    stack: str
 
     @abstractmethod
     def grown(self, order: Sequence[int]) -> dict[str, Any]:

@@ -127,6 +127,11 @@ class _Found(Derivation):
         """What was proven of the model type."""
         return self.derived.evidence
 
+    @property
+    def stack(self) -> str:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.derived.skeleton.stack
+
     def grown(self, order: Sequence[int]) -> dict[str, Any]:
         """As `Derivation` says."""
         return grown(self.config, self.derived.skeleton, order)

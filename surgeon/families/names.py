@@ -6,6 +6,7 @@ in its names. transformers knows how each becomes the model's; here it is asked,
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,36 @@ def made_of(model: Any, names: Iterable[str]) -> dict[str, Made]:
         targets = (target, *(target.replace(first, other) for other in others))
         found[name] = Made(targets, pattern is not None)
     return found
+
+
+def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What transformers makes of `tensors` (by their names on disk), by names in `model`, which stays as it is.
+
+    `names` are those asked for; a tied one comes by its partner's name.
+    """
+    import torch
+    from torch import nn
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+    before = {name: owner._parameters[key] for name, (owner, key) in owners.items()}
+    # In the widest dtype that is stored: what the model computes in is for the caller to say.
+    kind = functools.reduce(torch.promote_types, (value.dtype for value in tensors.values()))
+    for name, (owner, key) in owners.items():
+        empty = before[name]
+        assert empty is not None, name
+        owner._parameters[key] = nn.Parameter(torch.empty(empty.shape, dtype=kind, device="meta"), requires_grad=False)
+    mapping = get_model_conversion_mapping(model)
+    try:
+        with quiet_transformers():
+            options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=kind, weight_mapping=mapping)
+            convert_and_load_state_dict_in_model(model, dict(tensors), options, None)
+        return {name: owner._parameters[key].data for name, (owner, key) in owners.items()}
+    finally:
+        for name, (owner, key) in owners.items():
+            owner._parameters[key] = before[name]
 
 
 def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:

@@ -66,8 +66,8 @@ def prove(
                     f"on a twin of this model the logits{what} are not the base's: layer {first} of the output does not"
                     " get what it got before; choose other places, or `zero_init: false` to go without the promise"
                 )
-        with_image = [_hidden_with_image(twin, tokens) for twin in (base, result)]
-        if with_image[0] is not None and with_image[1] is not None and not torch.equal(*with_image):
+        before, after = (_hidden_with_image(twin, tokens) for twin in (base, result))
+        if before is not None and after is not None and not torch.equal(before, after):
             raise BadInput(
                 "this model adds features of images to its lowest layers, by their numbers: with an image the output"
                 " would not be the base; choose places above those layers, or `zero_init: false` to go without the"

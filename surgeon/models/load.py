@@ -194,7 +194,9 @@ def load_model(
         )
     model.config.name_or_path = str(folder.path)
     check_doubled(folder, model, failure)
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    # Layers above the stack, which predict further tokens, are known of types that were derived.
+    derived = is_derived(folder.config)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) if derived else None
     _check_loaded(info, auto, layers, printable(str(folder.path)), failure, say)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:

@@ -21,6 +21,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.families.dissect import dissect, is_derived
+from surgeon.families.names import as_loaded, made_of
 from surgeon.models.load import Attention, build_model, check_doubled, is_idle, stored_dtype, torch_dtype
 
 
@@ -28,8 +30,8 @@ class StreamedModel:
     """A causal language model whose weights are in memory only while the unit that owns them runs.
 
     `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
-    layers; `stored_as` gives for each tensor of the model the name it is stored under. The names and shapes of all
-    stored tensors are checked before anything runs; it raises `failure` where they do not fit the config.
+    layers; `stored_as` gives for each tensor of the model the names of what it is stored as. The names and shapes of
+    all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config.
     """
 
     def __init__(
@@ -45,6 +47,9 @@ class StreamedModel:
         self.module = build_model(
             folder, dtype=lambda config: self._chosen_dtype(dtype, config), attention=attention, failure=failure
         )
+        # Those of the model's tensors that are made of other ones.
+        self._made: set[str] = set()
+        self._stack = ""
         self.stored_as = self._stored_names()
         self.layers = self._decoder_layers()
         self.peak_weight_bytes = 0
@@ -75,8 +80,32 @@ class StreamedModel:
     def _shown(self) -> str:
         return printable(str(self.folder.path))
 
-    def _stored_names(self) -> dict[str, str]:
-        """For every tensor of the model, the name it is stored under; ties are followed, layers' extras are refused."""
+    def _stored_names(self) -> dict[str, tuple[str, ...]]:
+        """For every tensor of the model what it is stored as; ties are followed, layers' extras are refused."""
+        if is_derived(self.folder.config):
+            return self._converted_names()
+        return {name: (stored,) for name, stored in self._same_names().items()}
+
+    def _converted_names(self) -> dict[str, tuple[str, ...]]:
+        """Of a model type that no family describes: as transformers itself would load it."""
+        try:
+            anatomy = dissect(self.folder.config, self.folder.tensors)
+        except BadInput as error:
+            raise self.failure(f"{self._shown}: {error}") from error
+        assert anatomy.derivation is not None
+        self._stack = anatomy.derivation.stack
+        sources: dict[str, list[str]] = {}
+        for stored, made in made_of(self.module, self.folder.tensors).items():
+            self._made |= {*made.names} if made.converted else set()
+            for name in made.names:
+                sources.setdefault(name, []).append(stored)
+        for name, other in self.module.all_tied_weights_keys.items():
+            one = sources.get(name) or sources.get(other) or []
+            sources[name] = sources[other] = one
+        expected = self.module.state_dict(keep_vars=True)
+        return {name: tuple(sources[name]) for name in expected if sources.get(name)}
+
+    def _same_names(self) -> dict[str, str]:
         check_doubled(self.folder, self.module, self.failure)
         expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
         tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
@@ -109,6 +138,8 @@ class StreamedModel:
 
     def _decoder_layers(self) -> list[nn.Module]:
         """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""
+        if self._stack:
+            return list(self.module.get_submodule(self._stack))
         stacks = [list(child) for child in self.module.get_decoder().children() if isinstance(child, nn.ModuleList)]
         if not stacks:
             raise self.failure(f"{self._shown}: {type(self.module).__name__} has no stack of decoder layers")
@@ -120,8 +151,9 @@ class StreamedModel:
             for name, buffer in owner.named_buffers(recurse=False):
                 full = f"{prefix}.{name}" if prefix else name
                 if full in self.stored_as:
-                    with self._opened(self._file_of(full)) as shard:
-                        buffer = shard.get_tensor(self.stored_as[full]).clone()
+                    (stored,) = self.stored_as[full]
+                    with self._opened(self.folder.tensors[stored].file) as shard:
+                        buffer = shard.get_tensor(stored).clone()
                 owner._buffers[name] = buffer.to(self.device)
 
     def _hook_units(self) -> None:
@@ -165,16 +197,37 @@ class StreamedModel:
 
     def _read(self, names: list[str]) -> list[Tensor]:
         """The weights called `names`, on the device and in the dtype of the computation."""
+        plain = [name for name in names if name not in self._made]
+        held = self._stored([stored for name in plain for stored in self.stored_as[name]])
         values: dict[str, Tensor] = {}
-        for file in dict.fromkeys(self._file_of(name) for name in names):
+        for name in plain:
+            (stored,) = self.stored_as[name]
+            values[name] = self._placed(held[stored], name)
+        if made := [name for name in names if name in self._made]:
+            values |= self._converted(made)
+        return [values[name] for name in names]
+
+    def _placed(self, stored: Tensor, name: str) -> Tensor:
+        # A new tensor: the mapped one is unaligned and would keep the file mapped.
+        value = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
+        return value.copy_(stored)
+
+    def _stored(self, names: list[str]) -> dict[str, Tensor]:
+        """Tensors as they are stored, mapped."""
+        found: dict[str, Tensor] = {}
+        for file in dict.fromkeys(self.folder.tensors[name].file for name in names):
             with self._opened(file) as shard:
                 for name in names:
-                    if self._file_of(name) == file:
-                        stored = shard.get_tensor(self.stored_as[name])
-                        # A new tensor: the mapped one is unaligned and would keep the file mapped.
-                        values[name] = torch.empty(stored.shape, dtype=self._dtype_of(name), device=self.device)
-                        values[name].copy_(stored)
-        return [values[name] for name in names]
+                    if self.folder.tensors[name].file == file:
+                        found[name] = shard.get_tensor(name)
+        return found
+
+    def _converted(self, names: list[str]) -> dict[str, Tensor]:
+        """Weights that are stored under other names, or as several tensors, made as transformers makes them."""
+        given = self._stored(list(dict.fromkeys(stored for name in names for stored in self.stored_as[name])))
+        for name, value in as_loaded(self.module, given, names).items():
+            given[name] = self._placed(value, name)
+        return {name: given[name] for name in names}
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """The dtype transformers gives this weight: some families keep a few modules in float32."""
@@ -183,9 +236,6 @@ class StreamedModel:
             kept |= set(self.module._keep_in_fp32_modules or ())
         halved = self.dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if halved and any(part in name for part in kept) else self.dtype
-
-    def _file_of(self, name: str) -> str:
-        return self.folder.tensors[self.stored_as[name]].file
 
     @contextmanager
     def _opened(self, file: str) -> Iterator[Any]:

@@ -123,6 +123,11 @@ class ControlLLM(Operation):
             raise ValueError(f"interpolator `{kind}` projects for the divergence, which is `none`: use `lerp`")
         return self
 
+    @property
+    def attaches(self) -> bool:
+        """Copies on top are layers like any other."""
+        return self.expansion != "stack"
+
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Attach the branches, insert the copies, and say what was matched and what is promised."""
         layers = select_layers(self.layers, len(draft.layers))

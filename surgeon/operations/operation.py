@@ -159,6 +159,11 @@ class Operation(Spec):
         return None
 
     @property
+    def attaches(self) -> bool:
+        """Whether it attaches grafts, which need classes that surgeon ships."""
+        return bool(self.grafts)
+
+    @property
     def needs_task_ids(self) -> bool:
         """Whether its loss asks of every token which task it belongs to, task k being slot k."""
         return False

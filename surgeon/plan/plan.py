@@ -14,6 +14,7 @@ from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
 from surgeon.errors import BadInput, printable
+from surgeon.families import FAMILIES
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.operation import Operation
@@ -122,6 +123,12 @@ def _tags(discriminator: str) -> list[str]:
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    if anatomy.derivation is not None and operation.attaches:
+        raise BadInput(
+            f"{printable(anatomy.family.model_type)} is a model type that surgeon derives: layers can be added to it"
+            f" (insert_layers, stack_layers, control_llm with `expansion: stack`), {operation.op} stands in models of"
+            f" {', '.join(FAMILIES)} so far"
+        )
     if anatomy.family.encoder and not operation.on_encoders:
         others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
         raise BadInput(
