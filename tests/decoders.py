@@ -20,7 +20,7 @@ from surgeon.families.twin import shrunk, twin_of
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1, "topk_method": "greedy"},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
-    "bamba": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
     "helium": {"head_dim": 32},
     "gemma4": {"hidden_size_per_layer_input": 0},

@@ -29,8 +29,8 @@ from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 # alone, never a substring. Text decoders that nobody described stand under these words: never under those of a tower
 # for images or sound.
 _TEXT_STEM = (
-    r"(?:(?:model|language_model|text_model|transformer|decoder|backbone|gpt_neox\w*|biogpt|llm|lm|thinker|base_model)\.)*"
-    r"(?:layers|h|blocks|block)\."
+    r"(?:(?:model|language_model|text_model|transformer|decoder|backbone|gpt_neox\w*|biogpt|rwkv|llm|lm|thinker|base_model)\.)*"
+    r"(?:layers?|h|blocks?)\."
 )
 
 

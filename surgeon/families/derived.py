@@ -221,7 +221,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         layers=layers,
         outer={name: tensors[name] for name in names.outer},
         layer_types=[found.titles[kind] for kind in found.kind_of] if len(found.titles) > 1 else None,
-        tied=bool(found.skeleton.model.config.tie_word_embeddings),
+        tied=bool(found.skeleton.model.all_tied_weights_keys),
         grafted=({},) * count,
         bank={},
         idle=tuple(name for name, target in names.outer.items() if not target),

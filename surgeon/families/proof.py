@@ -8,7 +8,7 @@ on a layer's number in the model's own code, and no setting shows, is found here
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surgeon.common.library import LOAD_FAILURES, first_line
@@ -182,16 +182,11 @@ def _first_apart(base: Skeleton, result: Skeleton, order: Sequence[int], kept: S
     """The first kept layer of the output whose input differs from what it gets in the base."""
     import torch
 
-    seen: list[dict[int, Any]] = []
+    seen: list[dict[int, Tensor]] = []
     for twin in (base, result):
-        inputs: dict[int, Any] = {}
+        inputs: dict[int, Tensor] = {}
         hooks = [
-            layer.register_forward_pre_hook(
-                lambda _layer, args, kwargs, index=index, inputs=inputs: (
-                    inputs.setdefault(index, (args[0] if args else kwargs["hidden_states"]).clone()) and None
-                ),
-                with_kwargs=True,
-            )
+            layer.register_forward_pre_hook(_keeping(index, inputs), with_kwargs=True)
             for index, layer in enumerate(twin.layers)
         ]
         _prefill(twin, tokens)
@@ -202,3 +197,12 @@ def _first_apart(base: Skeleton, result: Skeleton, order: Sequence[int], kept: S
         if own and source in seen[0] and index in seen[1] and not torch.equal(seen[0][source], seen[1][index]):
             return index
     return len(order) - 1
+
+
+def _keeping(index: int, inputs: dict[int, Tensor]) -> Callable[..., None]:
+    """A hook that keeps what layer `index` gets."""
+
+    def hook(_layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.setdefault(index, (args[0] if args else kwargs["hidden_states"]).clone())
+
+    return hook

@@ -222,7 +222,7 @@ def _null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | No
             scale.fill_(null)
             try:
                 output = module(sample)
-            except (RuntimeError, TypeError, ValueError):  # a norm that wants more than one input
+            except (RuntimeError, TypeError, ValueError, AttributeError):  # a norm that wants more than one input
                 return None
             if isinstance(output, torch.Tensor) and not bool(output.any()):
                 return null

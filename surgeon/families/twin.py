@@ -77,7 +77,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
             return min(value, max(_WINDOW, config.get("index_kpool") or 0))
         if key in ("n_group", "num_expert_group"):
             return min(value, 2)
-        if key == "topk_group":
+        if key in ("topk_group", "n_groups", "mamba_n_groups", "mamba_ngroups"):
             return 1
         return words - 1 if key.endswith("token_id") and value >= words else value
 
