@@ -1,0 +1,135 @@
+"""What is found out of a model type by building and probing it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput
+from surgeon.families import FAMILIES
+from surgeon.families.derived import derive
+from surgeon.families.dissect import dissect
+from surgeon.families.growth import grown
+from surgeon.families.kinds import described_kinds, numbered
+from surgeon.families.proof import prove
+from surgeon.families.silence import silences
+from surgeon.families.skeleton import build
+from surgeon.families.twin import shrunk, twin_of
+from tests import tiny
+from tests.decoders import tiny_config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_finds_what_was_written_by_hand(family: str, tmp_path: Path) -> None:
+    """Of the nine described families: the same silence, the same values, for every layer."""
+    folder = CheckpointFolder.open(tiny.checkpoint(tmp_path / "base", family))
+    by_hand = dissect(folder.config, folder.tensors).kinds[0].silence
+    found = derive(folder.config)
+    assert [dict(each.values) for each in found.silence] == [dict(by_hand)] * len(found.silence)
+    assert not any(each.reason for each in found.silence)
+
+
+def test_a_twin_keeps_everything_but_sizes() -> None:
+    config = tiny_config("qwen3_moe") | {
+        "hidden_size": 4096,
+        "head_dim": 128,
+        "num_experts": 128,
+        "vocab_size": 150_000,
+    }
+    small = shrunk(config)
+    assert small["num_hidden_layers"] == config["num_hidden_layers"]
+    assert small["head_dim"] == config["head_dim"]
+    assert (small["num_experts"], small["vocab_size"]) == (8, 256)
+    assert small["hidden_size"] < 300
+    assert shrunk(small) == small
+
+
+def test_a_twin_is_the_same_each_time_and_leaves_the_draws_of_others_alone() -> None:
+    import torch
+
+    config = tiny_config("olmo3")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, other = twin_of(config), twin_of(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    third = twin_of(config, seed=1)
+    assert not torch.equal(next(iter(one.model.parameters())), next(iter(third.model.parameters())))
+
+
+def test_probing_leaves_the_twins_weights_as_they_were() -> None:
+    import torch
+
+    twin = twin_of(tiny_config("olmo3"))
+    before = {name: value.clone() for name, value in twin.model.state_dict().items()}
+    found = silences(twin, [0, 1])
+    assert all(torch.equal(value, before[name]) for name, value in twin.model.state_dict().items())
+    assert set(found[0].values) == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
+
+
+GROWN: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
+    # One dense layer before those of experts: a copy of it is dense as well.
+    "deepseek_v3": ({}, [0, 0, 1, 2, 3], {"num_hidden_layers": 5}),
+    # Layers without rotary positions, which the config leaves to be derived from an interval.
+    "smollm3": ({"no_rope_layers": None}, [0, 1, 2, 3, 3], {"no_rope_layers": [1, 1, 1, 0, 0]}),
+    "gpt2": ({}, [0, 1, 1, 2, 3], {"n_layer": 5}),
+}
+
+
+@pytest.mark.parametrize("model_type", GROWN)
+def test_a_grown_config_says_what_every_layer_is(model_type: str) -> None:
+    changes, order, wanted = GROWN[model_type]
+    config = tiny_config(model_type, **changes)
+    if model_type == "smollm3":
+        config = {key: value for key, value in config.items() if key not in ("no_rope_layers", "layer_types")}
+    skeleton = build(config)
+    made = grown(config, skeleton, order)
+    kinds, now = described_kinds(skeleton), described_kinds(build(made))
+    assert [kind[0] for kind in now] == [kinds[source][0] for source in order]
+    assert {key: made[key] for key in wanted} == wanted
+
+
+def test_the_proof_has_power() -> None:
+    """Not silenced, or a kept layer out of its place: refused. Silenced: proven."""
+    config = tiny_config("mixtral")
+    found = derive(config)
+    order = [0, 1, 1, 2, 3]
+    made = grown(config, found.skeleton, order)
+    kept = [True, True, False, True, True]
+    silent = dict(found.silence[0].values)
+    prove(config, made, order, kept, [{}, {}, silent, {}, {}], heads=found.heads)
+    for values in ({}, dict(list(silent.items())[:1])):
+        with pytest.raises(BadInput, match="layer 3 of the output does not get what it got before"):
+            prove(config, made, order, kept, [{}, {}, values, {}, {}], heads=found.heads)
+    with pytest.raises(BadInput, match="the logits are not the base's"):
+        prove(
+            config, made, [0, 2, 1, 1, 3], [True, True, False, True, True], [{}, {}, silent, {}, {}], heads=found.heads
+        )
+
+
+def test_kinds_are_layers_that_differ_in_nothing_but_weights() -> None:
+    found = derive(tiny_config("qwen3_next"))
+    assert found.kind_of == tuple(numbered(list(found.kind_of)))
+    types = json.loads(json.dumps(found.skeleton.text.layer_types))
+    assert [found.titles[kind] for kind in found.kind_of] == types
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "a billion layers": ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
+    "a billion experts": ({"num_local_experts": 10**9}, "more than 100000 is refused"),
+    "beyond any number": ({"hidden_size": 10**30}, r"beyond 2\^31 is refused"),
+    "no layers": ({"num_hidden_layers": 0}, "0 layers; 1 to 10000 are read"),
+    "a text for a size": ({"hidden_size": "wide"}, "cannot build this mixtral"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_config_is_refused_before_it_costs_anything(case: str) -> None:
+    changes, words = HOSTILE[case]
+    with pytest.raises(BadInput, match=words):
+        derive(tiny_config("mixtral") | changes)
