@@ -6,12 +6,11 @@ The default config of a model type with its sizes shrunk, as few layers as have 
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from surgeon.errors import BadInput
-from surgeon.families.growth import grown, part_of
+from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
@@ -103,7 +102,4 @@ def tiny_decoder(
     model.config.architectures = config["architectures"]
     size = sum(value.nbytes for value in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=max(size // 3, 1))
-    saved = json.loads((folder / "config.json").read_text())
-    # As checkpoints on the Hub are: with the fields that the class wrote, and no more.
-    assert part_of(saved, ()), folder
     return folder

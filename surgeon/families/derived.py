@@ -19,7 +19,7 @@ from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, layer_of
-from surgeon.families.family import MOST_LAYERS, OWN_CONFIG, Family, Part, Sizes
+from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
@@ -76,8 +76,8 @@ def _derived(kept: str) -> Derived:
     began = time.perf_counter()
     skeleton = build(config)
     count = len(skeleton.layers)
-    if not 0 < count <= MOST_LAYERS:
-        raise BadInput(f"config.json: {count} layers; 1 to {MOST_LAYERS} are read; {OWN_CONFIG}")
+    if count < 1:
+        raise BadInput(f"config.json: {count} layers; at least 1 is needed; {OWN_CONFIG}")
     keys = described_kinds(skeleton)
     kind_of = numbered(keys)
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import LARGEST_SIZE, MOST_LAYERS, OWN_CONFIG
+from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,8 @@ IMAGE_TEXT = "AutoModelForImageTextToText"
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|encoder|qformer|perceiver|mtp)")
 # Counts of modules: a config that asks for a billion of them would be built one by one.
 _COUNT = re.compile(r"(^|_)(num|n|max)_.*(layers?|blocks?|experts?)$|^(depth|n_layer|layers)$")
-_MOST_MODULES = 100_000
+_MOST_EXPERTS = 4096
+_MOST_BUILT = 1000
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _check_counts(config: Mapping[str, Any]) -> None:
         elif type(value) is int and abs(value) > LARGEST_SIZE:
             raise BadInput(f"config.json: `{printable(key)}` is {value}; beyond 2^31 is refused; {OWN_CONFIG}")
         elif type(value) is int and _COUNT.search(key):
-            most = MOST_LAYERS if "layer" in key or key == "depth" else _MOST_MODULES
+            most = _MOST_EXPERTS if "expert" in key else _MOST_BUILT
             if value > most:
                 raise BadInput(f"config.json: `{printable(key)}` is {value}; more than {most} is refused; {OWN_CONFIG}")
 
