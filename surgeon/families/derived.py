@@ -24,6 +24,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
+from surgeon.families.roles import with_roles
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import one_thread, twin_of
@@ -211,11 +212,11 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
             )
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    text = found.skeleton.text
+    sizes = _sizes(found.skeleton.text, count)
     return Anatomy(
         family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
-        sizes=_sizes(text, count),
-        kinds=tuple(_kind(found, kind, names.layers[first], layers[first]) for kind, first in enumerate(firsts)),
+        sizes=sizes,
+        kinds=tuple(_kind(found, kind, names.layers[first], layers[first], sizes) for kind, first in enumerate(firsts)),
         kind_of=found.kind_of,
         prefix="",
         layers=layers,
@@ -254,7 +255,11 @@ def _sizes(text: Any, layers: int) -> Sizes:
 
 
 def _kind(
-    found: Derived, kind: int, stored: Mapping[str, tuple[str, ...]], tensors: Mapping[str, TensorInfo]
+    found: Derived,
+    kind: int,
+    stored: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, TensorInfo],
+    sizes: Sizes,
 ) -> LayerKind:
     silence = found.silence[kind]
     parts = []
@@ -271,7 +276,7 @@ def _kind(
             Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
         )
     values, reason = _on_disk(silence.values, stored)
-    return LayerKind(tuple(parts), values, silence.reason or reason, found.titles[kind])
+    return LayerKind(with_roles(parts, sizes, values), values, silence.reason or reason, found.titles[kind])
 
 
 def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:

@@ -52,6 +52,11 @@ def fuse_layers(
             f"which tensors of a {draft.anatomy.family.model_type} layer are query, key, value, output, gate, up and"
             " down is not described, so nothing can be aligned; use init average, copy or random"
         )
+    if heads == "blocks" and draft.anatomy.derivation is not None:
+        raise BadInput(
+            f"`heads: blocks` keeps rotary pairs, and how a {draft.anatomy.family.model_type} pairs them is not"
+            " described; use `heads: free`"
+        )
     flow_of = _Flow(flow, heads, label)
     whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
     wanted = _wanted_roles(parts, flow_of, skip)

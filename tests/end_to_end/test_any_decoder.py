@@ -7,6 +7,7 @@ not the model's, towers for images, layers above the stack.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,33 @@ def test_every_way_to_grow_and_to_undo(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights(base)[name]) for name, value in weights(tmp_path / "none").items())
     surgeon.report(twice, html=tmp_path / "report.html")
     assert "qwen3_moe" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "olmo3", "granite"])
+def test_fusion_by_transport_is_that_of_the_described_family(model_type: str, tmp_path: Path) -> None:
+    """The same weights under a described family's name: the same fused bytes (OLMo 3's layer is OLMo 2's)."""
+    base = tiny_decoder(tmp_path / "base", model_type, attention_bias=False)
+    twin = tmp_path / "twin"
+    shutil.copytree(base, twin)
+    known = "olmo2" if model_type == "olmo3" else "llama"
+    config = json.loads((base / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
+    architecture = {"olmo2": "Olmo2ForCausalLM", "llama": "LlamaForCausalLM"}[known]
+    (twin / "config.json").write_text(json.dumps(config | {"model_type": known, "architectures": [architecture]}))
+    path = tmp_path / "plan.yaml"
+    operation = "{op: insert_layers, where: {after: [0]}, init: {kind: ot_fusion}}"
+    path.write_text(f"surgeon: 1\nseed: 3\noperations:\n  - {operation}\n")
+    for folder in (base, twin):
+        surgeon.apply(path, str(folder), folder.with_name(f"{folder.name}-out"))
+    mine, theirs = weights(tmp_path / "base-out"), weights(tmp_path / "twin-out")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert not torch.equal(
+        mine["model.layers.1.self_attn.q_proj.weight"], mine["model.layers.0.self_attn.q_proj.weight"]
+    )
+    verified = surgeon.verify(base, tmp_path / "base-out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
 
 
 @pytest.mark.parametrize(
