@@ -22,6 +22,7 @@ from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.periods import broken_pattern
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
@@ -146,6 +147,8 @@ def preview_of(
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
     notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
+    broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers]) if blueprint.native else None
+    notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)

@@ -242,6 +242,37 @@ def test_above_the_layers_that_take_an_images_features_it_is_exact(tmp_path: Pat
     assert verified.identical
 
 
+@pytest.mark.parametrize("init", ["copy", "random"])
+def test_whole_periods_go_where_single_layers_cannot(init: str, tmp_path: Path) -> None:
+    """Jamba's kinds follow from numbers in its config alone: its period of eight layers is inserted as a whole."""
+    base = tiny_decoder(tmp_path / "base", "jamba", layers=16)
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "surgeon: 1\noperations:\n"
+        f"  - {{op: insert_layers, where: {{every_period: 2}}, init: {{kind: {init}}}}}\n"
+        f"  - {{op: insert_layers, where: {{every_period: 1}}, count: 8, init: {{kind: {init}}}}}\n"
+    )
+    shown = surgeon.preview(path, str(base))
+    assert [record.matched for record in shown.blueprint.operations] == [
+        "8 new layers in whole periods of 8 layers, after layer 15",
+        "8 new layers in whole periods of 8 layers, after layer 23",
+    ]
+    assert [layer.like for layer in shown.blueprint.layers] == [*range(16), *range(8, 16), *range(8, 16)]
+    surgeon.apply(path, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    before, after = weights(base), weights(tmp_path / "out")
+    same = [
+        torch.equal(after[name.replace("layers.9.", "layers.17.")], before[name])
+        for name in before
+        if ".layers.9." in name and "experts" in name and "up_proj" in name
+    ]
+    assert same and all(same) is (init == "copy")
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert weights(tmp_path / "back").keys() == before.keys()
+
+
 def _shape(folder: Path) -> None:
     shard = min(folder.glob("*.safetensors"))
     held = load_file(shard)
