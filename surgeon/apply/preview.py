@@ -114,13 +114,16 @@ def preview(
     `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
     (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
     """
-    base = str(base)
     loaded = loaded_plan(plan)
-    if Path(base).exists():
-        folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    else:
-        folder = remote_folder(base, revision, trust_remote_code=trust_remote_code)
+    folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     return preview_of(loaded, folder, adapters_of_plan(loaded))
+
+
+def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
+    """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
+    if Path(base).exists():
+        return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
 
 
 def loaded_plan(plan: str | Path | LoadedPlan) -> LoadedPlan:

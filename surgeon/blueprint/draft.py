@@ -234,7 +234,8 @@ class Draft:
     @property
     def pattern(self) -> list[tuple[int, str]]:
         """As the anatomy's, of the layers as they stand."""
-        return [self.anatomy.pattern[layer.like] for layer in self.layers]
+        pattern = self.anatomy.pattern
+        return [pattern[layer.like] for layer in self.layers]
 
     def dtype_of(self, layer: int) -> str:
         """The dtype of a layer: that of its first part."""

@@ -129,7 +129,14 @@ class Anatomy:
     def pattern(self) -> tuple[tuple[int, str], ...]:
         """Of each layer its kind's number and title: what is equal for layers that can stand in each other's place."""
         types = self.layer_types or [self.kinds[kind].title for kind in self.kind_of]
-        return tuple(zip(self.kind_of, types, strict=True))
+        kinds: dict[str, set[int]] = {}
+        for kind, title in zip(self.kind_of, types, strict=True):
+            kinds.setdefault(title, set()).add(kind)
+        # What differs in other things than its title says (a router that the first of them has not) has a number too.
+        return tuple(
+            (kind, title if len(kinds[title]) == 1 else f"{title} (kind {kind})".strip())
+            for kind, title in zip(self.kind_of, types, strict=True)
+        )
 
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""

@@ -36,6 +36,13 @@ class InsertLayers(Operation):
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}
 
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+        {"where": {"every": 1}, "init": {"kind": "copy"}},
+        {"where": {"every_period": 1}, "init": {"kind": "copy"}},
+        {"where": "all", "init": {"kind": "average"}},
+        {"where": "all", "init": {"kind": "ot_fusion"}},
+    )
+
     op: Literal["insert_layers"]
     where: Annotated[GapSelector | EveryPeriod, Field(description="the gaps to fill, each named by the layer below it")]
     count: Annotated[
@@ -148,11 +155,11 @@ class InsertLayers(Operation):
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
-        silenced = list(dict.fromkeys(_of_experts(suffix) for kind in kinds for suffix in kind.silence))
+        silenced = list(dict.fromkeys(of_experts(suffix) for kind in kinds for suffix in kind.silence))
         what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
         return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
 
 
-def _of_experts(suffix: str) -> str:
+def of_experts(suffix: str) -> str:
     """A tensor's suffix, the same for all experts of a layer: `mlp.experts.*.down_proj.weight`."""
     return re.sub(r"\.\d+\.", ".*.", suffix)

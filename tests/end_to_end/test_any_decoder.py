@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
-from tests.decoders import tiny_decoder
+from tests.decoders import JAMBA, tiny_decoder
 from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
 from tests.train.texts import corpus
 from tests.warm import warm
@@ -245,7 +245,7 @@ def test_above_the_layers_that_take_an_images_features_it_is_exact(tmp_path: Pat
 @pytest.mark.parametrize("init", ["copy", "random"])
 def test_whole_periods_go_where_single_layers_cannot(init: str, tmp_path: Path) -> None:
     """Jamba's kinds follow from numbers in its config alone: its period of eight layers is inserted as a whole."""
-    base = tiny_decoder(tmp_path / "base", "jamba", layers=16)
+    base = tiny_decoder(tmp_path / "base", "jamba", **JAMBA)
     path = tmp_path / "plan.yaml"
     path.write_text(
         "surgeon: 1\noperations:\n"
@@ -271,6 +271,15 @@ def test_whole_periods_go_where_single_layers_cannot(init: str, tmp_path: Path) 
     assert same and all(same) is (init == "copy")
     surgeon.revert(tmp_path / "out", tmp_path / "back")
     assert weights(tmp_path / "back").keys() == before.keys()
+
+
+def test_a_part_of_a_period_stays_at_the_top(tmp_path: Path) -> None:
+    """RecurrentGemma's pattern is a list of three in its config, and its eight layers are two of them and two more."""
+    base = tiny_decoder(tmp_path / "base", "recurrent_gemma", layers=8)
+    copies = "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}"
+    shown = surgeon.preview(surgeon.parse_plan(f"surgeon: 1\noperations:\n  - {copies}\n"), base)
+    assert shown.blueprint.promise == "exact"
+    assert [layer.like for layer in shown.blueprint.layers] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
 
 
 def _shape(folder: Path) -> None:
