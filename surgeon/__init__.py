@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from surgeon.evaluate.evaluate import evaluate as evaluate
     from surgeon.plan.plan import json_schema as json_schema
     from surgeon.plan.plan import parse_plan as parse_plan
+    from surgeon.report.families import families as families
     from surgeon.report.inspect import inspect as inspect
     from surgeon.report.report import report as report
     from surgeon.report.routing import routing_report as routing_report
@@ -54,6 +55,7 @@ _HOMES = {
     "diff": "verify.diff",
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
+    "families": "report.families",
     "inspect": "report.inspect",
     "json_schema": "plan.plan",
     "make_delta": "rework.make_delta",

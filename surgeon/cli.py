@@ -626,6 +626,25 @@ def inspect(
 
 
 @app.command()
+def families(
+    base: Annotated[
+        str | None, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id; default: none")
+    ] = None,
+    revision: Revision = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """List the model families; with BASE what is known or found out about it, and which operations it takes."""
+    from surgeon.report.families import families_view
+
+    with _listening(quiet) as listener:
+        listener.wait("reading headers")
+        found = surgeon.families(base, revision=revision, trust_remote_code=trust_remote_code)
+    _show(found, families_view, as_json=as_json)
+
+
+@app.command()
 def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,

@@ -56,6 +56,8 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.inspect(base),
         surgeon.inspect(tmp_path / "out"),
         surgeon.diff(base, tmp_path / "out"),
+        surgeon.families(),
+        surgeon.families(tmp_path / "fused"),
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
         surgeon.transport_report(tmp_path / "fused"),

@@ -22,6 +22,7 @@ from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.periods import broken_pattern
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
@@ -113,13 +114,16 @@ def preview(
     `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
     (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
     """
-    base = str(base)
     loaded = loaded_plan(plan)
-    if Path(base).exists():
-        folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    else:
-        folder = remote_folder(base, revision, trust_remote_code=trust_remote_code)
+    folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     return preview_of(loaded, folder, adapters_of_plan(loaded))
+
+
+def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
+    """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
+    if Path(base).exists():
+        return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
 
 
 def loaded_plan(plan: str | Path | LoadedPlan) -> LoadedPlan:
@@ -146,6 +150,8 @@ def preview_of(
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
     notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
+    broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers]) if blueprint.native else None
+    notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)

@@ -231,6 +231,12 @@ class Draft:
         """The kind of a layer of the draft."""
         return self.anatomy.kinds[self.anatomy.kind_of[self.layers[layer].like]]
 
+    @property
+    def pattern(self) -> list[tuple[int, str]]:
+        """As the anatomy's, of the layers as they stand."""
+        pattern = self.anatomy.pattern
+        return [pattern[layer.like] for layer in self.layers]
+
     def dtype_of(self, layer: int) -> str:
         """The dtype of a layer: that of its first part."""
         return self.layers[layer].tensors[self.kind_of(layer).parts[0].suffix].dtype

@@ -125,6 +125,19 @@ class Anatomy:
         """The parts of a layer of a model whose layers are all of one kind (of the first, where there are several)."""
         return self.kinds[0].parts
 
+    @property
+    def pattern(self) -> tuple[tuple[int, str], ...]:
+        """Of each layer its kind's number and title: what is equal for layers that can stand in each other's place."""
+        types = self.layer_types or [self.kinds[kind].title for kind in self.kind_of]
+        kinds: dict[str, set[int]] = {}
+        for kind, title in zip(self.kind_of, types, strict=True):
+            kinds.setdefault(title, set()).add(kind)
+        # What differs in other things than its title says (a router that the first of them has not) has a number too.
+        return tuple(
+            (kind, title if len(kinds[title]) == 1 else f"{title} (kind {kind})".strip())
+            for kind, title in zip(self.kind_of, types, strict=True)
+        )
+
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""
         return f"{self.prefix}{suffix}"

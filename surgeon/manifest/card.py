@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
+from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from surgeon.operations import papers_of
 
@@ -54,7 +55,7 @@ def card(
     if delta:
         body = [*_delta(manifest, base_model, repo_id, auto, sizes), *done]
     else:
-        loading = [_loading(manifest, repo_id, auto), _training(manifest, repo_id), _undoing(manifest)]
+        loading = [_loading(manifest, config, repo_id, auto), _training(manifest, repo_id), _undoing(manifest)]
         body = [_sizes(manifest, sizes), *done, *loading]
     head = [_block(manifest, metadata, base_model, auto, delta=delta), _title(manifest, base_model, repo_id)]
     return "\n".join(part for part in [*head, *body, _license(metadata), _papers(manifest)] if part).encode()
@@ -220,10 +221,13 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _loading(manifest: Manifest, repo_id: str | None, auto: str) -> str:
+def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
     name = repo_id or "path/to/this/folder"
     options = [] if manifest.native else ["trust_remote_code=True"]
     note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
+    broken = broken_pattern(config, [layer.base for layer in manifest.layers]) if manifest.native else None
+    if broken is not None:
+        note = f"It is the base's own class with more layers: no custom code. But {broken}.\n"
     if not manifest.native:
         files = ", ".join(map(_code, manifest.code))
         note = (

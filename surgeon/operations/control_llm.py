@@ -101,6 +101,11 @@ class ControlLLM(Operation):
     grafts: ClassVar[tuple[str, ...]] = ("control",)
     legend: ClassVar[Mapping[str, Legend]] = {"C": Legend("control block: a trainable twin (Control LLM)", 3)}
 
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+        {"layers": "all"},
+        {"layers": "all", "expansion": "stack"},
+    )
+
     op: Literal["control_llm"]
     layers: Annotated[LayerSelector, Field(description="the layers to expand; the paper's 8 of 32: `{every: 4}`")]
     expansion: Annotated[

@@ -62,6 +62,8 @@ class GatedAdapters(Operation):
     grafts: ClassVar[tuple[str, ...]] = ("adapters",)
     legend: ClassVar[Mapping[str, Legend]] = {"A": Legend("gated adapter beside the FFN (Neutral Residues)", 1)}
 
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"size": 8},)
+
     op: Literal["gated_adapters"]
     layers: Annotated[LayerSelector, Field(description="the layers that get an adapter")] = "all"
     extra_weights: Annotated[

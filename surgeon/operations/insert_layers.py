@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.selectors import GapSelector, select_gaps, show_layers, spread
+from surgeon.operations.selectors import (
+    EveryPeriod,
+    GapSelector,
+    select_gaps,
+    select_periods,
+    show_layers,
+    spread,
+)
 
 
 class InsertLayers(Operation):
@@ -29,8 +36,15 @@ class InsertLayers(Operation):
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}
 
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+        {"where": {"every": 1}, "init": {"kind": "copy"}},
+        {"where": {"every_period": 1}, "init": {"kind": "copy"}},
+        {"where": "all", "init": {"kind": "average"}},
+        {"where": "all", "init": {"kind": "ot_fusion"}},
+    )
+
     op: Literal["insert_layers"]
-    where: Annotated[GapSelector, Field(description="the gaps to fill, each named by the layer below it")]
+    where: Annotated[GapSelector | EveryPeriod, Field(description="the gaps to fill, each named by the layer below it")]
     count: Annotated[
         int | None,
         Field(
@@ -41,6 +55,19 @@ class InsertLayers(Operation):
     per_gap: Annotated[int, Field(ge=1, description="new layers in each gap (LLaMA PRO's p)")] = 1
     init: AnyInit
     zero_init: Annotated[bool, Field(description="write nothing to the residual stream at birth")] = True
+
+    @model_validator(mode="after")
+    def _whole_periods(self) -> Self:
+        if isinstance(self.where, EveryPeriod):
+            if self.per_gap != 1:
+                raise ValueError("`per_gap` has no meaning with `every_period`: each gap gets a whole period")
+            if self.init.reads_above:
+                others = " or ".join(name for name, init in INITS.items() if not init.reads_above)
+                raise ValueError(
+                    f"init {self.init.kind} is made from both sides of a gap, a whole period from the one below it:"
+                    f" with `every_period` use {others}"
+                )
+        return self
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
@@ -55,25 +82,36 @@ class InsertLayers(Operation):
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Insert the layers and say what was matched and what is promised."""
-        gaps = self._gaps(len(draft.layers))
+        each, gaps = self._gaps(draft)
         self._check_gaps(gaps, top=len(draft.layers) - 1)
-        inserted = {gap: [self._layer(draft, number, gap, nth) for nth in range(self.per_gap)] for gap in gaps}
+        inserted = {gap: [self._layer(draft, number, gap, nth, each) for nth in range(each)] for gap in gaps}
         anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
         draft.insert(inserted)
         return OperationRecord(
             op=self.op,
-            matched=f"{len(gaps) * self.per_gap} new layers, after {show_layers(gaps)}",
+            matched=f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}",
             claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]] for made in new]),
             trains="new",
         )
 
-    def _gaps(self, layers: int) -> list[int]:
-        gaps = select_gaps(self.where, layers)
+    def _gaps(self, draft: Draft) -> tuple[int, list[int]]:
+        """How many layers each gap gets, and the gaps."""
+        each, called = self.per_gap, "`per_gap`"
+        if isinstance(self.where, EveryPeriod):
+            each, gaps = select_periods(self.where, draft.pattern)
+            called = "the period,"
+        else:
+            gaps = select_gaps(self.where, len(draft.layers))
         if self.count is None:
-            return gaps
-        if self.count % self.per_gap:
-            raise BadInput(f"`count` {self.count} is not a multiple of `per_gap` {self.per_gap}")
-        return spread(gaps, self.count // self.per_gap)
+            return each, gaps
+        if self.count % each:
+            raise BadInput(f"`count` {self.count} is not a multiple of {called} {each}")
+        return each, spread(gaps, self.count // each)
+
+    def _periods(self, each: int) -> str:
+        if not isinstance(self.where, EveryPeriod):
+            return ""
+        return f" in whole periods of {each} {'layer' if each == 1 else 'layers'}"
 
     def _check_gaps(self, gaps: list[int], *, top: int) -> None:
         """Refuse gaps beside which the layers that the init reads do not all stand."""
@@ -94,12 +132,16 @@ class InsertLayers(Operation):
                 f" there are only {gaps[0] + 1}"
             )
 
-    def _layer(self, draft: Draft, number: int, gap: int, nth: int) -> LayerDraft:
-        # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
-        source = gap - self.per_gap + 1 + nth if self.init.reads_below(self.per_gap) > 1 else gap
-        zeroed = frozenset(draft.kind_of(source).silence) if self.zero_init else frozenset()
+    def _layer(self, draft: Draft, number: int, gap: int, nth: int, each: int) -> LayerDraft:
         label = f"operations[{number}].after[{gap}].{nth}"
-        made = self.init.make(Gap(draft, gap, nth, self.per_gap, label, zeroed))
+        per_gap = self.per_gap
+        if isinstance(self.where, EveryPeriod):
+            # Each layer of a new period is made as in a gap of its own above the one that it repeats.
+            gap, nth, per_gap = gap - each + 1 + nth, 0, 1
+        # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
+        source = gap - per_gap + 1 + nth if self.init.reads_below(per_gap) > 1 else gap
+        zeroed = frozenset(draft.kind_of(source).silence) if self.zero_init else frozenset()
+        made = self.init.make(Gap(draft, gap, nth, per_gap, label, zeroed))
         like = made.sources[0] if made.sources else gap
         return LayerDraft(
             tensors=silence(made.tensors, draft.kind_of(like)) if self.zero_init else made.tensors,
@@ -113,11 +155,11 @@ class InsertLayers(Operation):
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
-        silenced = list(dict.fromkeys(_of_experts(suffix) for kind in kinds for suffix in kind.silence))
+        silenced = list(dict.fromkeys(of_experts(suffix) for kind in kinds for suffix in kind.silence))
         what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
         return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
 
 
-def _of_experts(suffix: str) -> str:
+def of_experts(suffix: str) -> str:
     """A tensor's suffix, the same for all experts of a layer: `mlp.experts.*.down_proj.weight`."""
     return re.sub(r"\.\d+\.", ".*.", suffix)

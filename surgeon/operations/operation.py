@@ -127,6 +127,8 @@ class Operation(Spec):
     legend: ClassVar[Mapping[str, Legend]] = {}
     # What its new layers are, by the word that their `init` begins with; by another word they are `made`.
     origins: ClassVar[Mapping[str, Origin]] = {"copy": "copied"}
+    # Entries of a plan, without `op`, that any base may be asked to take: `surgeon families BASE` tries them.
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({},)
 
     op: str
 

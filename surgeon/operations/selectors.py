@@ -7,11 +7,14 @@ layers mean the halves and quarters of the stack itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
+from surgeon.families.periods import period_of
 from surgeon.operations.operation import Spec
 
 Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]
@@ -34,6 +37,12 @@ class Range(Spec):
     """Layers first to last, both included."""
 
     range: Annotated[list[Index], Field(min_length=2, max_length=2, description="[first, last], both included")]
+
+
+class EveryPeriod(Spec):
+    """After every N-th period of a stack whose kinds of layers repeat: there a whole period is new, layer by layer."""
+
+    every_period: Annotated[int, Field(ge=1, description="periods in a group; 1: a new one after each")]
 
 
 GapSelector = Position | Every | After | Range
@@ -69,6 +78,23 @@ def select_layers(selector: LayerSelector, layers: int) -> list[int]:
         case list():
             found = _checked(selector, layers)
     return _not_empty(found, selector, layers)
+
+
+def select_periods(selector: EveryPeriod, pattern: Sequence[tuple[int, str]]) -> tuple[int, list[int]]:
+    """How long a period is, and the gaps above the periods that the selector matches, ascending.
+
+    `pattern` is each layer's kind, by number and title. BadInput where kinds do not repeat, or nothing is matched.
+    """
+    period = period_of(pattern)
+    if period is None:
+        runs = [(title or f"kind {kind}", len(list(run))) for (kind, title), run in groupby(pattern)]
+        found = ", ".join(f"{count} of {title}" for title, count in runs[:8]) + (", …" if len(runs) > 8 else "")
+        raise BadInput(
+            f"`every_period` needs kinds of layers that repeat; here they do not: {printable(found, 300)}; name gaps"
+            " with `every` or `after`"
+        )
+    group = period * selector.every_period
+    return period, _not_empty(list(range(group - 1, len(pattern), group)), selector, len(pattern))
 
 
 def spread(gaps: list[int], count: int) -> list[int]:

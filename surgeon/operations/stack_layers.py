@@ -7,6 +7,7 @@ and the paper trains every layer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -34,6 +35,8 @@ class StackLayers(Operation):
     )
     # Its paper does not say what it trained with; another paper's depth growth comes nearest.
     training: ClassVar[TrainingDefaults] = InsertLayers.training
+
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"bottom": 0.75, "top": 0.75},)
 
     op: Literal["stack_layers"]
     bottom: Annotated[Share, Field(description="layers of the lower copy: a number, or a share of all below 1.0")]

@@ -80,13 +80,18 @@ def draw(
     draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
     for number, operation in enumerate(loaded.plan.operations):
         try:
-            _check_kind(operation, anatomy)
-            draft.records.append(operation.edit(draft, number))
+            carry_out(operation, draft, number)
         except BadInput as error:
             line = loaded.line_of_operation(number)
             where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
             raise BadInput(f"{where}: operations[{number}] ({operation.op}): {error}") from None
     return draft.finish()
+
+
+def carry_out(operation: Operation, draft: Draft, number: int) -> None:
+    """Let a plan's operation `number` edit the draft. Raises BadInput for what this base does not allow."""
+    _check_kind(operation, draft.anatomy)
+    draft.records.append(operation.edit(draft, number))
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
-from tests.decoders import tiny_decoder
+from tests.decoders import JAMBA, tiny_decoder
 from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
 from tests.train.texts import corpus
 from tests.warm import warm
@@ -268,6 +268,46 @@ def test_above_the_layers_that_take_an_images_features_it_is_exact(tmp_path: Pat
     verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
     assert verified.holds
     assert verified.identical
+
+
+@pytest.mark.parametrize("init", ["copy", "random"])
+def test_whole_periods_go_where_single_layers_cannot(init: str, tmp_path: Path) -> None:
+    """Jamba's kinds follow from numbers in its config alone: its period of eight layers is inserted as a whole."""
+    base = tiny_decoder(tmp_path / "base", "jamba", **JAMBA)
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "surgeon: 1\noperations:\n"
+        f"  - {{op: insert_layers, where: {{every_period: 2}}, init: {{kind: {init}}}}}\n"
+        f"  - {{op: insert_layers, where: {{every_period: 1}}, count: 8, init: {{kind: {init}}}}}\n"
+    )
+    shown = surgeon.preview(path, str(base))
+    assert [record.matched for record in shown.blueprint.operations] == [
+        "8 new layers in whole periods of 8 layers, after layer 15",
+        "8 new layers in whole periods of 8 layers, after layer 23",
+    ]
+    assert [layer.like for layer in shown.blueprint.layers] == [*range(16), *range(8, 16), *range(8, 16)]
+    surgeon.apply(path, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    before, after = weights(base), weights(tmp_path / "out")
+    same = [
+        torch.equal(after[name.replace("layers.9.", "layers.17.")], before[name])
+        for name in before
+        if ".layers.9." in name and "experts" in name and "up_proj" in name
+    ]
+    assert same and all(same) is (init == "copy")
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert weights(tmp_path / "back").keys() == before.keys()
+
+
+def test_a_part_of_a_period_stays_at_the_top(tmp_path: Path) -> None:
+    """RecurrentGemma's pattern is a list of three in its config, and its eight layers are two of them and two more."""
+    base = tiny_decoder(tmp_path / "base", "recurrent_gemma", layers=8)
+    copies = "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}"
+    shown = surgeon.preview(surgeon.parse_plan(f"surgeon: 1\noperations:\n  - {copies}\n"), base)
+    assert shown.blueprint.promise == "exact"
+    assert [layer.like for layer in shown.blueprint.layers] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
 
 
 def _shape(folder: Path) -> None:

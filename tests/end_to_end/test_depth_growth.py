@@ -118,6 +118,51 @@ def test_llama_pro_copies_the_top_of_each_group(base: Path, plan: Callable[..., 
         assert not after[f"model.layers.{index}.mlp.down_proj.weight"].any()
 
 
+def test_whole_periods_keep_a_pattern_that_single_layers_break(plan: Callable[..., Path], tmp_path: Path) -> None:
+    """Gemma 3's config says every sixth layer; above the last whole period the base has one layer more."""
+    base = tiny.checkpoint(tmp_path / "base", "gemma3_text", num_hidden_layers=13)
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    copies = {"init": {"kind": "copy"}}
+    surgeon.apply(plan(where={"every_period": 2}, name="whole.yaml", **copies), str(base), tmp_path / "whole")
+    surgeon.apply(plan(where={"every": 4}, name="single.yaml", **copies), str(base), tmp_path / "single")
+    whole = json.loads((tmp_path / "whole/config.json").read_text())
+    assert whole["layer_types"] == [*types * 3, "sliding_attention"]
+    assert [layer.base for layer in surgeon.inspect(tmp_path / "whole").manifest.layers] == [
+        *range(12),
+        *[None] * 6,
+        12,
+    ]
+    before, after = weights(base), weights(tmp_path / "whole")
+    for source in range(6, 12):
+        name = "self_attn.q_proj.weight"
+        assert torch.equal(after[f"model.layers.{source + 6}.{name}"], before[f"model.layers.{source}.{name}"])
+    assert surgeon.verify(base, tmp_path / "whole", window=24, windows=1).identical
+
+    broken = "repeat every 6 layers, the output's no longer"
+    for name in ("whole", "single"):
+        notes = surgeon.preview(tmp_path / f"{name}.yaml", str(base)).notes
+        card = (tmp_path / name / "README.md").read_text()
+        assert (any(broken in note for note in notes), broken in card) == (name == "single", name == "single")
+        assert ("whatever runs the base runs this" in card) is (name == "whole")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"per_gap": 2, "init": {"kind": "copy"}}, "`per_gap` has no meaning with `every_period`"),
+        ({"init": {"kind": "average"}}, "init average is made from both sides of a gap.* use copy or random"),
+        ({"init": {"kind": "ot_fusion"}}, "init ot_fusion is made from both sides"),
+        ({"count": 7, "init": {"kind": "copy"}}, "`count` 7 is not a multiple of the period, 2"),
+    ],
+)
+def test_what_whole_periods_cannot_be(
+    asked: dict[str, Any], words: str, plan: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tiny.checkpoint(tmp_path / "gemma", "gemma2")
+    with pytest.raises(surgeon.BadInput, match=words):
+        surgeon.preview(plan(where={"every_period": 1}, **asked), str(base))
+
+
 def test_new_tensors_live_in_shards_of_their_own(base: Path, tmp_path: Path) -> None:
     applied = surgeon.apply("opt-deus", str(base), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]

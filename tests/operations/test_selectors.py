@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgeon.errors import BadInput
-from surgeon.operations.selectors import After, Every, Range, select_gaps, select_layers, show, spread
+from surgeon.families.periods import broken_pattern, period_of
+from surgeon.operations.selectors import (
+    After,
+    Every,
+    EveryPeriod,
+    Range,
+    select_gaps,
+    select_layers,
+    select_periods,
+    show,
+    spread,
+)
 
 
 def paper_gaps(position: str, n: int) -> list[int]:
@@ -78,3 +89,55 @@ def test_more_layers_than_gaps_are_refused() -> None:
 
 def test_show_joins_runs() -> None:
     assert show([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+# Gemma 3's sizes: five sliding layers and a full one, and at the top a part of a period.
+GEMMA3 = {26: (4, 6), 34: (5, 6), 48: (8, 6), 62: (10, 6)}
+
+
+@pytest.mark.parametrize("layers", GEMMA3)
+def test_whole_periods_keep_the_pattern(layers: int) -> None:
+    pattern = [(0, "full" if (i + 1) % 6 == 0 else "sliding") for i in range(layers)]
+    whole, length = GEMMA3[layers]
+    period, gaps = select_periods(EveryPeriod(every_period=1), pattern)
+    assert (period, gaps) == (length, [length * (n + 1) - 1 for n in range(whole)])
+    grown = [*pattern[:length], *pattern[:length], *pattern[length:]]
+    assert period_of(grown) == length
+    assert select_periods(EveryPeriod(every_period=2), pattern)[1] == gaps[1::2]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24))
+def test_a_period_is_the_smallest_that_repeats_at_least_once(pattern: list[int]) -> None:
+    holds = [p for p in range(1, len(pattern) + 1) if all(pattern[i] == pattern[i - p] for i in range(p, len(pattern)))]
+    smallest = holds[0]
+    assert period_of(pattern) == (smallest if smallest == 1 or 2 * smallest <= len(pattern) else None)
+
+
+def test_kinds_that_do_not_repeat_are_named() -> None:
+    pattern = [(0, "dense")] * 3 + [(1, "")] * 5
+    with pytest.raises(BadInput, match=r"here they do not: 3 of dense, 5 of kind 1; name gaps"):
+        select_periods(EveryPeriod(every_period=1), pattern)
+    with pytest.raises(BadInput, match="matches nothing in a model of 4 layers"):
+        select_periods(EveryPeriod(every_period=3), [(0, "a"), (1, "b")] * 2)
+
+
+def test_a_broken_pattern_is_told_by_the_config_alone() -> None:
+    types = ["sliding", "sliding", "full"] * 2
+    kept: list[int | None] = [0, 1, 2, None, None, None, 3, 4, 5]
+    broken: list[int | None] = [0, 1, 2, None, 3, 4, 5]
+    after = {True: types + types[:3], False: [*types[:3], "full", *types[3:]]}
+    for nested in (False, True):
+        for whole, bases in ((True, kept), (False, broken)):
+            part = {"num_hidden_layers": len(bases), "layer_types": after[whole]}
+            told = broken_pattern(
+                {"text_config": part, "vision_config": {"layer_types": []}} if nested else part, bases
+            )
+            assert (told is None) is whole
+    assert told is not None and "repeat every 3 layers" in told
+    # One type alone, or none that repeats, is no pattern to break; lists of layers' numbers are none either.
+    assert broken_pattern({"layer_types": ["full"] * 4}, [0, 1, None, 2]) is None
+    assert broken_pattern({"layer_types": ["a", "a", "b", "b", "b", "b"]}, [0, 1, 2, None, None, 3]) is None
+    assert broken_pattern({"moe_layers": [0, 2, 4, 6, 7]}, [0, 1, 2, None, 3]) is None
+    # Beside the trunk stand twins, whose entries follow its own.
+    grafted = {"num_hidden_layers": 6, "layer_types": ["a", "b", "a", "b", "b", "b"]}
+    assert broken_pattern(grafted, [0, 1, 2, 3]) is None

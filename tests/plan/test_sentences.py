@@ -55,6 +55,14 @@ OPERATIONS = [
         "op: gated_adapters, size: 8, local_loss: [{kind: l1}, {kind: l1}]",
         "`local_loss` lists one kind twice",
     ),
+    (
+        "op: insert_layers, where: {every_period: 1}, per_gap: 2, init: {kind: copy}",
+        "`per_gap` has no meaning with `every_period`: each gap gets a whole period",
+    ),
+    (
+        "op: insert_layers, where: {every_period: 1}, init: {kind: average}",
+        "init average is made from both sides of a gap, a whole period from the one below it:",
+    ),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
     (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
     (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),

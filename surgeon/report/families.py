@@ -1,0 +1,236 @@
+"""`surgeon families`: what is known of model types, or of one base: its kinds of layers, and the operations it takes.
+
+Whether a base takes an operation is asked of the code that would refuse it: each operation's examples are drawn on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from surgeon.apply.preview import open_headers, prove_on_twin
+from surgeon.blueprint.draft import Draft, Promise
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.formatting import PROMISE_STYLES
+from surgeon.common.plain import plain_fields
+from surgeon.errors import BadInput, printable
+from surgeon.families import ENCODERS, FAMILIES
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
+from surgeon.families.periods import period_of
+from surgeon.operations import OPERATIONS
+from surgeon.operations.insert_layers import of_experts
+from surgeon.operations.operation import Operation
+from surgeon.operations.selectors import show
+from surgeon.plan.plan import carry_out
+
+_DERIVED = "any other text decoder of the installed transformers ({version}) is derived: `surgeon families BASE`"
+_NO_NEW_LAYERS = "layers are added to decoders alone"
+
+
+@dataclass(frozen=True)
+class Families:
+    """The described model types, each with the operations that are for its kind of model.
+
+    Of every other text decoder that transformers, in the version `derived_by`, can build, the rest is found out.
+    """
+
+    decoders: Mapping[str, tuple[str, ...]]
+    encoders: Mapping[str, tuple[str, ...]]
+    derived_by: str
+
+    def __repr__(self) -> str:
+        return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, others derived)"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self)
+
+
+@dataclass(frozen=True)
+class KindOfLayer:
+    """Layers of a base that are alike: what silences one, by tensor, or the `refusal` that says why nothing does."""
+
+    title: str
+    layers: tuple[int, ...]
+    silence: Mapping[str, float]
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operation with the options of one of its `examples`, drawn on a base.
+
+    Where the base takes it, `promise` is what it promises there; elsewhere `refusal` is the reason.
+    """
+
+    op: str
+    options: Mapping[str, object]
+    promise: Promise | None
+    refusal: str
+
+
+@dataclass(frozen=True)
+class KnownBase:
+    """What is known of one base: `evidence` says whence, `period` after how many layers its kinds repeat."""
+
+    base: str
+    model_type: str
+    described: bool
+    evidence: str
+    period: int | None
+    kinds: tuple[KindOfLayer, ...]
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        taken = [op for op in dict.fromkeys(trial.op for trial in self.trials) if self.takes(op)]
+        known = "described" if self.described else "derived"
+        return f"KnownBase({self.model_type}, {known}, {len(self.kinds)} kinds of layers, takes {', '.join(taken)})"
+
+    def takes(self, op: str) -> bool:
+        """Whether the base takes an operation, with some of its options."""
+        return any(trial.op == op and trial.promise is not None for trial in self.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self)
+
+
+def families(
+    base: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Families | KnownBase:
+    """What is known of all model types; with `base` (a folder, or a Hub id) what is known or derived about that model.
+
+    From headers and config alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
+    """
+    if base is None:
+        if revision is not None:
+            raise BadInput("`revision` is a base's: name the base too")
+        return _overview()
+    folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
+    anatomy = dissect(folder.config, folder.tensors)
+    return KnownBase(
+        base=str(base),
+        model_type=str(folder.config["model_type"]),
+        described=anatomy.derivation is None,
+        evidence="described by surgeon" if anatomy.derivation is None else anatomy.derivation.evidence,
+        period=period_of(anatomy.pattern),
+        kinds=tuple(_kinds(anatomy)),
+        trials=tuple(
+            _tried(name, operation, options, anatomy, folder)
+            for name, operation in OPERATIONS.items()
+            for options in operation.examples
+        ),
+        notes=tuple(folder.notes),
+    )
+
+
+def _overview() -> Families:
+    every = tuple(OPERATIONS)
+    some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
+    return Families(dict.fromkeys(FAMILIES, every), dict.fromkeys(ENCODERS, some), metadata.version("transformers"))
+
+
+def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
+    found: dict[tuple[int, str], list[int]] = {}
+    for index, entry in enumerate(anatomy.pattern):
+        found.setdefault(entry, []).append(index)
+    return [
+        KindOfLayer(
+            title or "every layer",
+            tuple(layers),
+            {} if anatomy.family.encoder else dict(anatomy.kinds[kind].silence),
+            _NO_NEW_LAYERS if anatomy.family.encoder else anatomy.kinds[kind].refusal,
+        )
+        for (kind, title), layers in found.items()
+    ]
+
+
+def _tried(
+    name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
+) -> Trial:
+    """Draw an operation on a base, as a plan of nothing else would."""
+    # Imports torch, which a base without grafts that nobody has to derive does without.
+    from surgeon.apply.preflight import check_skeleton
+
+    try:
+        asked = operation.model_validate({"op": name, **options})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
+        )
+        return Trial(name, options, None, f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}")
+    draft = Draft(anatomy, folder.config, seed=0)
+    try:
+        carry_out(asked, draft, 0)
+        blueprint = draft.finish()
+        prove_on_twin(blueprint, anatomy)
+        if not blueprint.native:
+            check_skeleton(blueprint)
+    except BadInput as error:
+        return Trial(name, options, None, str(error))
+    return Trial(name, options, blueprint.promise, "")
+
+
+def families_view(found: Families | KnownBase) -> RenderableType:
+    """The described families; or of one base what it is, its layers by kind, and operation by operation the answer."""
+    return _overview_view(found) if isinstance(found, Families) else _base_view(found)
+
+
+def _overview_view(found: Families) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for column in ("model type", "is", "operations"):
+        table.add_column(column, overflow="fold")
+    for is_a, known in (("a decoder", found.decoders), ("an encoder", found.encoders)):
+        for model_type, operations in known.items():
+            table.add_row(model_type, is_a, "all" if len(operations) == len(OPERATIONS) else ", ".join(operations))
+    return Group(table, Text(), Text(_DERIVED.format(version=found.derived_by)))
+
+
+def _base_view(found: KnownBase) -> RenderableType:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("model type", printable(found.model_type))
+    facts.add_row("known", Text(found.evidence))
+    if found.period is not None and found.period > 1:
+        facts.add_row("pattern", f"repeats every {found.period} layers")
+    for note in found.notes:
+        facts.add_row("note", Text(printable(note), style="yellow"))
+    kinds = Table(box=None, pad_edge=False)
+    for column in ("kind of layer", "layers", "numbers", "adds nothing to the stream when"):
+        kinds.add_column(column, overflow="fold")
+    for kind in found.kinds:
+        silence = Text(_silence(kind)) if not kind.refusal else Text(f"never: {printable(kind.refusal)}", "yellow")
+        kinds.add_row(printable(kind.title), str(len(kind.layers)), show([*kind.layers]), silence)
+    trials = Table(box=None, pad_edge=False)
+    for column in ("operation", "options", "promise", "why not"):
+        trials.add_column(column, overflow="fold")
+    earlier = ""
+    for trial in found.trials:
+        promise = Text("refused", "bold red") if trial.promise is None else PROMISE_STYLES[trial.promise]
+        reason = "the same" if trial.refusal == earlier != "" else printable(trial.refusal, 400)
+        trials.add_row(trial.op, _written(trial.options)[1:-1], promise, reason)
+        earlier = trial.refusal
+    return Group(Text(printable(found.base), "bold"), facts, Text(), kinds, Text(), trials)
+
+
+def _silence(kind: KindOfLayer) -> str:
+    by_value: dict[float, list[str]] = {}
+    for suffix, value in kind.silence.items():
+        by_value.setdefault(value, []).append(of_experts(suffix))
+    return "; ".join(f"{', '.join(dict.fromkeys(names))} = {value:g}" for value, names in by_value.items())
+
+
+def _written(value: object) -> str:
+    """As a plan says it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
+    return str(value)
