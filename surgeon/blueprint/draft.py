@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of, settings_of
-from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, is_computed, leaves, numel
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind, native_config
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
@@ -245,6 +246,11 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
+        if grafted and (settings := quantisation(self.config)) is not None:
+            raise BadInput(
+                f"config.json: the base is quantised ({settings['quant_method']}), and grafts beside quantised layers"
+                " are not made yet; add layers, or operate on the full-precision weights and quantise the output"
+            )
         config = self._finished_config(grafted=grafted)
         self._check_outer(config)
         outputs = [Output(info.name, _copied(info), None) for info in self.anatomy.outer.values()]
@@ -261,6 +267,8 @@ class Draft:
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
+        for output in outputs:
+            _check_stored(output)
         types = self.anatomy.layer_types
         return Blueprint(
             seed=self.seed,
@@ -316,6 +324,21 @@ class Draft:
         config = copy.deepcopy(self.config)
         config["num_hidden_layers"] = len(self.layers)
         return config | lists
+
+
+def _check_stored(output: Output) -> None:
+    """Raise BadInput for what would be computed of, or stored as, a quantised tensor, which is only ever moved."""
+    recipe = output.recipe
+    if is_computed(recipe):
+        odd = next((leaf.dtype for leaf in (recipe, *leaves(recipe)) if leaf.dtype not in FLOAT_DTYPES), None)
+    else:
+        held = isinstance(recipe, Copy) or (isinstance(recipe, Constant) and recipe.value == 0)
+        odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
+    if odd is not None:
+        raise BadInput(
+            f"{printable(output.name)}: quantised ({odd}), so its values can be copied but not computed; use init copy,"
+            " or operate on the full-precision weights and quantise the output"
+        )
 
 
 def _copied(info: TensorInfo) -> Copy:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
@@ -24,6 +24,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
+from surgeon.families.quantised import check_stored, is_scale, quantizer_of, renumbered, skips
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import one_thread, twin_of
@@ -79,13 +80,14 @@ def _derived(kept: str) -> Derived:
     if count < 1:
         raise BadInput(f"config.json: {count} layers; at least 1 is needed; {OWN_CONFIG}")
     keys = described_kinds(skeleton)
-    kind_of = numbered(keys)
+    left = skips(config, skeleton)
+    kind_of = numbered(list(zip(keys, left, strict=True)))
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
     found, heads = _silences(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
-        titles=tuple(_title(keys[index], skeleton, index) for index in firsts),
+        titles=tuple(_title(keys[index], skeleton, index, _left_of(left[index], left)) for index in firsts),
         silence=tuple(found[index] for index in firsts),
         heads=heads,
         seconds=time.perf_counter() - began,
@@ -107,11 +109,17 @@ def _silences(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, S
     ) from failed
 
 
-def _title(key: Any, skeleton: Skeleton, index: int) -> str:
+def _left_of(left: tuple[str, ...], all_left: list[tuple[str, ...]]) -> list[str]:
+    """What a layer does not quantise, where some other layer does."""
+    return [name for name in left if any(name not in other for other in all_left)]
+
+
+def _title(key: Any, skeleton: Skeleton, index: int, left: list[str]) -> str:
     """A kind by its type in the config, or by the classes of its blocks."""
     listed = [value.strip("'") for name, value in key[1] if name.endswith(("types", "type"))]
     blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
-    return ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+    shown = ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+    return f"{shown}, {left[0]} not quantised" if left else shown
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,19 @@ class _Found(Derivation):
 
     def grown(self, order: Sequence[int]) -> dict[str, Any]:
         """As `Derivation` says."""
-        return grown(self.config, self.derived.skeleton, order)
+        made = grown(self.config, self.derived.skeleton, order)
+        stack = f"{self.derived.skeleton.stack}."
+        made = renumbered(self.config, made, order, (self.names.stem, stack))
+        before = skips(self.config, self.derived.skeleton)
+        after = skips(made, _skeleton(json.dumps(made, sort_keys=True))) if any(before) else [()] * len(order)
+        for index, source in enumerate(order):
+            if before[source] != after[index]:
+                name = min(set(before[source]) ^ set(after[index]))
+                raise BadInput(
+                    f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
+                    f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
+                )
+        return made
 
     def prove(
         self,
@@ -147,7 +167,7 @@ class _Found(Derivation):
         in_memory = []
         for source, values in zip(order, silenced, strict=True):
             stored = self.names.layers[source]
-            made = _made_of(stored)
+            made = _made_of(_without_scales(stored, self.config))
             in_memory.append(
                 {
                     name: values[suffixes[0]]
@@ -182,6 +202,11 @@ def _skeleton(kept: str) -> Skeleton:
     return build(json.loads(kept))
 
 
+def _without_scales(stored: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What holds a layer's values: a scale is copied along with the tensor whose numbers it tells the size of."""
+    return {suffix: targets for suffix, targets in stored.items() if not is_scale(config, suffix)}
+
+
 def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Of each tensor of a layer in memory the suffixes on disk that it is made of."""
     made: dict[str, list[str]] = {}
@@ -200,7 +225,8 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         family_of(config)  # says what is known
     refuse_quantised(config)
     found = derive(config)
-    names = match(found.skeleton, found.kind_of, tensors)
+    check_stored(config, tensors)
+    names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
     count = len(found.kind_of)
     for name in tensors:
         place = layer_of(name)
@@ -215,7 +241,15 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     return Anatomy(
         family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
         sizes=_sizes(text, count),
-        kinds=tuple(_kind(found, kind, names.layers[first], layers[first]) for kind, first in enumerate(firsts)),
+        kinds=tuple(
+            _kind(
+                found,
+                kind,
+                _without_scales(names.layers[first], config),
+                layers[first],
+            )
+            for kind, first in enumerate(firsts)
+        ),
         kind_of=found.kind_of,
         prefix="",
         layers=layers,
@@ -262,7 +296,7 @@ def _kind(
         info = tensors[suffix]
         if not targets:
             continue
-        if info.dtype not in FLOAT_DTYPES:
+        if info.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
             raise BadInput(
                 f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
                 f" ({', '.join(sorted(FLOAT_DTYPES))})"
