@@ -18,13 +18,13 @@ from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, layer_of
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Packed, layer_of
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
-from surgeon.families.quantised import check_stored, is_scale, quantizer_of, renumbered, skips
+from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import one_thread, twin_of
@@ -129,6 +129,7 @@ class _Found(Derivation):
     config: Mapping[str, Any]
     derived: Derived
     names: Names
+    packed: tuple[Mapping[str, Packed], ...]
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
@@ -140,7 +141,7 @@ class _Found(Derivation):
         """As `Derivation` says."""
         return self.derived.skeleton.stack
 
-    def grown(self, order: Sequence[int]) -> dict[str, Any]:
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
         made = grown(self.config, self.derived.skeleton, order)
         stack = f"{self.derived.skeleton.stack}."
@@ -154,7 +155,12 @@ class _Found(Derivation):
                     f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
-        return made
+        modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
+        return left_out(made, modules, self.derived.skeleton)
+
+    def _modules(self, layer: int) -> list[str]:
+        """The modules of a layer that hold its quantised tensors."""
+        return list(dict.fromkeys(packed.module for packed in self.packed[self.derived.kind_of[layer]].values()))
 
     def prove(
         self,
@@ -237,6 +243,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
             )
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
     text = found.skeleton.text
     return Anatomy(
         family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
@@ -247,6 +254,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
                 kind,
                 _without_scales(names.layers[first], config),
                 layers[first],
+                packed[kind],
             )
             for kind, first in enumerate(firsts)
         ),
@@ -263,7 +271,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
             {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
             for index, suffixes in names.beyond.items()
         ),
-        derivation=_Found(config, found, names),
+        derivation=_Found(config, found, names, packed),
     )
 
 
@@ -288,10 +296,14 @@ def _sizes(text: Any, layers: int) -> Sizes:
 
 
 def _kind(
-    found: Derived, kind: int, stored: Mapping[str, tuple[str, ...]], tensors: Mapping[str, TensorInfo]
+    found: Derived,
+    kind: int,
+    stored: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, TensorInfo],
+    packed: Mapping[str, Packed],
 ) -> LayerKind:
     silence = found.silence[kind]
-    parts = []
+    parts: list[Part] = []
     for suffix, targets in stored.items():
         info = tensors[suffix]
         if not targets:
@@ -305,7 +317,7 @@ def _kind(
             Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
         )
     values, reason = _on_disk(silence.values, stored)
-    return LayerKind(tuple(parts), values, silence.reason or reason, found.titles[kind])
+    return LayerKind(tuple(parts), values, silence.reason or reason, found.titles[kind], packed)
 
 
 def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:

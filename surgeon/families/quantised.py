@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Packed
 from surgeon.families.skeleton import Skeleton
 
 # What stands beside a quantised tensor and says how large its numbers are.
@@ -189,3 +190,45 @@ def _moved(name: str, order: Sequence[int], stems: Sequence[str]) -> Iterator[st
     new = [old - count + len(order)] if old >= count else [n for n, source in enumerate(order) if source == old]
     for number in new:
         yield f"{found[1]}{number}{found[3]}"
+
+
+def packed_of(
+    config: Mapping[str, Any], stored: Mapping[str, tuple[str, ...]], tensors: Mapping[str, TensorInfo]
+) -> dict[str, Packed]:
+    """The quantised tensors of a layer, by suffix, and what they are in full precision; none where one is not known.
+
+    `stored` maps suffixes on disk to names in memory.
+    """
+    settings = quantisation(config)
+    found: dict[str, Packed] = {}
+    for suffix, targets in stored.items() if settings is not None else ():
+        info = tensors[suffix]
+        if is_scale(config, suffix) or info.dtype not in QUANTISED_DTYPES or not targets:
+            continue
+        module = targets[0].rpartition(".")[0]
+        if info.dtype == "F8_E4M3":
+            rows, columns = (settings or {}).get("weight_block_size", [128, 128]) or (1, 1)
+            found[suffix] = Packed(f"{suffix}_scale_inv", suffix, info.shape, (rows, columns), module)
+        elif info.dtype == "U8":
+            plain = suffix.removesuffix("_blocks")
+            *outer, rows, groups, _ = info.shape
+            shape = (*outer, groups * _BLOCK_BYTES * 2, rows)
+            found[suffix] = Packed(f"{plain}_scales", plain, shape, None, module)
+        else:
+            return {}
+    return found
+
+
+def left_out(config: Mapping[str, Any], modules: Sequence[str], skeleton: Skeleton) -> dict[str, Any]:
+    """The config with further modules that are not quantised."""
+    made, settings = dict(config), quantisation(config)
+    if settings is None or not modules:
+        return made
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    key, listed = _listed(settings)
+    if settings.get(key) is None:
+        # What transformers takes for a list that is not there.
+        listed = sorted(get_keys_to_not_convert(skeleton.model))
+    made[QUANTISATION] = {**settings, key: list(dict.fromkeys([*listed, *modules]))}
+    return made

@@ -63,7 +63,7 @@ class InsertLayers(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"{len(gaps) * self.per_gap} new layers, after {show_layers(gaps)}",
-            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]] for made in new]),
+            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]),
             trains="new",
         )
 
@@ -97,12 +97,14 @@ class InsertLayers(Operation):
     def _layer(self, draft: Draft, number: int, gap: int, nth: int) -> LayerDraft:
         # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
         source = gap - self.per_gap + 1 + nth if self.init.reads_below(self.per_gap) > 1 else gap
-        zeroed = frozenset(draft.kind_of(source).silence) if self.zero_init else frozenset()
+        zeroed = frozenset(draft.kind_of(source).opened.silence) if self.zero_init else frozenset()
         label = f"operations[{number}].after[{gap}].{nth}"
         made = self.init.make(Gap(draft, gap, nth, self.per_gap, label, zeroed))
         like = made.sources[0] if made.sources else gap
+        kind = draft.kind_of(like)
         return LayerDraft(
-            tensors=silence(made.tensors, draft.kind_of(like)) if self.zero_init else made.tensors,
+            tensors=silence(made.tensors, kind.opened) if self.zero_init else made.tensors,
+            opened=bool(kind.packed) or draft.layers[like].opened,
             base=None,
             like=draft.layers[like].like,
             operation=number,

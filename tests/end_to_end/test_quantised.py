@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.errors import BadInput
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, tuple[str, list[str] | None]] = {
     "qwen3": ("fp8", ["lm_head"]),
     "gpt_oss": ("mxfp4", ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
 }
+_ATTENTION = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 INSERT = {"op": "insert_layers", "where": {"every": 2}, "init": {"kind": "copy"}}
 Plan = Callable[..., Path]
 
@@ -59,22 +61,39 @@ def test_grown_exactly_and_back(model_type: str, plan: Plan, tmp_path: Path) -> 
     assert verified.identical
 
     before, after = weights(base), weights(tmp_path / "out")
-    writers = "down_proj_blocks" if method == "mxfp4" else "o_proj.weight"
-    copied = (
-        "gate_up_proj_blocks" if method == "mxfp4" else "kv_b_proj.weight" if "v3" in model_type else "v_proj.weight"
-    )
-    new, source = next((entry.index, entry.sources[0]) for entry in shown.blueprint.layers if entry.base is None)
-    for name, value in after.items():
-        suffix = name.removeprefix(f"model.layers.{new}.")
-        if suffix != name and suffix.endswith(writers):
-            assert value.dtype in (torch.float8_e4m3fn, torch.uint8)
-            assert not as_bytes(value).any()
-        if suffix != name and suffix.endswith((copied, "_scales", "_scale_inv")):
-            assert torch.equal(as_bytes(value), as_bytes(before[f"model.layers.{source}.{suffix}"]))
+    placed = {entry.base: entry.index for entry in shown.blueprint.layers if entry.base is not None}
+    for name, value in before.items():
+        words = name.split(".")
+        place = ".".join([*words[:2], str(placed[int(words[2])]), *words[3:]]) if ".layers." in name else name
+        assert after[place].dtype == value.dtype
+        assert torch.equal(as_bytes(after[place]), as_bytes(value)), name
+    new = {f"model.layers.{entry.index}." for entry in shown.blueprint.layers if entry.base is None}
+    assert {value.dtype for name, value in after.items() if name.startswith(tuple(new))} == {torch.bfloat16}
 
     surgeon.revert(tmp_path / "out", tmp_path / "back")
     assert same_bytes(weights(tmp_path / "back"), before)
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_new_layers_hold_the_numbers_that_transformers_makes(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    """Loaded without surgeon, a copy that is not silenced is the layer that it is of, bit for bit."""
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    drawn = plan(INSERT | {"zero_init": False})
+    layers = surgeon.preview(drawn, str(base)).blueprint.layers
+    surgeon.apply(drawn, str(base), tmp_path / "out")
+    one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (base, tmp_path / "out"))
+    stored = weights(tmp_path / "out")
+    for entry in layers:
+        of = entry.base if entry.base is not None else layers[entry.sources[0]].base
+        assert of is not None
+        original = one.model.layers[of]
+        there = other.model.layers[entry.index].state_dict()
+        for name, value in original.state_dict().items():
+            assert torch.equal(there[name], value), (entry.index, name)
+        scales = [name for name in stored if name.startswith(f"model.layers.{entry.index}.") and "scale" in name]
+        assert bool(scales) == (entry.base is not None)
 
 
 def test_modules_that_are_not_quantised_keep_their_layers(plan: Plan, tmp_path: Path) -> None:
@@ -82,8 +101,10 @@ def test_modules_that_are_not_quantised_keep_their_layers(plan: Plan, tmp_path: 
     base = tiny_quantised(tmp_path / "base", "qwen3_moe", "fp8", skipped=skipped)
     surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
     named = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    # Layers 1 and 3 are now 1 and 4, their copies 2 and 5.
-    assert named == ["lm_head", *(f"model.layers.{index}.self_attn.q_proj" for index in (1, 2, 4, 5))]
+    # Layers 1 and 3 are now 1 and 4, their copies 2 and 5; of these nothing is quantised.
+    assert named[:5] == ["lm_head", *(f"model.layers.{index}.self_attn.q_proj" for index in (1, 2, 4, 5))]
+    copies = [f"model.layers.{index}.{name}" for index in (2, 5) for name in ("mlp.experts", *_ATTENTION)]
+    assert sorted(named[5:]) == sorted(copies)
     plain = {
         name.split(".")[2]
         for name, value in weights(tmp_path / "out").items()
@@ -105,32 +126,86 @@ def test_a_copy_that_is_not_silent_shows(model_type: str, plan: Plan, tmp_path: 
 
 
 COMPUTED: dict[str, dict[str, Any]] = {
-    "an average": {"init": {"kind": "average"}},
+    "an average": {"init": {"kind": "average"}, "where": {"after": [1]}},
     "random weights": {"init": {"kind": "random"}},
 }
 
 
+_ONE_KIND: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4},
+}
+
+
 @pytest.mark.parametrize("case", COMPUTED)
-def test_what_must_be_computed_is_refused(case: str, plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_new_layers_are_computed_of_what_quantised_ones_stand_for(
+    model_type: str, case: str, plan: Plan, tmp_path: Path
+) -> None:
+    base = tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0], **_ONE_KIND.get(model_type, {}))
+    drawn = plan(INSERT | COMPUTED[case])
+    surgeon.apply(drawn, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    name = "experts.gate_up_proj" if model_type == "gpt_oss" else "up_proj.weight"
+    one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (base, tmp_path / "out"))
+    made = other.get_parameter(f"model.layers.2.mlp.{name}").float()
+    if case == "an average":
+        sources = [one.get_parameter(f"model.layers.{index}.mlp.{name}").double() for index in (1, 2)]
+        assert (made - (sources[0] + sources[1]) / 2).abs().max() <= 0.005 * made.abs().max()
+    else:
+        assert 0.015 < made.std() < 0.025
+
+
+def test_fusion_is_refused(plan: Plan, tmp_path: Path) -> None:
     base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
-    with pytest.raises(BadInput, match=r"layers\.\d\..*: quantised \(F8_E4M3\), .* not computed; use init copy"):
-        surgeon.preview(plan(INSERT | {"where": {"after": [1]}} | COMPUTED[case]), str(base))
+    with pytest.raises(BadInput, match=r"of a qwen3 layer are query, .* is not described, .* use init average"):
+        surgeon.preview(plan(INSERT | {"init": {"kind": "ot_fusion"}, "where": {"after": [1]}}), str(base))
 
 
 def test_grafts_are_refused(plan: Plan, tmp_path: Path) -> None:
     base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
-    with pytest.raises(BadInput, match=r"quantised \(fp8\), and grafts beside quantised layers are not made"):
+    with pytest.raises(BadInput, match=r"qwen3: the base is quantised, and grafts beside .* are not made yet"):
         surgeon.preview("neutral-residues", str(base))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss"])
+def test_new_layers_train(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    base = add_letters(tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0]))
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    text = corpus(tmp_path / "words.jsonl", documents=60)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    verified = surgeon.verify(base, tmp_path / "run", text=text, window=24, windows=1)
+    assert verified.holds
+    assert verified.identical is False
+    surgeon.revert(tmp_path / "run", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), weights(base))
 
 
 def test_training_quantised_tensors_is_refused(plan: Plan, tmp_path: Path) -> None:
     base = add_letters(tiny_quantised(tmp_path / "base", "qwen3", "fp8"))
-    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    surgeon.apply(plan({"op": "stack_layers", "bottom": 3, "top": 3}), str(base), tmp_path / "out")
     corpus(tmp_path / "words.jsonl", documents=60)
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
-    with pytest.raises(BadInput, match=r"layers\.2\..*: stored in F8_E4M3, .* cannot train"):
+    with pytest.raises(BadInput, match=r"layers\.\d\..*: stored in F8_E4M3, .* cannot train"):
         surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_second_surgery(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    """Of an output whose layers are quantised and not, by turns."""
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "one")
+    surgeon.apply(plan(INSERT), str(tmp_path / "one"), tmp_path / "two")
+    for before in (tmp_path / "one", base):
+        verified = surgeon.verify(before, tmp_path / "two", window=24, windows=1)
+        assert verified.holds
+        assert verified.identical
+    surgeon.revert(tmp_path / "two", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), weights(tmp_path / "one"))
 
 
 def test_layer_by_layer_is_refused(plan: Plan, tmp_path: Path) -> None:
@@ -167,6 +242,26 @@ BROKEN: dict[str, tuple[Callable[[str, torch.Tensor], dict[str, torch.Tensor]], 
         r"o_proj\.weight \(.*\): dtype U8, which fp8 has no such tensor of",
     ),
 }
+
+
+def _four_bits(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two numbers in a byte, and a scale for 32 of them."""
+    if name.endswith("_scale_inv"):
+        return {name: torch.full((64, 8), 0.01)}
+    return {name: torch.arange(64 * 128).reshape(64, 128).to(torch.int8)}
+
+
+def test_four_bits_in_fp8_checkpoints_are_copied_only(plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    _changed(base, _four_bits)
+    with pytest.raises(BadInput, match=r"layers\.2\..*: quantised \(.*\), .* not computed; use init copy"):
+        surgeon.preview(plan(INSERT | COMPUTED["an average"]), str(base))
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    after = weights(tmp_path / "out")
+    assert {str(after[f"model.layers.{index}.self_attn.o_proj.weight"].dtype) for index in range(6)} == {"torch.int8"}
 
 
 @pytest.mark.parametrize("case", BROKEN)
