@@ -24,6 +24,7 @@ from surgeon.blueprint.recipes import (
     Constant,
     Copy,
     Coupling,
+    Dequantised,
     Fused,
     Imported,
     Interpolated,
@@ -49,6 +50,11 @@ from surgeon.models.tokens import token_batches
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
 from surgeon.transport.solving import solve
+
+# Quantised tensors: what torch calls them, the sixteen values of four bits, and what an exponent of zero is stored as.
+_PACKED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_EXPONENT_BIAS = 127
 
 # More would save reading the base again, and cost memory for attention.
 _WINDOWS_AT_ONCE = 16
@@ -166,6 +172,8 @@ class Workshop:
                 return torch.from_numpy(values).mul_(std).to(stored_dtype(dtype))
             case Imported():
                 return self._imported(recipe).to(stored_dtype(recipe.dtype))
+            case Dequantised():
+                return self._dequantise(recipe).to(stored_dtype(recipe.dtype))
             case Average(first, second):
                 lower, upper = self._working(first), self._working(second)
                 return lower.add_(upper).mul_(0.5).to(stored_dtype(recipe.dtype))
@@ -307,6 +315,28 @@ class Workshop:
                 " layers cannot be computed from it (a copy of this layer would be as broken)"
             )
         return tensor
+
+    def _dequantise(self, recipe: Dequantised) -> Tensor:
+        """In float32, in which every product of a quantised number and its scale is exact, or rounded as little."""
+        weight, scales = self._stored(recipe.weight), self._stored(recipe.scales)
+        if recipe.block is None:
+            codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).int()
+            numbers = torch.tensor(_FOUR_BITS)[codes]
+            numbers = torch.ldexp(numbers, (scales.int() - _EXPONENT_BIAS)[..., None])
+            return numbers.flatten(-2).transpose(-1, -2).contiguous()
+        spread = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
+        if spread.numel() > 1:
+            rows, columns = weight.shape[-2:]
+            spread = spread.repeat_interleave(recipe.block[0], -2).repeat_interleave(recipe.block[1], -1)
+            spread = spread[..., :rows, :columns]
+        return weight.float() * spread
+
+    def _stored(self, recipe: Copy) -> Tensor:
+        """A tensor of the base as it is stored, quantised or not."""
+        with self.stopwatch.stage("read"):
+            raw = self._ahead.read(recipe.source)
+        dtype = _PACKED.get(recipe.dtype) or stored_dtype(recipe.dtype)
+        return torch.frombuffer(raw, dtype=dtype).view(recipe.shape)
 
     def _imported(self, recipe: Imported) -> Tensor:
         adapter = self.adapters[recipe.adapter]

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from surgeon.checkpoint.header import FLOAT_DTYPES
 
-# By dtype: the integers of its width, and the bits of infinity.
-_INFINITY = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F80_0000), "F64": (8, 0x7FF0_0000_0000_0000)}
-assert _INFINITY.keys() == FLOAT_DTYPES.keys()
+# By dtype: the integers of its width, and the bits of infinity (F8_E4M3 has none, and one NaN in its place).
+_INFINITY = {
+    "F8_E4M3": (1, 0x7F),
+    "BF16": (2, 0x7F80),
+    "F16": (2, 0x7C00),
+    "F32": (4, 0x7F80_0000),
+    "F64": (8, 0x7FF0_0000_0000_0000),
+}
+assert _INFINITY.keys() > FLOAT_DTYPES.keys()
 
 
 class FiniteCheck:

@@ -194,11 +194,16 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
             {
                 s: constants[name]
                 for s in anatomy.layers[layer.like]
-                if (name := anatomy.layer_name(layer.index, s)) in constants
+                if (name := anatomy.layer_name(layer.index, _stored_as(anatomy, layer, s))) in constants
             }
             for layer in layers
         ],
     )
+
+
+def _stored_as(anatomy: Anatomy, layer: Layer, suffix: str) -> str:
+    """What the output calls a tensor of the layer that it is like."""
+    return anatomy.kinds[anatomy.kind_of[layer.like]].name_opened(suffix) if layer.opened else suffix
 
 
 def texts_of(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:

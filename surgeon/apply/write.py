@@ -22,7 +22,7 @@ from surgeon.apply.readback import OpenShards, ReadBack
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
-from surgeon.checkpoint.header import ALIGNMENT, FLOAT_DTYPES, build_header
+from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, FLOAT_DTYPES, build_header
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
@@ -332,6 +332,9 @@ def constant_bytes(recipe: Constant | Listed) -> bytes:
     """A tensor whose values the recipe names, as little-endian bytes, without numpy or torch."""
     if isinstance(recipe, Listed):
         return b"".join(_element(value, recipe.dtype) for value in recipe.values)
+    if recipe.dtype not in FLOAT_DTYPES:
+        assert recipe.value == 0, recipe
+        return bytes(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
     return _element(recipe.value, recipe.dtype) * numel(recipe)
 
 

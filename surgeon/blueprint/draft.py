@@ -7,13 +7,13 @@ that preview shows, `apply` writes and `verify` checks against. No weight is rea
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of, settings_of
-from surgeon.blueprint.recipes import Constant, Copy, Coupling, Recipe, numel
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.blueprint.recipes import Constant, Copy, Coupling, Dequantised, Recipe, is_computed, numel, sources
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind, native_config
@@ -39,6 +39,9 @@ def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]
     return silenced
 
 
+# What new layers of a quantised base are stored in, and a part of FP8 layers that nothing in full precision reads.
+_OPENED = "BF16"
+_ACTIVATIONS = "activation_scale"
 Promise = Literal["exact", "none"]
 
 
@@ -58,6 +61,7 @@ class Claim:
 class LayerDraft:
     """A layer while operations are at work: its tensors by suffix, and where it comes from.
 
+    `opened` says that it holds in full precision what the base stores quantised.
     `base` is the base layer it is (None for a new one), `like` the base layer whose kind and settings (its attention
     type, other entries of the config) it has, `operation` the operation that made it, `sources`
     what it was made from, in words of the model as that operation found it. `rewritten` names the operation that
@@ -72,6 +76,7 @@ class LayerDraft:
     init: str = ""
     rewritten: dict[str, int] = field(default_factory=dict)
     grafts: list[Graft] = field(default_factory=list)
+    opened: bool = False
 
     def graft(self, kind: str) -> Graft | None:
         """The graft of this kind on the trunk's layer itself, if it has one."""
@@ -98,6 +103,7 @@ class Layer:
     layer_type: str | None
     like: int
     grafts: tuple[GraftNote, ...] = ()
+    opened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +205,12 @@ class Draft:
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 
-    def copy_of(self, source: int, *, operation: int) -> LayerDraft:
-        """A new layer with the native tensors of layer `source`; that layer's grafts are not copied."""
+    def copy_of(self, source: int, *, operation: int, opened: bool = False) -> LayerDraft:
+        """A new layer with the native tensors of layer `source`, `opened` or not; its grafts are not copied."""
         original = self.layers[source]
         return LayerDraft(
-            tensors=dict(original.tensors),
+            tensors=self.opened(source) if opened else dict(original.tensors),
+            opened=original.opened or (opened and bool(self.kind_of(source).packed)),
             base=None,
             like=original.like,
             operation=operation,
@@ -229,7 +236,23 @@ class Draft:
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer of the draft."""
-        return self.anatomy.kinds[self.anatomy.kind_of[self.layers[layer].like]]
+        kind = self.anatomy.kinds[self.anatomy.kind_of[self.layers[layer].like]]
+        return kind.opened if self.layers[layer].opened else kind
+
+    def opened(self, layer: int) -> dict[str, Recipe]:
+        """A layer's recipes, by suffix, in full precision: what a new layer is made of, so that it can train."""
+        tensors, packed = self.layers[layer].tensors, self.kind_of(layer).packed
+        scales = {found.scales for found in packed.values()}
+        made: dict[str, Recipe] = {}
+        for suffix, recipe in tensors.items():
+            if (found := packed.get(suffix)) is not None:
+                weight, scale = recipe, tensors[found.scales]
+                assert isinstance(weight, Copy), suffix
+                assert isinstance(scale, Copy), found.scales
+                made[found.suffix] = Dequantised(weight, scale, found.block, _OPENED, found.shape)
+            elif suffix not in scales and not (packed and suffix.endswith(_ACTIVATIONS)):
+                made[suffix] = recipe
+        return made
 
     @property
     def pattern(self) -> list[tuple[int, str]]:
@@ -267,6 +290,8 @@ class Draft:
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
+        for output in outputs:
+            _check_stored(output)
         types = self.anatomy.layer_types
         return Blueprint(
             seed=self.seed,
@@ -299,7 +324,8 @@ class Draft:
         if self.anatomy.derivation is not None:
             order = [layer.like for layer in self.layers]
             unchanged = order == list(range(self.anatomy.sizes.layers))
-            return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order)
+            opened = [index for index, layer in enumerate(self.layers) if layer.opened]
+            return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order, opened)
         # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
         for key in ("mlp_only_layers", "full_attention_layers"):
             if self.config.get(key):
@@ -324,6 +350,28 @@ class Draft:
         return config | lists
 
 
+def _check_stored(output: Output) -> None:
+    """Raise BadInput for what would be computed of, or stored as, a quantised tensor, which is only ever moved."""
+    recipe = output.recipe
+    if is_computed(recipe):
+        odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
+    else:
+        held = isinstance(recipe, Copy) or (isinstance(recipe, Constant) and recipe.value == 0)
+        odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
+    if odd is not None:
+        raise BadInput(
+            f"{printable(output.name)}: quantised ({odd}), so its values can be copied but not computed; use init copy,"
+            " or operate on the full-precision weights and quantise the output"
+        )
+
+
+def _inside(recipe: Recipe) -> Iterator[Recipe]:
+    """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
+    yield recipe
+    for source in () if isinstance(recipe, Dequantised) else sources(recipe):
+        yield from _inside(source)
+
+
 def _copied(info: TensorInfo) -> Copy:
     return Copy(info.name, info.dtype, info.shape)
 
@@ -340,4 +388,5 @@ def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> lis
 
 def _finished(index: int, layer: LayerDraft, layer_type: str | None) -> Layer:
     notes = tuple(GraftNote(graft.text, graft.operation) for graft in layer.grafts)
-    return Layer(index, layer.base, layer.operation, layer.init, layer.sources, layer_type, layer.like, notes)
+    made_from, like = layer.sources, layer.like
+    return Layer(index, layer.base, layer.operation, layer.init, made_from, layer_type, like, notes, layer.opened)

@@ -61,6 +61,21 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
+class Dequantised:
+    """The numbers that a quantised tensor stands for: `weight` times its `scales`, rounded once to `dtype`.
+
+    `block` is rows by columns of FP8 numbers that share a scale. None: MXFP4, 32 numbers to an exponent, whose matrices
+    are stored the other way round than they are used.
+    """
+
+    weight: Copy
+    scales: Copy
+    block: tuple[int, int] | None
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _OfTwo:
     """What is made of one tensor of two layers: `first` of the lower, `second` of the upper one."""
 
@@ -143,7 +158,7 @@ class Interpolated(_OfTwo):
     alpha: float | Recipe
 
 
-Recipe = Copy | Constant | Listed | Random | Imported | Average | Fused | Shuffled | Interpolated
+Recipe = Copy | Constant | Listed | Random | Imported | Dequantised | Average | Fused | Shuffled | Interpolated
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +217,9 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
         case Average(first, second) | Fused(first, second, _):
             yield first
             yield second
+        case Dequantised(weight, scales):
+            yield weight
+            yield scales
         case Shuffled(of, _):
             yield of
         case Interpolated(first, second, alpha):
@@ -252,6 +270,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
                     {"rows": [b.start, b.stop], "t_in": _map_text(b.t_in), "t_out": _map_text(b.t_out)} for b in blocks
                 ],
             }
+        case Dequantised(weight, scales):
+            return {"dequantised": [describe(weight), describe(scales)]}
         case Shuffled(of, key):
             return {"shuffled": describe(of), "key": key}
         case Interpolated(first, second, alpha):

@@ -72,6 +72,9 @@ FLOAT_DTYPES: dict[str, FloatDtype] = {
     "BF16": FloatDtype("bfloat16", None),
 }
 
+# The dtypes of quantised weights and their scales that surgery moves as bytes. Of each, zero bytes are the value zero.
+QUANTISED_DTYPES = ("F8_E4M3", "F8_E8M0", "U8", "I8", "I32")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
-from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, quantisation
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
@@ -54,7 +54,7 @@ _ELSEWHERE = {
     "extra_files": "names further files of weights",
     "extra_config_files": "names further config files",
 }
-_QUANTISED = ("quantization_config", "compression_config")
+_QUANTISED = (QUANTISATION, "compression_config")
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,13 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise BadInput(f"config.json: `{printable(key)}` would overwrite what Python keeps there; take it out")
 
 
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise BadInput for the config of a quantised checkpoint, which may say so of its text model alone."""
+def refuse_quantised(config: Mapping[str, Any], *, passed: bool = True) -> None:
+    """Raise BadInput for the config of a quantised checkpoint, which may say so of its text model alone.
+
+    With `passed`, methods are not refused whose tensors can be moved as bytes.
+    """
+    if passed and quantisation(config) is not None:
+        config = {key: value for key, value in config.items() if key != QUANTISATION}
     for key, method in _walk(dict(config)):
         if key in _QUANTISED and method is not None:
             kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.checkpoint.header import FLOAT_DTYPES, Header, TensorInfo
+from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, Header, TensorInfo
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
@@ -18,6 +18,10 @@ MAX_INDEX_BYTES = 64_000_000
 
 # A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
 _POSITIONS = "embeddings.position_ids"
+
+# Where a config.json says that its weights are quantised, and the methods whose tensors surgery can move as bytes.
+QUANTISATION = "quantization_config"
+_PASSED = ("fp8", "mxfp4")
 
 _LONGEST_NAME = 500
 _AGAIN = "they are of two downloads: get both again"
@@ -153,11 +157,19 @@ def _check_tensor_name(info: TensorInfo) -> None:
         )
 
 
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of how its weights are quantised, where surgery can move such tensors as bytes."""
+    found = config.get(QUANTISATION)
+    return found if isinstance(found, Mapping) and found.get("quant_method") in _PASSED else None
+
+
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
     if info.dtype in FLOAT_DTYPES or (info.dtype == "I64" and info.name.endswith(_POSITIONS)):
         return
+    if info.dtype in QUANTISED_DTYPES and quantisation(config) is not None:
+        return
     found = f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}"
-    method = config.get("quantization_config")
+    method = config.get(QUANTISATION)
     if method is not None:
         kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
         raise BadInput(

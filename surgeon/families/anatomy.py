@@ -11,8 +11,8 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +56,11 @@ class Derivation(ABC):
     stack: str
 
     @abstractmethod
-    def grown(self, order: Sequence[int]) -> dict[str, Any]:
-        """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none."""
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
+        """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none.
+
+        `opened` are numbers of layers that are not quantised any more.
+        """
 
     @abstractmethod
     def prove(
@@ -79,16 +82,53 @@ class Derivation(ABC):
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A quantised tensor of a layer: the suffix of its `scales`, and its suffix and shape in full precision.
+
+    `block` is rows by columns of numbers that share a scale; None: MXFP4. `module` is what holds it in memory.
+    """
+
+    scales: str
+    suffix: str
+    shape: tuple[int, ...]
+    block: tuple[int, int] | None
+    module: str
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """What layers of one kind hold: their `parts`, and the values to store, by suffix, that silence such a layer.
 
-    `refusal` says why none can (then `silence` is empty); `title` names the kind where a model has several.
+    `refusal` says why none can (then `silence` is empty); `title` names the kind where a model has several. `packed`
+    are the quantised tensors, by suffix, of which new layers hold the numbers in full precision.
     """
 
     parts: tuple[Part, ...]
     silence: Mapping[str, float]
     refusal: str = ""
     title: str = ""
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+
+    @cached_property
+    def opened(self) -> LayerKind:
+        """The same kind in full precision: no quantised tensor, no scales."""
+        if not self.packed:
+            return self
+        return replace(
+            self,
+            parts=tuple(
+                part
+                if (found := self.packed.get(part.suffix)) is None
+                else replace(part, suffix=found.suffix, shape=found.shape)
+                for part in self.parts
+            ),
+            silence={self.name_opened(suffix): value for suffix, value in self.silence.items()},
+            packed={},
+        )
+
+    def name_opened(self, suffix: str) -> str:
+        """What a tensor is called in full precision."""
+        return self.packed[suffix].suffix if suffix in self.packed else suffix
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, layer_of
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Packed, layer_of
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
+from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import with_roles
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
@@ -80,13 +81,14 @@ def _derived(kept: str) -> Derived:
     if count < 1:
         raise BadInput(f"config.json: {count} layers; at least 1 is needed; {OWN_CONFIG}")
     keys = described_kinds(skeleton)
-    kind_of = numbered(keys)
+    left = skips(config, skeleton)
+    kind_of = numbered(list(zip(keys, left, strict=True)))
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
     found, heads = _silences(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
-        titles=tuple(_title(keys[index], skeleton, index) for index in firsts),
+        titles=tuple(_title(keys[index], skeleton, index, _left_of(left[index], left)) for index in firsts),
         silence=tuple(found[index] for index in firsts),
         heads=heads,
         seconds=time.perf_counter() - began,
@@ -108,11 +110,17 @@ def _silences(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, S
     ) from failed
 
 
-def _title(key: Any, skeleton: Skeleton, index: int) -> str:
+def _left_of(left: tuple[str, ...], all_left: list[tuple[str, ...]]) -> list[str]:
+    """What a layer does not quantise, where some other layer does."""
+    return [name for name in left if any(name not in other for other in all_left)]
+
+
+def _title(key: Any, skeleton: Skeleton, index: int, left: list[str]) -> str:
     """A kind by its type in the config, or by the classes of its blocks."""
     listed = [value.strip("'") for name, value in key[1] if name.endswith(("types", "type"))]
     blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
-    return ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+    shown = ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+    return f"{shown}, {left[0]} not quantised" if left else shown
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class _Found(Derivation):
     config: Mapping[str, Any]
     derived: Derived
     names: Names
+    packed: tuple[Mapping[str, Packed], ...]
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
@@ -133,9 +142,26 @@ class _Found(Derivation):
         """As `Derivation` says."""
         return self.derived.skeleton.stack
 
-    def grown(self, order: Sequence[int]) -> dict[str, Any]:
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
-        return grown(self.config, self.derived.skeleton, order)
+        made = grown(self.config, self.derived.skeleton, order)
+        stack = f"{self.derived.skeleton.stack}."
+        made = renumbered(self.config, made, order, (self.names.stem, stack))
+        before = skips(self.config, self.derived.skeleton)
+        after = skips(made, _skeleton(json.dumps(made, sort_keys=True))) if any(before) else [()] * len(order)
+        for index, source in enumerate(order):
+            if before[source] != after[index]:
+                name = min(set(before[source]) ^ set(after[index]))
+                raise BadInput(
+                    f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
+                    f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
+                )
+        modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
+        return left_out(made, modules, self.derived.skeleton)
+
+    def _modules(self, layer: int) -> list[str]:
+        """The modules of a layer that hold its quantised tensors."""
+        return list(dict.fromkeys(packed.module for packed in self.packed[self.derived.kind_of[layer]].values()))
 
     def prove(
         self,
@@ -148,7 +174,7 @@ class _Found(Derivation):
         in_memory = []
         for source, values in zip(order, silenced, strict=True):
             stored = self.names.layers[source]
-            made = _made_of(stored)
+            made = _made_of(_without_scales(stored, self.config))
             in_memory.append(
                 {
                     name: values[suffixes[0]]
@@ -183,6 +209,11 @@ def _skeleton(kept: str) -> Skeleton:
     return build(json.loads(kept))
 
 
+def _without_scales(stored: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What holds a layer's values: a scale is copied along with the tensor whose numbers it tells the size of."""
+    return {suffix: targets for suffix, targets in stored.items() if not is_scale(config, suffix)}
+
+
 def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Of each tensor of a layer in memory the suffixes on disk that it is made of."""
     made: dict[str, list[str]] = {}
@@ -201,7 +232,8 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         family_of(config)  # says what is known
     refuse_quantised(config)
     found = derive(config)
-    names = match(found.skeleton, found.kind_of, tensors)
+    check_stored(config, tensors)
+    names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
     count = len(found.kind_of)
     for name in tensors:
         place = layer_of(name)
@@ -212,11 +244,15 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
             )
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
     sizes = _sizes(found.skeleton.text, count)
     return Anatomy(
         family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
         sizes=sizes,
-        kinds=tuple(_kind(found, kind, names.layers[first], layers[first], sizes) for kind, first in enumerate(firsts)),
+        kinds=tuple(
+            _kind(found, kind, _without_scales(names.layers[first], config), layers[first], packed[kind], sizes)
+            for kind, first in enumerate(firsts)
+        ),
         kind_of=found.kind_of,
         prefix="",
         layers=layers,
@@ -230,7 +266,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
             {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
             for index, suffixes in names.beyond.items()
         ),
-        derivation=_Found(config, found, names),
+        derivation=_Found(config, found, names, packed),
     )
 
 
@@ -259,15 +295,16 @@ def _kind(
     kind: int,
     stored: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, TensorInfo],
+    packed: Mapping[str, Packed],
     sizes: Sizes,
 ) -> LayerKind:
     silence = found.silence[kind]
-    parts = []
+    parts: list[Part] = []
     for suffix, targets in stored.items():
         info = tensors[suffix]
         if not targets:
             continue
-        if info.dtype not in FLOAT_DTYPES:
+        if info.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
             raise BadInput(
                 f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
                 f" ({', '.join(sorted(FLOAT_DTYPES))})"
@@ -276,7 +313,9 @@ def _kind(
             Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
         )
     values, reason = _on_disk(silence.values, stored)
-    return LayerKind(with_roles(parts, sizes, values), values, silence.reason or reason, found.titles[kind])
+    # What is quantised cannot be aligned.
+    known = tuple(parts) if packed else with_roles(parts, sizes, values)
+    return LayerKind(known, values, silence.reason or reason, found.titles[kind], packed)
 
 
 def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.trust import refuse_quantised
+from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES, family_of
 from surgeon.families.anatomy import (
@@ -42,7 +43,7 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
     if not carries_grafts and is_derived(config):
         return _dissect_derived(config, tensors)
     family = family_of(config)
-    refuse_quantised(config)
+    refuse_quantised(config, passed=False)
     if config.get("per_layer_config"):
         raise BadInput(
             "config.json: `per_layer_config` gives single layers other sizes or settings, which this family does not"
@@ -79,9 +80,13 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
 
 
 def is_derived(config: Mapping[str, Any]) -> bool:
-    """Whether no family describes this model type, so that what can be known of it is found out."""
+    """Whether no family describes this model type, so that what can be known of it is found out.
+
+    Families describe layers in full precision: a quantised checkpoint's are found out too.
+    """
     model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type not in FAMILIES and model_type not in ENCODERS
+    described = model_type in FAMILIES and quantisation(config) is None
+    return isinstance(model_type, str) and not described and model_type not in ENCODERS
 
 
 def _dissect_derived(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:

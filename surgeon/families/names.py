@@ -35,12 +35,13 @@ class Names:
     beyond: dict[int, tuple[str, ...]]
 
 
-def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo]) -> Names:
+def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo], quantizer: Any = None) -> Names:
     """Match a checkpoint's tensors with a model's; `kinds` are numbers of the layers' kinds.
 
+    Of a quantised checkpoint, transformers' `quantizer` says what it makes of quantised tensors and their scales.
     Raises BadInput naming the first tensor that is missing, without a place in a layer, or of another shape.
     """
-    renamed = {name: made.names for name, made in made_of(skeleton.model, tensors).items()}
+    renamed = {name: made.names for name, made in made_of(skeleton.model, tensors, quantizer).items()}
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
     stem = _stem({name: int(found[1]) for name, found in places.items()}, skeleton)
@@ -63,7 +64,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
         layers[index][suffix] = tuple(known)
     _check_beyond(beyond, count, stem, tensors)
     _check_alike(layers, kinds, stem, tensors)
-    _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors)
+    _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors, quantizer)
     return Names(stem, tuple(layers), outer, {index: tuple(found) for index, found in sorted(beyond.items())})
 
 
@@ -75,12 +76,12 @@ class Made:
     converted: bool
 
 
-def made_of(model: Any, names: Iterable[str]) -> dict[str, Made]:
+def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str, Made]:
     """Every name on disk with what transformers makes of that tensor when it loads `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -188,6 +189,7 @@ def _check_loads(
     layers: Sequence[Mapping[str, tuple[str, ...]]],
     outer: Mapping[str, str],
     tensors: Mapping[str, TensorInfo],
+    quantizer: Any,
 ) -> None:
     """Have transformers load the tensors outside layers and one layer of each kind, as shapes without values."""
     import torch
@@ -195,12 +197,19 @@ def _check_loads(
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
+    quantised = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
     model = skeleton.model
     shown = {kinds.index(kind) for kind in set(kinds)}
     names = [*outer, *(f"{stem}{index}.{suffix}" for index in sorted(shown) for suffix in layers[index])]
-    given = {name: torch.empty(tensors[name].shape, device="meta") for name in names}
+    given = {
+        name: torch.empty(tensors[name].shape, dtype=quantised.get(tensors[name].dtype), device="meta")
+        for name in names
+    }
     options = LoadStateDictConfig(
-        device_map={"": "meta"}, dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model)
+        device_map={"": "meta"},
+        dtype=torch.float32,
+        hf_quantizer=quantizer,
+        weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
     )
     try:
         with quiet_transformers():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
@@ -93,6 +94,8 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
         )
     _check_counts(config)
     kind = CONFIG_MAPPING[str(config["model_type"])]
+    # In full precision: what is quantised changes where numbers are stored, not what is computed.
+    config = {key: value for key, value in config.items() if key != QUANTISATION}
     try:
         with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
             # As transformers does for a file: JSON has no infinity.

@@ -16,6 +16,7 @@ import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
@@ -111,17 +112,19 @@ def shipped_config(kind: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
-    """What the view of a folder says in its config.json."""
+    """What the view of a folder says in its config.json; quantised weights are loaded dequantised, wherever."""
     from transformers import CONFIG_MAPPING
 
+    settings = quantisation(folder.config)
+    loading = {} if settings is None else {QUANTISATION: {**settings, "dequantize": True}}
     if folder.classes == "own":
         # Its code may read any field; where code comes from is the folder alone.
-        return {key: value for key, value in folder.config.items() if not key.endswith("name_or_path")}
+        return {key: value for key, value in folder.config.items() if not key.endswith("name_or_path")} | loading
     try:
         kind = CONFIG_MAPPING[str(folder.config.get("model_type"))]
     except KeyError:
         kind = None
-    return described(folder.config, kind)
+    return described(folder.config, kind) | loading
 
 
 @contextlib.contextmanager
@@ -192,6 +195,8 @@ def load_model(
             output_loading_info=True,
             **options,
         )
+    if quantisation(folder.config) is not None:
+        _one_dtype(model)
     model.config.name_or_path = str(folder.path)
     check_doubled(folder, model, failure)
     # Layers above the stack, which predict further tokens, are known of types that were derived.
@@ -202,6 +207,18 @@ def load_model(
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model.eval()
+
+
+def _one_dtype(model: Any) -> None:
+    """Give what a quantised checkpoint stores in half precision the model's dtype.
+
+    transformers leaves it as it is beside dequantised weights, and two dtypes cannot be multiplied.
+    """
+    wanted = model.config.get_text_config().dtype
+    halves = (torch.float16, torch.bfloat16)
+    for parameter in model.parameters() if wanted is not None else ():
+        if parameter.dtype != wanted and parameter.dtype in halves:
+            parameter.data = parameter.data.to(wanted)
 
 
 def build_model(

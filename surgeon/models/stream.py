@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.dissect import dissect, is_derived
@@ -44,6 +45,10 @@ class StreamedModel:
         failure: type[SurgeonError] = BadInput,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
+        if quantisation(folder.config) is not None:
+            raise failure(
+                f"{self._shown}: a quantised model cannot be run layer by layer; compare it whole (without --streamed)"
+            )
         self.module = build_model(
             folder, dtype=lambda config: self._chosen_dtype(dtype, config), attention=attention, failure=failure
         )

@@ -141,8 +141,8 @@ class ControlLLM(Operation):
             draft.layers[layer].grafts.extend(self._branch(draft, number, layer))
         copies: dict[int, list[LayerDraft]] = {}
         for layer in stacked:
-            copied = draft.copy_of(layer, operation=number)
-            copied.tensors = silence(copied.tensors, draft.kind_of(layer))
+            copied = draft.copy_of(layer, operation=number, opened=True)
+            copied.tensors = silence(copied.tensors, draft.kind_of(layer).opened)
             copied.init = "copy, zero-init"
             copies[layer] = [copied]
         draft.insert(copies)

@@ -52,7 +52,7 @@ class Gap:
 
     def check_alike(self) -> None:
         """Raise BadInput where the layers below and above are of two kinds, whose tensors are not comparable."""
-        lower, upper = (self.draft.kind_of(layer) for layer in (self.below, self.below + 1))
+        lower, upper = (self.draft.kind_of(layer).opened for layer in (self.below, self.below + 1))
         if lower is not upper:
             raise BadInput(
                 f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
@@ -221,11 +221,9 @@ class AverageInit(Init):
 
     def make(self, gap: Gap) -> NewLayer:
         """The average, tensor by tensor."""
-        lower, upper = gap.draft.layers[gap.below], gap.draft.layers[gap.below + 1]
+        lower, upper = gap.draft.opened(gap.below), gap.draft.opened(gap.below + 1)
         gap.check_alike()
-        tensors: dict[str, Recipe] = {
-            suffix: Average(recipe, upper.tensors[suffix]) for suffix, recipe in lower.tensors.items()
-        }
+        tensors: dict[str, Recipe] = {suffix: Average(recipe, upper[suffix]) for suffix, recipe in lower.items()}
         return NewLayer(tensors, (gap.below, gap.below + 1))
 
 
@@ -244,7 +242,7 @@ class CopyInit(Init):
     def make(self, gap: Gap) -> NewLayer:
         """The copy; the group of copies is in the order of the layers below."""
         source = gap.below - gap.per_gap + 1 + gap.nth
-        return NewLayer(dict(gap.draft.layers[source].tensors), (source,))
+        return NewLayer(gap.draft.opened(source), (source,))
 
 
 class RandomInit(Init):
@@ -257,9 +255,9 @@ class RandomInit(Init):
         std = gap.draft.config.get("initializer_range", 0.02)
         if not isinstance(std, int | float) or isinstance(std, bool) or not 0 < std < 1e3:
             raise BadInput(f"config.json: `initializer_range` is {std!r}, not a positive number")
-        parts = {part.suffix: part for part in gap.draft.kind_of(gap.below).parts}
+        parts = {part.suffix: part for part in gap.draft.kind_of(gap.below).opened.parts}
         tensors: dict[str, Recipe] = {}
-        for suffix, recipe in gap.draft.layers[gap.below].tensors.items():
+        for suffix, recipe in gap.draft.opened(gap.below).items():
             part = parts.get(suffix)
             match part and part.kind:
                 case "weight":

@@ -90,7 +90,7 @@ class InsertLayers(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}",
-            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]] for made in new]),
+            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]),
             trains="new",
         )
 
@@ -140,11 +140,13 @@ class InsertLayers(Operation):
             gap, nth, per_gap = gap - each + 1 + nth, 0, 1
         # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
         source = gap - per_gap + 1 + nth if self.init.reads_below(per_gap) > 1 else gap
-        zeroed = frozenset(draft.kind_of(source).silence) if self.zero_init else frozenset()
+        zeroed = frozenset(draft.kind_of(source).opened.silence) if self.zero_init else frozenset()
         made = self.init.make(Gap(draft, gap, nth, per_gap, label, zeroed))
         like = made.sources[0] if made.sources else gap
+        kind = draft.kind_of(like)
         return LayerDraft(
-            tensors=silence(made.tensors, draft.kind_of(like)) if self.zero_init else made.tensors,
+            tensors=silence(made.tensors, kind.opened) if self.zero_init else made.tensors,
+            opened=bool(kind.packed) or draft.layers[like].opened,
             base=None,
             like=draft.layers[like].like,
             operation=number,

@@ -128,6 +128,11 @@ def _tags(discriminator: str) -> list[str]:
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
+    if operation.attaches and any(kind.packed for kind in anatomy.kinds):
+        raise BadInput(
+            f"{printable(anatomy.family.model_type)}: the base is quantised, and grafts beside quantised layers are not"
+            " made yet; add layers, or operate on the full-precision weights and quantise the output"
+        )
     if anatomy.derivation is not None and operation.attaches:
         raise BadInput(
             f"{printable(anatomy.family.model_type)} is a model type that surgeon derives: layers can be added to it"

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from surgeon._version import __version__
 from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.room import check_room, writing
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.checkpoint.working import WorkFolder, working_in
@@ -338,6 +339,12 @@ def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableS
         raise BadInput(
             f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
             " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
+        )
+    packed = next((info for name in wanted.names if (info := out.tensors[name]).dtype in QUANTISED_DTYPES), None)
+    if packed is not None:
+        raise BadInput(
+            f"{printable(packed.name)}: stored in {packed.dtype}, whose few values cannot train; operate on the"
+            " full-precision weights, train, and quantise the result"
         )
     narrow = [name for name in wanted.names if out.tensors[name].dtype == "F16"]
     if narrow and dtype == "auto":

@@ -175,7 +175,8 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
     for layer in blueprint.layers:
         if layer.operation is None or blueprint.operations[layer.operation].claim.promise != "exact":
             continue
-        for suffix, value in anatomy.kinds[anatomy.kind_of[layer.like]].silence.items():
+        kind = anatomy.kinds[anatomy.kind_of[layer.like]]
+        for suffix, value in (kind.opened if layer.opened else kind).silence.items():
             name = anatomy.layer_name(layer.index, suffix)
             if name in trained:
                 continue

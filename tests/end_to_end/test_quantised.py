@@ -1,0 +1,293 @@
+"""Bases stored in FP8 blocks or MXFP4: grown as bytes, exact where both are run dequantised, and back to the base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import surgeon
+from surgeon.errors import BadInput
+from tests.end_to_end.conftest import weights
+from tests.end_to_end.test_any_decoder import TRAINING, add_letters
+from tests.quantised import tiny_quantised
+from tests.train.texts import corpus
+
+# By model type the method, and the modules that stay as they are; layers are numbered in various ways.
+LAYOUTS: dict[str, tuple[str, list[str] | None]] = {
+    "qwen3_moe": ("fp8", ["lm_head", "model.layers.1.self_attn.q_proj", "model.layers.3.self_attn.q_proj"]),
+    "deepseek_v3": ("fp8", None),
+    "qwen3": ("fp8", ["lm_head"]),
+    "gpt_oss": ("mxfp4", ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]),
+}
+_ATTENTION = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+INSERT = {"op": "insert_layers", "where": {"every": 2}, "init": {"kind": "copy"}}
+Plan = Callable[..., Path]
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes."""
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
+def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two checkpoints hold the same tensors, in their dtypes, bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and torch.equal(as_bytes(one[name]), as_bytes(other[name]))
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_grown_exactly_and_back(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    drawn = plan(INSERT)
+    shown = surgeon.preview(drawn, str(base))
+    assert shown.blueprint.promise == "exact"
+    assert any("proven on a twin" in note for note in shown.notes)
+    surgeon.apply(drawn, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1, dtypes=["auto", "float32"])
+    assert verified.holds
+    assert verified.identical
+
+    before, after = weights(base), weights(tmp_path / "out")
+    placed = {entry.base: entry.index for entry in shown.blueprint.layers if entry.base is not None}
+    for name, value in before.items():
+        words = name.split(".")
+        place = ".".join([*words[:2], str(placed[int(words[2])]), *words[3:]]) if ".layers." in name else name
+        assert after[place].dtype == value.dtype
+        assert torch.equal(as_bytes(after[place]), as_bytes(value)), name
+    new = {f"model.layers.{entry.index}." for entry in shown.blueprint.layers if entry.base is None}
+    assert {value.dtype for name, value in after.items() if name.startswith(tuple(new))} == {torch.bfloat16}
+
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), before)
+    assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_new_layers_hold_the_numbers_that_transformers_makes(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    """Loaded without surgeon, a copy that is not silenced is the layer that it is of, bit for bit."""
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    drawn = plan(INSERT | {"zero_init": False})
+    layers = surgeon.preview(drawn, str(base)).blueprint.layers
+    surgeon.apply(drawn, str(base), tmp_path / "out")
+    one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (base, tmp_path / "out"))
+    stored = weights(tmp_path / "out")
+    for entry in layers:
+        of = entry.base if entry.base is not None else layers[entry.sources[0]].base
+        assert of is not None
+        original = one.model.layers[of]
+        there = other.model.layers[entry.index].state_dict()
+        for name, value in original.state_dict().items():
+            assert torch.equal(there[name], value), (entry.index, name)
+        scales = [name for name in stored if name.startswith(f"model.layers.{entry.index}.") and "scale" in name]
+        assert bool(scales) == (entry.base is not None)
+
+
+def test_modules_that_are_not_quantised_keep_their_layers(plan: Plan, tmp_path: Path) -> None:
+    skipped = LAYOUTS["qwen3_moe"][1]
+    base = tiny_quantised(tmp_path / "base", "qwen3_moe", "fp8", skipped=skipped)
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    named = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    # Layers 1 and 3 are now 1 and 4, their copies 2 and 5; of these nothing is quantised.
+    assert named[:5] == ["lm_head", *(f"model.layers.{index}.self_attn.q_proj" for index in (1, 2, 4, 5))]
+    copies = [f"model.layers.{index}.{name}" for index in (2, 5) for name in ("mlp.experts", *_ATTENTION)]
+    assert sorted(named[5:]) == sorted(copies)
+    plain = {
+        name.split(".")[2]
+        for name, value in weights(tmp_path / "out").items()
+        if name.endswith("self_attn.q_proj.weight") and value.dtype == torch.bfloat16
+    }
+    assert plain == {"1", "2", "4", "5"}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss"])
+def test_a_copy_that_is_not_silent_shows(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0])
+    surgeon.apply(plan(INSERT | {"zero_init": False}), str(base), tmp_path / "loud")
+    surgeon.apply(plan({"op": "stack_layers", "bottom": 3, "top": 3}), str(base), tmp_path / "stacked")
+    for folder in ("loud", "stacked"):
+        verified = surgeon.verify(base, tmp_path / folder, window=24, windows=1)
+        assert verified.holds
+        assert verified.identical is False
+        assert verified.comparisons[0].max_abs_difference > 0.01
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "an average": {"init": {"kind": "average"}, "where": {"after": [1]}},
+    "random weights": {"init": {"kind": "random"}},
+}
+
+
+_ONE_KIND: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_new_layers_are_computed_of_what_quantised_ones_stand_for(
+    model_type: str, case: str, plan: Plan, tmp_path: Path
+) -> None:
+    base = tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0], **_ONE_KIND.get(model_type, {}))
+    drawn = plan(INSERT | COMPUTED[case])
+    surgeon.apply(drawn, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    name = "experts.gate_up_proj" if model_type == "gpt_oss" else "up_proj.weight"
+    one, other = (AutoModelForCausalLM.from_pretrained(folder, dtype="auto") for folder in (base, tmp_path / "out"))
+    made = other.get_parameter(f"model.layers.2.mlp.{name}").float()
+    if case == "an average":
+        sources = [one.get_parameter(f"model.layers.{index}.mlp.{name}").double() for index in (1, 2)]
+        assert (made - (sources[0] + sources[1]) / 2).abs().max() <= 0.005 * made.abs().max()
+    else:
+        assert 0.015 < made.std() < 0.025
+
+
+def test_fusion_is_refused(plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    with pytest.raises(BadInput, match=r"of a qwen3 layer are query, .* is not described, .* use init average"):
+        surgeon.preview(plan(INSERT | {"init": {"kind": "ot_fusion"}, "where": {"after": [1]}}), str(base))
+
+
+def test_grafts_are_refused(plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    with pytest.raises(BadInput, match=r"qwen3: the base is quantised, and grafts beside .* are not made yet"):
+        surgeon.preview("neutral-residues", str(base))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss"])
+def test_new_layers_train(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    base = add_letters(tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0]))
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    text = corpus(tmp_path / "words.jsonl", documents=60)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    verified = surgeon.verify(base, tmp_path / "run", text=text, window=24, windows=1)
+    assert verified.holds
+    assert verified.identical is False
+    surgeon.revert(tmp_path / "run", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), weights(base))
+
+
+def test_training_quantised_tensors_is_refused(plan: Plan, tmp_path: Path) -> None:
+    base = add_letters(tiny_quantised(tmp_path / "base", "qwen3", "fp8"))
+    surgeon.apply(plan({"op": "stack_layers", "bottom": 3, "top": 3}), str(base), tmp_path / "out")
+    corpus(tmp_path / "words.jsonl", documents=60)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    with pytest.raises(BadInput, match=r"layers\.\d\..*: stored in F8_E4M3, .* cannot train"):
+        surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_second_surgery(model_type: str, plan: Plan, tmp_path: Path) -> None:
+    """Of an output whose layers are quantised and not, by turns."""
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "one")
+    surgeon.apply(plan(INSERT), str(tmp_path / "one"), tmp_path / "two")
+    for before in (tmp_path / "one", base):
+        verified = surgeon.verify(before, tmp_path / "two", window=24, windows=1)
+        assert verified.holds
+        assert verified.identical
+    surgeon.revert(tmp_path / "two", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), weights(tmp_path / "one"))
+
+
+def test_layer_by_layer_is_refused(plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    with pytest.raises(BadInput, match="quantised model cannot be run layer by layer"):
+        surgeon.verify(base, tmp_path / "out", window=24, windows=1, streamed=True)
+
+
+def _changed(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    """Change every attention output of a checkpoint, or what stands beside it."""
+    places: dict[str, str] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        held: dict[str, torch.Tensor] = {}
+        for name, value in load_file(shard).items():
+            held |= change(name, value) if ".o_proj." in name else {name: value}
+        save_file(held, shard, metadata={"format": "pt"})
+        places |= dict.fromkeys(held, shard.name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": places}))
+
+
+BROKEN: dict[str, tuple[Callable[[str, torch.Tensor], dict[str, torch.Tensor]], str]] = {
+    "no scales": (
+        lambda name, value: {} if name.endswith("_scale_inv") else {name: value},
+        r"o_proj\.weight \(.*\): F8_E4M3, yet no scales",
+    ),
+    "scales of another grid": (
+        lambda name, value: {name: torch.ones(7, 5) if name.endswith("_scale_inv") else value},
+        r"o_proj\.weight_scale_inv .*: shape \[7, 5\], not the scales of a tensor of \[64, 256\] \(\[1, 2\]\)",
+    ),
+    "another method's bytes": (
+        lambda name, value: {name: value if name.endswith("_scale_inv") else value.view(torch.uint8)},
+        r"o_proj\.weight \(.*\): dtype U8, which fp8 has no such tensor of",
+    ),
+}
+
+
+def _four_bits(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two numbers in a byte, and a scale for 32 of them."""
+    if name.endswith("_scale_inv"):
+        return {name: torch.full((64, 8), 0.01)}
+    return {name: torch.arange(64 * 128).reshape(64, 128).to(torch.int8)}
+
+
+def test_four_bits_in_fp8_checkpoints_are_copied_only(plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    _changed(base, _four_bits)
+    with pytest.raises(BadInput, match=r"layers\.2\..*: quantised \(.*\), .* not computed; use init copy"):
+        surgeon.preview(plan(INSERT | COMPUTED["an average"]), str(base))
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    after = weights(tmp_path / "out")
+    assert {str(after[f"model.layers.{index}.self_attn.o_proj.weight"].dtype) for index in range(6)} == {"torch.int8"}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_tensors_that_contradict_the_method(case: str, plan: Plan, tmp_path: Path) -> None:
+    change, words = BROKEN[case]
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    _changed(base, change)
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(plan(INSERT), str(base))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "awq", "gptq", "compressed-tensors", "fbgemm_fp8"])
+def test_other_methods_are_named(method: str, plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = method
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=rf"quantised.* \({method}\)"):
+        surgeon.preview(plan(INSERT), str(base))
+
+
+def test_names_that_cannot_be_renumbered_are_refused(plan: Plan, tmp_path: Path) -> None:
+    skipped = ["model.layers.1.self_attn.q_proj", "model.layers.3.self_attn.q_proj"]
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8", skipped=skipped)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [r"model.layers.[13].self_attn.q_proj"]
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"surgeon cannot renumber: self_attn\.q_proj of layer 2 would"):
+        surgeon.preview(plan(INSERT), str(base))
