@@ -63,7 +63,11 @@ def tiny_quantised(
     folder: Path, model_type: str, method: str, *, skipped: list[str] | None = None, **changes: Any
 ) -> Path:
     """Save a tiny checkpoint of a model type in bfloat16, its projections (experts' alone for MXFP4) quantised."""
-    tiny_decoder(folder, model_type, dtype="bfloat16", **changes)
+    return quantised(tiny_decoder(folder, model_type, dtype="bfloat16", **changes), method, skipped=skipped)
+
+
+def quantised(folder: Path, method: str, *, skipped: list[str] | None = None) -> Path:
+    """Quantise a checkpoint in its place."""
     quantise, settings = METHODS[method]
     places: dict[str, str] = {}
     for shard in sorted(folder.glob("*.safetensors")):

@@ -185,7 +185,7 @@ def load_model(
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
-    with _loading(folder, auto, failure, "cannot be loaded with transformers") as (view, loader):
+    with _loading(folder, auto, failure, "cannot be loaded with transformers") as (view, loader), _whole_blocks(folder):
         model, info = loader.filled(
             view,
             config=loader.config,
@@ -207,6 +207,35 @@ def load_model(
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model.eval()
+
+
+@contextlib.contextmanager
+def _whole_blocks(folder: CheckpointFolder) -> Iterator[None]:
+    """Have transformers dequantise FP8 matrices block by block as they were quantised, the last blocks smaller.
+
+    It divides a matrix into equal blocks, which fails on 576 rows in five blocks of 128, and is wrong on 192 in two.
+    """
+    if quantisation(folder.config) is None:
+        yield
+        return
+    from torch.nn.functional import pad
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    original = Fp8Dequantize._dequantize_one
+
+    def dequantised(self: Any, quantized: Any, scales: Any, output_dtype: Any = None) -> Any:
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        if quantized.dtype != torch.float8_e4m3fn or block is None or scales.numel() == 1:
+            return original(self, quantized, scales, output_dtype)
+        rows, columns = quantized.shape[-2:]
+        whole = pad(quantized.float(), (0, -columns % block[1], 0, -rows % block[0]))
+        return original(self, whole, scales, output_dtype)[..., :rows, :columns].contiguous()
+
+    Fp8Dequantize._dequantize_one = dequantised
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = original
 
 
 def _one_dtype(model: Any) -> None:

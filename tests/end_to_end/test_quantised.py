@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import surgeon
 from surgeon.errors import BadInput
+from surgeon.models.load import load_model
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_any_decoder import TRAINING, add_letters
-from tests.quantised import tiny_quantised
+from tests.quantised import quantised, tiny_quantised
 from tests.train.texts import corpus
 
 # By model type the method, and the modules that stay as they are; layers are numbered in various ways.
@@ -155,6 +156,35 @@ def test_new_layers_are_computed_of_what_quantised_ones_stand_for(
         assert (made - (sources[0] + sources[1]) / 2).abs().max() <= 0.005 * made.abs().max()
     else:
         assert 0.015 < made.std() < 0.025
+
+
+def test_blocks_that_do_not_divide_a_size(plan: Plan, tmp_path: Path) -> None:
+    """As DeepSeek's 576 rows in blocks of 128; transformers would divide them into equal blocks."""
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=256,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    before = weights(tmp_path / "base")
+    base = quantised(tmp_path / "base", "fp8")
+    surgeon.apply(plan(INSERT | {"zero_init": False}), str(base), tmp_path / "loud")
+    after = weights(tmp_path / "loud")
+    for name in ("mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj"):
+        held, made = before[f"model.layers.1.{name}.weight"], after[f"model.layers.2.{name}.weight"]
+        assert made.dtype == torch.bfloat16
+        assert torch.allclose(made.float(), held.float(), rtol=0.07, atol=2e-4)
+    model = load_model(base)
+    for name in ("mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj"):
+        assert torch.equal(model.get_parameter(f"model.layers.1.{name}.weight"), after[f"model.layers.2.{name}.weight"])
+    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
 
 
 def test_fusion_is_refused(plan: Plan, tmp_path: Path) -> None:
