@@ -104,9 +104,10 @@ def _silences(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, S
                 return silences(twin_of(config, heads=heads), layers), heads
         except Exception as error:  # whatever a model's code raises on sizes that it was not written for
             failed = failed or error
+    assert failed is not None
     raise BadInput(
         f"config.json: a tiny twin of this {printable(str(config.get('model_type')))} does not run"
-        f" ({first_line(failed or BadInput(''))}), so nothing can be proven of it"
+        f" ({first_line(failed)}), so nothing can be proven of it; {OWN_CONFIG}, or update transformers"
     ) from failed
 
 
@@ -240,7 +241,7 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
             raise BadInput(
                 f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
-                " surgeon does not know layers by"
+                " surgeon does not know layers by; save the model with transformers once, and operate on that"
             )
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]

@@ -85,7 +85,7 @@ def is_derived(config: Mapping[str, Any]) -> bool:
     Families describe layers in full precision: a quantised checkpoint's are found out too.
     """
     model_type = config.get("model_type")
-    described = model_type in FAMILIES and quantisation(config) is None
+    described = is_grafted(config) or (model_type in FAMILIES and quantisation(config) is None)
     return isinstance(model_type, str) and not described and model_type not in ENCODERS
 
 

@@ -215,7 +215,7 @@ def _check_loads(
         with quiet_transformers():
             told, _ = convert_and_load_state_dict_in_model(model, given, options, None)
     except LOAD_FAILURES as error:
-        raise BadInput(f"transformers cannot load these tensors: {first_line(error)}") from error
+        raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {_MANY}") from error
     for target, *_ in sorted(told.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
         wanted = list(model.state_dict(keep_vars=True)[target].shape)
@@ -225,7 +225,7 @@ def _check_loads(
         )
     for target, words in sorted(told.conversion_errors.items()):
         raise BadInput(
-            f"{printable(target)}: transformers cannot make it of the tensors stored: {printable(str(words))}"
+            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(words))}); {_MANY}"
         )
     ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
     others = f"{skeleton.stack}."

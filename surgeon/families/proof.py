@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput
+from surgeon.families.family import OWN_CONFIG
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import one_thread, twin_of
@@ -59,7 +60,9 @@ def prove(
             try:
                 one, other = run(base, tokens), run(result, tokens)
             except LOAD_FAILURES as error:
-                raise BadInput(f"config.json: a twin of this model cannot be run{what}: {first_line(error)}") from error
+                raise BadInput(
+                    f"config.json: a twin of this model cannot be run{what} ({first_line(error)}); {OWN_CONFIG}"
+                ) from error
             if not torch.equal(one, other):
                 first = _first_apart(base, result, order, kept, tokens)
                 raise BadInput(
@@ -166,7 +169,9 @@ def _hidden_with_image(twin: Skeleton, tokens: Tensor) -> Tensor | None:
     try:
         hidden: Tensor = decoder(inputs_embeds=embedded, use_cache=False, **given).last_hidden_state
     except LOAD_FAILURES as error:
-        raise BadInput(f"config.json: a twin of this model cannot be run with an image: {first_line(error)}") from error
+        raise BadInput(
+            f"config.json: a twin of this model cannot be run with an image ({first_line(error)}); {OWN_CONFIG}"
+        ) from error
     return hidden
 
 

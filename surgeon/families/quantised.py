@@ -16,6 +16,7 @@ from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Packed
+from surgeon.families.family import OWN_CONFIG
 from surgeon.families.skeleton import Skeleton
 
 # What stands beside a quantised tensor and says how large its numbers are.
@@ -53,7 +54,7 @@ def quantizer_of(config: Mapping[str, Any]) -> Any:
     try:
         made = kind(told(**{**settings, "dequantize": True}), pre_quantized=True)
     except LOAD_FAILURES as error:
-        raise BadInput(f"config.json: `{QUANTISATION}` cannot be read: {first_line(error)}") from error
+        raise BadInput(f"config.json: `{QUANTISATION}` cannot be read ({first_line(error)}); {OWN_CONFIG}") from error
     if fp8:
         shapes = _shapes()
         made.get_load_operations = lambda: {"dequantize": shapes}
@@ -115,7 +116,10 @@ def _grid(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | No
     if block is None:
         return (1,)
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise BadInput(f"config.json: `{QUANTISATION}.weight_block_size` is {printable(str(block), 60)}, not two sizes")
+        raise BadInput(
+            f"config.json: `{QUANTISATION}.weight_block_size` is {printable(str(block), 60)}, not two sizes;"
+            f" {OWN_CONFIG}"
+        )
     if len(info.shape) < 2:
         return None
     sizes = zip(info.shape[-2:], block, strict=True)
@@ -157,7 +161,7 @@ def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
     key = next((key for key in _SKIPPED if settings.get(key) is not None), _SKIPPED[0])
     found = settings.get(key) or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise BadInput(f"config.json: `{QUANTISATION}.{key}` is not a list of names of modules")
+        raise BadInput(f"config.json: `{QUANTISATION}.{key}` is not a list of names of modules; {OWN_CONFIG}")
     return key, found
 
 

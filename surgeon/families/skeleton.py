@@ -90,7 +90,8 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     shown = printable(str(config.get("model_type")))
     if auto is None:
         raise BadInput(
-            f"config.json: transformers {transformers.__version__} has no text decoder of model_type {shown!r}"
+            f"config.json: transformers {transformers.__version__} has no text decoder of model_type {shown!r};"
+            " update it, or get a model that it knows"
         )
     _check_counts(config)
     kind = CONFIG_MAPPING[str(config["model_type"])]
@@ -103,7 +104,9 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
             model = getattr(transformers, auto)._model_mapping[kind]
             model = (model[0] if isinstance(model, tuple) else model)._from_config(_fitting(model, settings))
     except LOAD_FAILURES as error:
-        raise BadInput(f"config.json: transformers cannot build this {shown}: {first_line(error)}") from error
+        raise BadInput(
+            f"config.json: transformers cannot build this {shown} ({first_line(error)}); {OWN_CONFIG}"
+        ) from error
     text, path = _text_part(model.config)
     stack = _stack(model, text, shown)
     return Skeleton(model.eval(), text, path, stack, _count_key(text))
@@ -135,7 +138,7 @@ def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
     try:
         text = settings.get_text_config(decoder=True)
     except ValueError as error:
-        raise BadInput(f"config.json: {first_line(error)}") from error
+        raise BadInput(f"config.json: {first_line(error)}; {OWN_CONFIG}") from error
     if text is settings:
         return settings, ()
     for key in settings.sub_configs:
@@ -145,7 +148,9 @@ def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
         for inner in getattr(part, "sub_configs", {}):
             if getattr(part, inner, None) is text:
                 return text, (key, inner)
-    raise BadInput(f"config.json: the text part of this {printable(str(settings.model_type))} is not found in it")
+    raise BadInput(
+        f"config.json: the text part of this {printable(str(settings.model_type))} is not found in it; {OWN_CONFIG}"
+    )
 
 
 def _count_key(text: Any) -> str | None:
@@ -164,5 +169,7 @@ def _stack(model: Any, text: Any, shown: str) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count and not _TOWER.search(name)
     ]
     if not found:
-        raise BadInput(f"config.json: no stack of {count} decoder layers is found in this {shown}")
+        raise BadInput(
+            f"config.json: no stack of {count} decoder layers is found in this {shown}; is it a text decoder?"
+        )
     return max(found)[1]

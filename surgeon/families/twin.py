@@ -127,7 +127,8 @@ def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEF
     if size > _MOST_NUMBERS:
         raise BadInput(
             f"config.json: the smallest twin of this {printable(str(config.get('model_type')))} that surgeon can make"
-            f" has {size:,} parameters, more than {_MOST_NUMBERS:,}: nothing can be proven of it"
+            f" has {size:,} parameters, more than {_MOST_NUMBERS:,}, so nothing can be proven of it;"
+            " operate on a smaller model of this type"
         )
     _fill(twin.model, seed)
     twin.model.tie_weights()

@@ -135,9 +135,9 @@ def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
         )
     if anatomy.derivation is not None and operation.attaches:
         raise BadInput(
-            f"{printable(anatomy.family.model_type)} is a model type that surgeon derives: layers can be added to it"
-            f" (insert_layers, stack_layers, control_llm with `expansion: stack`), {operation.op} stands in models of"
-            f" {', '.join(FAMILIES)} so far"
+            f"{printable(anatomy.family.model_type)} is a model type that surgeon derives, and {operation.op} stands in"
+            f" models of {', '.join(FAMILIES)} so far; use what adds layers: insert_layers, stack_layers,"
+            " control_llm with `expansion: stack`"
         )
     if anatomy.family.encoder and not operation.on_encoders:
         others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
