@@ -69,7 +69,7 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
     changes = CHANGES.get(model_type, {}) | changes
     config = _default(model_type, changes)
     config["architectures"] = [named if isinstance(named, str) else named[0]]
-    config = shrunk(config)
+    config = _with_low_towers(shrunk(config))
     skeleton = build(config)
     if changes:
         _text_of(config, skeleton.path).update(changes)
@@ -80,6 +80,20 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
         with contextlib.suppress(BadInput):  # else all of them
             config = grown(config, skeleton, range(last + 1))
     return config
+
+
+def _with_low_towers(config: dict[str, Any]) -> dict[str, Any]:
+    """Two layers in a tower for images, where its config says how many in one number alone."""
+    low = dict(config)
+    for key, part in config.items():
+        depth = next((k for k in ("num_hidden_layers", "depth") if "vision" in key and k in (part or {})), None)
+        if depth is not None and not any(isinstance(value, list) and value for value in part.values()):
+            low[key] = part | {depth: min(part[depth], 2)}
+    try:
+        build(low)
+    except BadInput:
+        return config
+    return low
 
 
 def _default(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:

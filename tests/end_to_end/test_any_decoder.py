@@ -233,9 +233,7 @@ def test_fusion_by_transport_is_that_of_the_described_family(model_type: str, tm
 def test_grafts_are_for_families_that_are_described(operation: str, tmp_path: Path) -> None:
     base = tiny_decoder(tmp_path / "base", "gpt2")
     (tmp_path / "plan.yaml").write_text(f"surgeon: 1\noperations:\n  - {operation}\n")
-    with pytest.raises(
-        BadInput, match=r"plan\.yaml:3: .* gpt2 is a model type that surgeon derives, and \\w+ stands in"
-    ):
+    with pytest.raises(BadInput, match=r"plan\.yaml:3: .* gpt2 is a model type that surgeon derives, and .* stands in"):
         surgeon.preview(tmp_path / "plan.yaml", str(base))
 
 

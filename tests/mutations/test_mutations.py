@@ -113,7 +113,7 @@ MUTATIONS = {
         ("tests/operations/test_inits.py", "tests/plan/test_schema.py"),
     ),
     "init": Mutation(
-        (("operations/inits.py", "Average(recipe, upper.tensors[suffix])", "Average(recipe, recipe)"),),
+        (("operations/inits.py", "Average(recipe, upper[suffix])", "Average(recipe, recipe)"),),
         ("tests/operations/test_inits.py", "tests/test_golden.py"),
     ),
     "new loss": Mutation(
