@@ -18,7 +18,8 @@ from surgeon.families.twin import shrunk, twin_of
 # What some default configs lack, or have too large: then no model can be built of them, or run.
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1, "topk_method": "greedy"},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_chunk_size": 8},
+    "nemotron_h": {"chunk_size": 8},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
     "helium": {"head_dim": 32},
@@ -86,7 +87,9 @@ def _with_low_towers(config: dict[str, Any]) -> dict[str, Any]:
     """Two layers in a tower for images, where its config says how many in one number alone."""
     low = dict(config)
     for key, part in config.items():
-        depth = next((k for k in ("num_hidden_layers", "depth") if "vision" in key and k in (part or {})), None)
+        if "vision" not in key or not isinstance(part, dict):
+            continue
+        depth = next((k for k in ("num_hidden_layers", "depth") if k in part), None)
         if depth is not None and not any(isinstance(value, list) and value for value in part.values()):
             low[key] = part | {depth: min(part[depth], 2)}
     try:
