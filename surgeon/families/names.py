@@ -17,7 +17,7 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton
 
-_MANY = "is config.json another model's?"
+_ANOTHER = "is config.json another model's?"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
         stem = "".join(f"{part}." for part in parts[: parts.index(str(index))])
         found.setdefault(stem, name)
     if not found:
-        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {_MANY}")
+        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {_ANOTHER}")
     if len(found) > 1:
         first, second, *_ = found.values()
         raise BadInput(f"layers are named both as {printable(first)} and as {printable(second)}; keep one set of them")
@@ -155,7 +155,7 @@ def _check_beyond(beyond: Mapping[int, list[str]], count: int, stem: str, tensor
         name = f"{stem}{index}.{beyond[index][0]}"
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): the config has {count} layers, so there is no layer {index};"
-            f" {_MANY}"
+            f" {_ANOTHER}"
         )
 
 
@@ -170,14 +170,14 @@ def _check_alike(
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
-                f" {_MANY}"
+                f" {_ANOTHER}"
             )
         for suffix in layers[index]:
             here, there = tensors[f"{stem}{index}.{suffix}"], tensors[f"{stem}{like}.{suffix}"]
             if here.shape != there.shape:
                 raise BadInput(
                     f"{printable(here.name)} ({here.file}): shape {list(here.shape)}, layer {like}'s has"
-                    f" {list(there.shape)}; {_MANY}"
+                    f" {list(there.shape)}; {_ANOTHER}"
                 )
 
 
@@ -215,24 +215,25 @@ def _check_loads(
         with quiet_transformers():
             told, _ = convert_and_load_state_dict_in_model(model, given, options, None)
     except LOAD_FAILURES as error:
-        raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {_MANY}") from error
+        raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {_ANOTHER}") from error
     for target, *_ in sorted(told.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
         wanted = list(model.state_dict(keep_vars=True)[target].shape)
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
-            f" {wanted}; {_MANY}"
+            f" {wanted}; {_ANOTHER}"
         )
     for target, words in sorted(told.conversion_errors.items()):
         raise BadInput(
-            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(words))}); {_MANY}"
+            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(words))});"
+            f" {_ANOTHER}"
         )
     ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
     for target in sorted(told.missing_keys - tied):
         if not target.startswith(others) or target.startswith(ours):
-            raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_MANY}")
+            raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for index in sorted(shown):
         for suffix, targets in layers[index].items():
@@ -240,5 +241,5 @@ def _check_loads(
             if not targets and not any(pattern.search(name) for pattern in ignored):
                 raise BadInput(
                     f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
-                    f" tensor; {_MANY}"
+                    f" tensor; {_ANOTHER}"
                 )
