@@ -1,9 +1,9 @@
 """Which decoders of the installed transformers take which surgery: every model type, tiny, from plan to proof.
 
-`python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with
-sizes shrunk, changed by tests/decoders.py where that cannot run), applies one plan for each surgery, verifies the output
-against its base (every byte, and logits of prefill and cached generation in float32) and prints a table: `exact`, or the
-first line of the reason.
+`python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with sizes
+shrunk, changed by tests/decoders.py where that cannot run), applies one plan for each surgery, and verifies the output
+against its base (every byte, and logits of prefill and cached generation in float32). It prints a table: `exact`, or
+the first line of the reason.
 """
 
 from __future__ import annotations
