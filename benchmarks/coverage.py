@@ -1,9 +1,10 @@
 """Which decoders of the installed transformers take which surgery: every model type, tiny, from plan to proof.
 
 `python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with sizes
-shrunk, changed by tests/decoders.py where that cannot run), applies one plan for each surgery, and verifies the output
-against its base (every byte, and logits of prefill and cached generation in float32). It prints a table: `exact`, or
-the first line of the reason.
+shrunk, changed by tests/decoders.py where that cannot run, in bfloat16), applies one plan for each surgery, verifies the
+output against its base (every byte, and logits of prefill and cached generation in bfloat16 and in float32) and reverts
+it (every byte). `apply` itself runs a step of training on a twin where it attaches something. It prints a table:
+`exact`, or the first line of the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -23,6 +25,10 @@ from pathlib import Path
 
 PLANS = {
     "insert": "{op: insert_layers, where: {every: 1}, init: {kind: copy}}",
+    "branch": "{op: control_llm, layers: {every: 1}}",
+    "adapters": "{op: gated_adapters, size: 8}",
+    "slot": "{op: pmoe_experts, threshold: 1}",
+    "states": "{op: mixture_of_control, rank: 4}",
 }
 
 
@@ -45,7 +51,7 @@ def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
     row, began = Row(model_type, auto), time.perf_counter()
     with scratch() as folder:
         try:
-            base = tiny_decoder(folder / "base", model_type, auto)
+            base = tiny_decoder(folder / "base", model_type, auto, dtype="bfloat16")
         except Exception as error:
             row.told = dict.fromkeys(plans, f"no tiny checkpoint: {_line(error)}")
             return row
@@ -54,8 +60,10 @@ def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
             plan.write_text(f"surgeon: 1\nseed: 0\noperations:\n  - {operation}\n")
             try:
                 surgeon.apply(str(plan), str(base), out)
-                found = surgeon.verify(str(base), out, windows=1, window=32, dtypes=("auto",))
-                row.told[name] = "exact" if found.holds and found.identical else "DIFFERS"
+                found = surgeon.verify(str(base), out, windows=1, window=32, dtypes=("auto", "float32"))
+                surgeon.revert(out, folder / f"{name}-back")
+                same = _same_bytes(base, folder / f"{name}-back")
+                row.told[name] = "exact" if found.holds and found.identical and same else "DIFFERS"
             except SurgeonError as error:
                 row.told[name] = _line(error)
             except Exception as error:
@@ -63,6 +71,19 @@ def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
     row.seconds = time.perf_counter() - began
     gc.collect()
     return row
+
+
+def _same_bytes(base: Path, back: Path) -> bool:
+    """Whether both folders hold the same tensors, bit for bit, and the same config."""
+    import torch
+    from safetensors.torch import load_file
+
+    one, other = (
+        {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+        for folder in (base, back)
+    )
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (base, back)]
+    return configs[0] == configs[1] and one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,11 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
+from surgeon.families.names import made_of
 from surgeon.models.load import is_idle, shipped_config
 from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.composition import Composition
+from surgeon.runtime.known import native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
 
@@ -23,6 +26,9 @@ def check_skeleton(blueprint: Blueprint) -> None:
     Raises BadInput naming the first tensor that one of them has and the other lacks, or has in another shape.
     """
     model = _build(blueprint.config)
+    if isinstance(native_of(blueprint.config), Composition):
+        _check_converted(blueprint, model)
+        return
     wanted = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
     planned = {output.name: tuple(output.recipe.shape) for output in blueprint.outputs}
     if blueprint.config["model_type"].removeprefix(PREFIX) in ENCODERS:
@@ -48,6 +54,28 @@ def check_skeleton(blueprint: Blueprint) -> None:
             continue
         if name not in wanted and "rotary_emb" not in name and not any(part in name for part in ignored):
             raise BadInput(f"{printable(name)}: the plan makes this tensor, the shipped code has no place for it")
+
+
+def _check_converted(blueprint: Blueprint, model: Any) -> None:
+    """The same of a derived model type, whose tensors transformers may make of several that are stored."""
+    made = made_of(model, (output.name for output in blueprint.outputs))
+    held = model.state_dict(keep_vars=True)
+    wanted = {name: tuple(value.shape) for name, value in held.items()}
+    for output in blueprint.outputs:
+        told, shape = made[output.name], tuple(output.recipe.shape)
+        for name in told.names if output.new else ():
+            if name not in wanted:
+                raise BadInput(
+                    f"{printable(output.name)}: the plan makes this tensor, the shipped code has no place for it"
+                )
+            if not told.converted and wanted[name] != shape:
+                raise BadInput(
+                    f"{printable(output.name)}: the plan makes it of shape {list(shape)}, the shipped code needs"
+                    f" {list(wanted[name])}"
+                )
+    planned = {name for told in made.values() for name in told.names} | set(model.all_tied_weights_keys)
+    if lacking := [name for name in wanted if name not in planned]:
+        raise BadInput(f"{lacking[0]}: the shipped code needs this tensor, the plan does not make it")
 
 
 def _of_layers(name: str, base: str) -> bool:

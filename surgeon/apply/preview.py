@@ -20,7 +20,7 @@ from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, without_a_place
+from surgeon.families.anatomy import Anatomy, native_config, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.card import layer_runs
@@ -183,11 +183,16 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
     Raises BadInput where the twin's logits differ.
     """
     layers = blueprint.layers
-    if anatomy.derivation is None or blueprint.promise != "exact" or len(layers) == anatomy.sizes.layers:
+    if anatomy.derivation is None or blueprint.promise != "exact":
+        return
+    trunk = native_config(blueprint.config)
+    if not blueprint.native:
+        anatomy.derivation.prove_grafts(trunk, blueprint.config)
+    if len(layers) == anatomy.sizes.layers:
         return
     constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
     anatomy.derivation.prove(
-        blueprint.config,
+        trunk,
         [layer.like for layer in layers],
         [layer.base is not None for layer in layers],
         [

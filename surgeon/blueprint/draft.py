@@ -11,14 +11,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from surgeon.blueprint.grafts import Graft, bank_of, grafted_config, grafts_of, settings_of
+from surgeon.blueprint.grafts import (
+    Graft,
+    bank_of,
+    described_surgery,
+    grafted_config,
+    grafts_of,
+    settings_of,
+    twins_of,
+)
 from surgeon.blueprint.recipes import Constant, Copy, Coupling, Dequantised, Recipe, is_computed, numel, sources
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind, native_config
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
+from surgeon.runtime.composition import ATTENTION, FFN
 
 
 def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]:
@@ -261,8 +270,24 @@ class Draft:
         return [pattern[layer.like] for layer in self.layers]
 
     def dtype_of(self, layer: int) -> str:
-        """The dtype of a layer: that of its first part."""
-        return self.layers[layer].tensors[self.kind_of(layer).parts[0].suffix].dtype
+        """The dtype of a layer: that of its first part; of a derived type, whose layers may mix them, the largest's."""
+        tensors, parts = self.layers[layer].tensors, self.kind_of(layer).parts
+        if self.anatomy.derivation is None:
+            return tensors[parts[0].suffix].dtype
+        return max((tensors[part.suffix] for part in parts), key=numel).dtype
+
+    def blocks(self, layer: int) -> Mapping[str, str]:
+        """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
+        if self.anatomy.derivation is None:
+            return {ATTENTION: ATTENTION, FFN: FFN}
+        return self.anatomy.derivation.blocks(self.layers[layer].like)
+
+    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """The linear modules of a layer by their path in it, with their shape (out × in)."""
+        if self.anatomy.derivation is not None:
+            return self.anatomy.derivation.linear(self.layers[layer].like)
+        parts = (part for part in self.anatomy.parts if part.kind == "weight")
+        return {part.suffix.removesuffix(".weight"): part.shape for part in parts}
 
     def parameters(self) -> int:
         """Numbers in the model as it stands, grafts included; tied embeddings count once."""
@@ -313,19 +338,21 @@ class Draft:
     def _check_outer(self, config: Mapping[str, Any]) -> None:
         """Raise BadInput where a tensor outside the layers would have to grow with them."""
         found = self.anatomy.derivation
-        for name in self.anatomy.outer if found is not None and len(self.layers) != self.anatomy.sizes.layers else ():
-            if found is not None and found.layer_axis(config, name, len(self.layers)) is not None:
+        count = len(self.layers) + len(twins_of([layer.grafts for layer in self.layers]))
+        if found is None or count == self.anatomy.sizes.layers:
+            return
+        native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
+        for name in self.anatomy.outer:
+            if found.layer_axis(native, name, count) is not None:
                 raise BadInput(
                     f"{printable(name)} holds a part for each layer, which surgeon cannot add to; use an operation that"
-                    " adds no layers"
+                    " adds no layers and no branches"
                 )
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         if self.anatomy.derivation is not None:
-            order = [layer.like for layer in self.layers]
-            unchanged = order == list(range(self.anatomy.sizes.layers))
-            opened = [index for index, layer in enumerate(self.layers) if layer.opened]
-            return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order, opened)
+            trunk = self.trunk_config(self.anatomy.derivation)
+            return self._grafted_config(self.anatomy.derivation, trunk) if grafted else trunk
         # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
         for key in ("mlp_only_layers", "full_attention_layers"):
             if self.config.get(key):
@@ -348,6 +375,20 @@ class Draft:
         config = copy.deepcopy(self.config)
         config["num_hidden_layers"] = len(self.layers)
         return config | lists
+
+    def trunk_config(self, derivation: Derivation) -> dict[str, Any]:
+        """The config of the layers alone, of a model type that was derived."""
+        order = [layer.like for layer in self.layers]
+        unchanged = order == list(range(self.anatomy.sizes.layers))
+        opened = [index for index, layer in enumerate(self.layers) if layer.opened]
+        return copy.deepcopy(self.config) if unchanged else derivation.grown(order, opened)
+
+    def _grafted_config(self, derivation: Derivation, trunk: Mapping[str, Any]) -> dict[str, Any]:
+        grafts = [layer.grafts for layer in self.layers]
+        made = derivation.grafted(trunk, [layer.like for layer in self.layers], twins_of(grafts))
+        new = [index for index, layer in enumerate(self.layers) if layer.base is None]
+        made["surgery"] = described_surgery(grafts, new_layers=new, settings=self.settings, bank=self.bank)
+        return made
 
 
 def _check_stored(output: Output) -> None:

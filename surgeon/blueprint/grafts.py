@@ -127,17 +127,7 @@ def grafted_config(
     """
     grown = copy.deepcopy(dict(config))
     family = str(config["model_type"])
-    twins = [index for index, here in enumerate(grafts) if any(graft.rules.branching for graft in here)]
-    branch = {layer: len(grafts) + nth for nth, layer in enumerate(twins)}
-    surgery: dict[str, Any] = {"trunk_layers": len(grafts)}
-    for index, here in enumerate(grafts):
-        for graft in here:
-            numbers = {"layer": branch[index] if graft.in_branch else index}
-            if graft.rules.branching:
-                numbers["branch"] = branch[index]
-            surgery.setdefault(graft.kind, []).append(numbers | graft.entry)
-    if bank is not None:
-        surgery["mixture"] = copy.deepcopy(bank.entry)
+    twins = twins_of(grafts)
     for key, values in per_layer.items():
         grown[key] = [*values, *(values[layer] for layer in twins)]
     grown["num_hidden_layers"] = len(grafts) + len(twins)
@@ -150,8 +140,34 @@ def grafted_config(
         )
     grown["architectures"] = [_architecture(config, native)]
     grown["auto_map"] = native.auto_map
-    grown["surgery"] = surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
+    grown["surgery"] = described_surgery(grafts, new_layers=new_layers, settings=settings, bank=bank)
     return grown
+
+
+def twins_of(grafts: Sequence[Sequence[Graft]]) -> list[int]:
+    """The layers that have an expanded twin; `grafts[i]` are those of layer i."""
+    return [index for index, here in enumerate(grafts) if any(graft.rules.branching for graft in here)]
+
+
+def described_surgery(
+    grafts: Sequence[Sequence[Graft]],
+    *,
+    new_layers: Sequence[int],
+    settings: Mapping[str, Any],
+    bank: Graft | None,
+) -> dict[str, Any]:
+    """What `config.surgery` says of an output whose layer i carries `grafts[i]`; branches are layers of the tail."""
+    branch = {layer: len(grafts) + nth for nth, layer in enumerate(twins_of(grafts))}
+    surgery: dict[str, Any] = {"trunk_layers": len(grafts)}
+    for index, here in enumerate(grafts):
+        for graft in here:
+            numbers = {"layer": branch[index] if graft.in_branch else index}
+            if graft.rules.branching:
+                numbers["branch"] = branch[index]
+            surgery.setdefault(graft.kind, []).append(numbers | graft.entry)
+    if bank is not None:
+        surgery["mixture"] = copy.deepcopy(bank.entry)
+    return surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
 
 
 def _architecture(config: Mapping[str, Any], native: Native) -> str:

@@ -66,6 +66,11 @@ def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[
     return kept
 
 
+def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
+    """A config.json as an object of a config class; as transformers does for a file, as JSON has no infinity."""
+    return kind.from_dict(kind._decode_special_floats(described(config, kind)))
+
+
 def _hides(kind: type[Any], key: str) -> bool:
     """Whether a field of this name would hide what a config class defines; the model type is both."""
     if key == "model_type" or key in {field.name for field in dataclasses.fields(kind)}:

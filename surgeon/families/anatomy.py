@@ -21,6 +21,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
 from surgeon.families.settings import check_settings
+from surgeon.runtime.composition import Composition
 from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
@@ -75,6 +76,34 @@ class Derivation(ABC):
         In new layers the tensors `silenced[n]` (suffixes on disk) have these values. Raises BadInput where a logit
         differs.
         """
+
+    @abstractmethod
+    def blocks(self, layer: int) -> Mapping[str, str]:
+        """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
+
+        A layer need not have both. Raises BadInput where the model's code cannot carry grafts.
+        """
+
+    @abstractmethod
+    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
+
+    @property
+    @abstractmethod
+    def activation(self) -> str:
+        """The config's field that names the backbone's activation; empty where it has none."""
+
+    @abstractmethod
+    def grafted(self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int]) -> dict[str, Any]:
+        """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
+
+        Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
+        Raises BadInput where there is none.
+        """
+
+    @abstractmethod
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """Have a twin of the `trunk` get its grafts. Raises BadInput where a logit differs, or none of them learns."""
 
     @abstractmethod
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
@@ -215,6 +244,8 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     native = copy.deepcopy(dict(config))
     if not is_grafted(config):
         return native
+    if isinstance(native_of(config), Composition) or "anatomy" in config:
+        return _trunk_config(native)
     check_settings(config)
     trunk = _trunk_layers(config)
     for key, values in per_layer_lists(native, native["num_hidden_layers"]).items():
@@ -229,6 +260,56 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     del native["surgery"]
     native.pop("auto_map", None)
     return native
+
+
+def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the trunk alone, of a derived model type: its `anatomy` says what reads otherwise there."""
+    told = config.get("anatomy")
+    changed = told.get("trunk") if isinstance(told, Mapping) else None
+    if not isinstance(native_of(config), Composition) or not isinstance(changed, Mapping):
+        raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
+    _check_branches(config.get("surgery"))
+    for key in ("surgery", "anatomy", "auto_map"):
+        config.pop(key, None)
+    config["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
+    for path, value in changed.items():
+        *above, key = path.split("/")
+        part: Any = config
+        for step in above:
+            part = part.get(step) if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(value, list) or len(value) > 1 or key == "model_type":
+            raise BadInput(
+                f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
+                " config.json"
+            )
+        part.pop(key, None)
+        if value:
+            part[key] = value[0]
+    return config
+
+
+def _check_branches(surgery: Any) -> None:
+    """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
+    trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
+    if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
+        raise BadInput(
+            "config.json: a model type of surgeon's, yet no `surgery` with `trunk_layers` in it; get the output's own"
+            " config.json"
+        )
+    twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
+    _read_trunk(SimpleNamespace(num_hidden_layers=trunk + twins, surgery=surgery))
+
+
+def changed_fields(trunk: Mapping[str, Any], grafted: Mapping[str, Any], above: str = "") -> dict[str, list[Any]]:
+    """The fields of `trunk` that read otherwise in `grafted`, by path: their value in a list, an empty one for none."""
+    changed: dict[str, list[Any]] = {}
+    for key in dict.fromkeys((*trunk, *grafted)):
+        one, other = trunk.get(key), grafted.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            changed |= changed_fields(one, other, f"{above}{key}/")
+        elif key not in trunk or key not in grafted or one != other:
+            changed[f"{above}{key}"] = [one] if key in trunk else []
+    return changed
 
 
 def owner_of(suffix: str) -> Kind | None:
@@ -277,7 +358,12 @@ def _trunk_layers(config: Mapping[str, Any]) -> int:
             " config.json"
         )
     types = listed_layer_types(config, layers)
-    stated = SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types)
+    return _read_trunk(SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types))
+
+
+def _read_trunk(stated: SimpleNamespace) -> int:
+    """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
+    layers = stated.num_hidden_layers
     try:
         trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
     except (ValueError, TypeError, KeyError, AttributeError) as error:

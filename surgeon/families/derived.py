@@ -6,6 +6,7 @@ Names of a checkpoint's tensors and their shapes are matched as transformers its
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,18 @@ from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Packed, layer_of
+from surgeon.families.anatomy import (
+    Anatomy,
+    Derivation,
+    LayerKind,
+    Packed,
+    changed_fields,
+    layer_of,
+    owner_of,
+)
+from surgeon.families.composing import composition_of, told_class
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
+from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.names import Names, match
@@ -29,6 +40,9 @@ from surgeon.families.roles import with_roles
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import one_thread, twin_of
+from surgeon.runtime.composition import Composition, upcycled
+from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.states_rules import BANK
 
 # A twin has two heads; some code wants more.
 _HEADS = (2, 4, 8)
@@ -143,6 +157,59 @@ class _Found(Derivation):
         """As `Derivation` says."""
         return self.derived.skeleton.stack
 
+    @property
+    def composition(self) -> Composition:
+        """The classes that carry grafts. Raises BadInput where there are none."""
+        return _composition(json.dumps(self.config, sort_keys=True))
+
+    @property
+    def activation(self) -> str:
+        """As `Derivation` says."""
+        return self.composition.activation
+
+    def blocks(self, layer: int) -> dict[str, str]:
+        """As `Derivation` says."""
+        held = self.derived.skeleton.layers[layer]._modules
+        found: dict[str, str] = {}
+        for site in self.composition.sites:
+            block = held.get(site.block)
+            if block is not None and told_class(type(block)) == site.native:
+                found.setdefault(site.role, site.block)
+        return found
+
+    def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """As `Derivation` says."""
+        from torch import nn
+
+        modules = self.derived.skeleton.layers[layer].named_modules()
+        return {name: tuple(each.weight.shape) for name, each in modules if isinstance(each, nn.Linear)}
+
+    def grafted(self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int]) -> dict[str, Any]:
+        """As `Derivation` says."""
+        composition = self.composition
+        named = [str(name) for name in trunk.get("architectures") or ()]
+        head = composition.head.rpartition(".")[2]
+        if named not in ([], [head]):
+            raise BadInput(
+                f"config.json: `architectures` is {printable(repr(named))}; grafts are made for {head} of this type"
+            )
+        made = copy.deepcopy(dict(trunk))
+        if twins:
+            whole = [*order, *(order[twin] for twin in twins)]
+            made = grown(self.config, self.derived.skeleton, whole, trunk=len(order))
+        made["model_type"] = PREFIX + composition.model_type
+        made["architectures"] = [upcycled(composition.head)]
+        made["auto_map"] = composition.auto_map
+        changed = changed_fields(trunk, made)
+        for key in ("model_type", "auto_map"):
+            changed.pop(key)
+        made["anatomy"] = composition.to_json() | {"trunk": changed}
+        return made
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        _prove_grafts(json.dumps([trunk, grafted, self.derived.heads], sort_keys=True))
+
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
         made = grown(self.config, self.derived.skeleton, order)
@@ -205,6 +272,21 @@ def _prove(told: str) -> None:
     prove(config, grown, order, kept, silenced, heads=heads)
 
 
+@lru_cache(maxsize=8)
+def _prove_grafts(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    trunk, grafted, heads = json.loads(told)
+    prove_grafts(trunk, grafted, heads=heads)
+
+
+@lru_cache(maxsize=8)
+def _composition(kept: str) -> Composition:
+    config = json.loads(kept)
+    found = derive(config)
+    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
 @lru_cache(maxsize=2)
 def _skeleton(kept: str) -> Skeleton:
     return build(json.loads(kept))
@@ -224,8 +306,10 @@ def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
     return made
 
 
-def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
-    """Dissect a checkpoint of a model type that no family describes.
+def anatomy_of(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, carries_grafts: bool = False
+) -> Anatomy:
+    """Dissect a checkpoint of a model type that no family describes; with grafts, `config` is that of its trunk.
 
     Raises BadInput where its model cannot be built, or names the first tensor that does not fit.
     """
@@ -233,10 +317,11 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         family_of(config)  # says what is known
     refuse_quantised(config)
     found = derive(config)
+    tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
     names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
     count = len(found.kind_of)
-    for name in tensors:
+    for name in (*tensors, *(info.name for held in grafts.values() for info in held.values())):
         place = layer_of(name)
         if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
             raise BadInput(
@@ -247,21 +332,24 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
     sizes = _sizes(found.skeleton.text, count)
+    # What stands beside the layers, as a decoder's control states do, begins as their names do.
+    prefix, stem = _parted(names.stem)
+    _check_grafts(grafts, bank, count, prefix)
     return Anatomy(
-        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix="", stem=names.stem),
+        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix=prefix, stem=stem),
         sizes=sizes,
         kinds=tuple(
             _kind(found, kind, _without_scales(names.layers[first], config), layers[first], packed[kind], sizes)
             for kind, first in enumerate(firsts)
         ),
         kind_of=found.kind_of,
-        prefix="",
+        prefix=prefix,
         layers=layers,
         outer={name: tensors[name] for name in names.outer},
         layer_types=[found.titles[kind] for kind in found.kind_of] if len(found.titles) > 1 else None,
         tied=bool(found.skeleton.model.all_tied_weights_keys),
-        grafted=({},) * count,
-        bank={},
+        grafted=tuple(grafts.get(index, {}) for index in range(count)),
+        bank={name.removeprefix(prefix): info for name, info in bank.items()},
         idle=tuple(name for name, target in names.outer.items() if not target),
         beyond=tuple(
             {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
@@ -269,6 +357,49 @@ def anatomy_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
         ),
         derivation=_Found(config, found, names, packed),
     )
+
+
+def _without_grafts(
+    tensors: Mapping[str, TensorInfo],
+) -> tuple[dict[str, TensorInfo], dict[int, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+    """A checkpoint's native tensors; those of grafts, by layer and suffix; and those of the bank of control states."""
+    native: dict[str, TensorInfo] = {}
+    grafts: dict[int, dict[str, TensorInfo]] = {}
+    bank: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        place = layer_of(name)
+        if place is not None and owner_of(place[2]) is not None:
+            grafts.setdefault(place[1], {})[place[2]] = info
+        elif place is None and (name.startswith(BANK) or f".{BANK}" in name):
+            bank[name] = info
+        else:
+            native[name] = info
+    return native, grafts, bank
+
+
+def _parted(stem: str) -> tuple[str, str]:
+    """A stem as what it shares with the decoder's other tensors, and the name of its list: `model.`, `layers.`."""
+    above, dot, own = stem.removesuffix(".").rpartition(".")
+    return above + dot, f"{own}."
+
+
+def _check_grafts(
+    grafts: Mapping[int, Mapping[str, TensorInfo]], bank: Mapping[str, TensorInfo], count: int, prefix: str
+) -> None:
+    """Raise BadInput for a graft's tensor where no layer, or no decoder, is."""
+    for index, held in grafts.items():
+        if index >= count:
+            info = next(iter(held.values()))
+            raise BadInput(
+                f"{printable(info.name)} ({info.file}): the config has {count} layers, so there is no layer {index};"
+                " is config.json another model's?"
+            )
+    for name, info in bank.items():
+        if not name.startswith(f"{prefix}{BANK}"):
+            raise BadInput(
+                f"{printable(name)} ({info.file}): control states stand at `{printable(prefix)}{BANK}…` here; is"
+                " config.json another model's?"
+            )
 
 
 def _sizes(text: Any, layers: int) -> Sizes:

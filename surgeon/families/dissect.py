@@ -26,6 +26,7 @@ from surgeon.families.anatomy import (
 )
 from surgeon.families.family import Family, Part, Sizes, listed_layer_types
 from surgeon.families.settings import check_settings
+from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
 
@@ -38,10 +39,10 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
 
     Raises BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
     """
-    carries_grafts = is_grafted(config)
+    carries_grafts, derived = is_grafted(config), is_derived(config)
     config = native_config(config)
-    if not carries_grafts and is_derived(config):
-        return _dissect_derived(config, tensors)
+    if derived:
+        return _dissect_derived(config, tensors, carries_grafts=carries_grafts)
     family = family_of(config)
     refuse_quantised(config, passed=False)
     if config.get("per_layer_config"):
@@ -85,15 +86,18 @@ def is_derived(config: Mapping[str, Any]) -> bool:
     Families describe layers in full precision: a quantised checkpoint's are found out too.
     """
     model_type = config.get("model_type")
-    described = is_grafted(config) or (model_type in FAMILIES and quantisation(config) is None)
-    return isinstance(model_type, str) and not described and model_type not in ENCODERS
+    if not isinstance(model_type, str):
+        return False
+    native = model_type.removeprefix(PREFIX)
+    described = native in FAMILIES and (is_grafted(config) or quantisation(config) is None)
+    return not described and native not in ENCODERS
 
 
-def _dissect_derived(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
+def _dissect_derived(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, carries_grafts: bool) -> Anatomy:
     # Imports torch and transformers, which reading a family's checkpoint does without.
     from surgeon.families.derived import anatomy_of
 
-    return anatomy_of(config, tensors)
+    return anatomy_of(config, tensors, carries_grafts=carries_grafts)
 
 
 # Heads of encoders, which come and go: which of them are used is a matter of the class that loads them.

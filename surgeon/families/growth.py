@@ -39,9 +39,12 @@ def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str
     return held
 
 
-def grown(config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> dict[str, Any]:
+def grown(
+    config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], trunk: int | None = None
+) -> dict[str, Any]:
     """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
 
+    Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
     Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right.
     """
     part = part_of(config, skeleton.path)
@@ -52,7 +55,7 @@ def grown(config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
         made = _with_part(config, skeleton.path, trial)
         try:
             built = build(made)
-            wrong = _first_other(built, wanted)
+            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk)
         except BadInput as error:
             wrong, words = 0, str(error)
         else:
@@ -67,13 +70,13 @@ def grown(config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
     )
 
 
-def _first_other(built: Skeleton, wanted: Sequence[Any]) -> int | None:
+def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int) -> int | None:
     """The number of the first layer that is not of the kind wanted; None where all are."""
     made = described_kinds(built)
     # Lists that the grown config alone has, or has no more, are no difference of kind.
     for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
         common = {key for key, _ in one[1]} & {key for key, _ in other[1]}
-        if one[0] != other[0] or any(dict(one[1])[key] != dict(other[1])[key] for key in common):
+        if (index < trunk and one[0] != other[0]) or any(dict(one[1])[key] != dict(other[1])[key] for key in common):
             return index
     return None if len(made) == len(wanted) else min(len(made), len(wanted) - 1)
 

@@ -56,7 +56,7 @@ def prove(
     _fill(base, result, order, kept, silenced)
     tokens = some_tokens(base)
     with torch.no_grad(), one_thread():
-        for what, run in (("", _prefill), (" with a cache", _cached)):
+        for what, run in (("", run_prefill), (" with a cache", run_cached)):
             try:
                 one, other = run(base, tokens), run(result, tokens)
             except LOAD_FAILURES as error:
@@ -115,12 +115,13 @@ def _stretched(value: Tensor, shape: tuple[int, ...], order: Sequence[int], coun
     return torch.cat([parts[source] for source in order], dim=axis)
 
 
-def _prefill(twin: Skeleton, tokens: Tensor) -> Tensor:
+def run_prefill(twin: Skeleton, tokens: Tensor) -> Tensor:
+    """Logits of whole sequences."""
     logits: Tensor = twin.model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
-def _cached(twin: Skeleton, tokens: Tensor) -> Tensor:
+def run_cached(twin: Skeleton, tokens: Tensor) -> Tensor:
     """Logits of a sequence read in two parts, the second by what the first left behind, word by word."""
     import torch
 
@@ -194,7 +195,7 @@ def _first_apart(base: Skeleton, result: Skeleton, order: Sequence[int], kept: S
             layer.register_forward_pre_hook(_keeping(index, inputs), with_kwargs=True)
             for index, layer in enumerate(twin.layers)
         ]
-        _prefill(twin, tokens)
+        run_prefill(twin, tokens)
         for hook in hooks:
             hook.remove()
         seen.append(inputs)

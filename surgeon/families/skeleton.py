@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.weights import QUANTISATION
-from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
 
@@ -99,8 +99,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     config = {key: value for key, value in config.items() if key != QUANTISATION}
     try:
         with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
-            # As transformers does for a file: JSON has no infinity.
-            settings = kind.from_dict(kind._decode_special_floats(described(config, kind)))
+            settings = config_of(config, kind)
             model = getattr(transformers, auto)._model_mapping[kind]
             model = (model[0] if isinstance(model, tuple) else model)._from_config(_fitting(model, settings))
     except LOAD_FAILURES as error:

@@ -17,13 +17,14 @@ import torch
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
-from surgeon.common.library import LOAD_FAILURES, described, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
 from surgeon.families.dissect import is_derived
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.composition import Composition
 from surgeon.runtime.known import native_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
@@ -100,15 +101,15 @@ def shipped_class(config: Mapping[str, Any], auto: str) -> Any:
     Raises ValueError where there is none.
     """
     native = native_of(config)
-    head = next((head for head, name in native.heads.items() if name == auto), None) if native is not None else None
-    if native is None or head is None:
+    found = native.class_of(auto) if native is not None else None
+    if found is None:
         raise ValueError(f"{printable(str(config.get('model_type')))} has no class for {auto}")
-    return getattr(import_bundle(config), f"{native.prefix}{head}")
+    return getattr(import_bundle(config), found)
 
 
 def shipped_config(kind: Any, config: Mapping[str, Any]) -> Any:
     """A config.json as the config object of a shipped class."""
-    return kind.config_class.from_dict(described(config, kind.config_class))
+    return config_of(config, kind.config_class)
 
 
 def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
@@ -202,6 +203,8 @@ def load_model(
     # Layers above the stack, which predict further tokens, are known of types that were derived.
     derived = is_derived(folder.config)
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) if derived else None
+    if hasattr(model, "surgery"):
+        layers = model.surgery.trunk_layers
     _check_loaded(info, auto, layers, printable(str(folder.path)), failure, say)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
@@ -328,6 +331,9 @@ def attention_of(model: Any) -> Attention:
 
 def decoder_class(config: Mapping[str, Any]) -> str:
     """transformers' auto class for the decoder of a config: one for text alone, or for images and text."""
+    native = native_of(config)
+    if isinstance(native, Composition):
+        return native.auto
     return (is_derived(config) and auto_of(config)) or CAUSAL
 
 

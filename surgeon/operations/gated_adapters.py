@@ -14,10 +14,12 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+from surgeon.operations.selectors import LayerSelector, show_layers
+from surgeon.operations.sites import select_sites
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
+from surgeon.runtime.composition import FFN
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8
@@ -123,7 +125,8 @@ class GatedAdapters(Operation):
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Attach the adapters and say what was matched and what is promised."""
-        layers = select_layers(self.layers, len(draft.layers))
+        layers = select_sites(draft, self.layers, FFN)
+        _check_activation(draft)
         before = draft.parameters()
         size = self.size or self._size(draft, len(layers), before)
         for layer in layers:
@@ -169,3 +172,13 @@ class GatedAdapters(Operation):
                 "local_loss `cross_entropy` needs a sigmoid gate at every adapter, and earlier ones have none"
             )
         draft.settings["local_loss"] = wanted
+
+
+def _check_activation(draft: Draft) -> None:
+    """Raise BadInput where adapters could not have the backbone's activation, as nobody says which that is."""
+    derivation = draft.anatomy.derivation
+    if derivation is not None and not derivation.activation:
+        raise BadInput(
+            f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could share;"
+            " use another operation"
+        )

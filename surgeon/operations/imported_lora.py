@@ -47,24 +47,24 @@ def imported_modules(draft: Draft, name: str) -> dict[int, tuple[ImportedModule,
     where a tensor fits no module of the base.
     """
     adapter = adapter_of(draft, name)
-    shapes = {part.suffix.removesuffix(".weight"): part.shape for part in draft.anatomy.parts if part.kind == "weight"}
     homes = {layer.base: index for index, layer in enumerate(draft.layers) if layer.base is not None}
     pairs: dict[tuple[int, str], dict[str, str]] = {}
     paths: dict[tuple[int, str], str] = {}
     for tensor in adapter.tensors:
         module, matrix = _split(name, tensor)
-        layer, target = _place(name, module, shapes, len(homes))
+        layer, target = _place(name, module, draft, homes)
         if matrix in pairs.setdefault((layer, target), {}):
             raise BadInput(f"{printable(name)}: layer {layer}'s {target} is adapted twice")
         pairs[layer, target][matrix] = tensor
         paths[layer, target] = module
     if not pairs:
         raise BadInput(f"{printable(name)}: the adapter holds no tensors")
-    order = list(shapes)
+    shapes = {layer: draft.linear(homes[layer]) for layer, _ in pairs}
+    order = {layer: list(held) for layer, held in shapes.items()}
     found: dict[int, list[ImportedModule]] = {}
-    for layer, target in sorted(pairs, key=lambda key: (key[0], order.index(key[1]))):
+    for layer, target in sorted(pairs, key=lambda key: (key[0], order[key[0]].index(key[1]))):
         down, up = _pair(name, pairs[layer, target])
-        rank = _rank(name, adapter.tensors, down, up, shapes[target])
+        rank = _rank(name, adapter.tensors, down, up, shapes[layer][target])
         scale = adapter.scale(paths[layer, target], rank)
         found.setdefault(homes[layer], []).append(ImportedModule(target, rank, scale, down, up))
     return {index: tuple(modules) for index, modules in found.items()}
@@ -117,8 +117,8 @@ def _split(name: str, tensor: str) -> tuple[str, str]:
     return found["module"], found["matrix"]
 
 
-def _place(name: str, module: str, shapes: Mapping[str, object], layers: int) -> tuple[int, str]:
-    place = layer_of(module)
+def _place(name: str, module: str, draft: Draft, homes: Mapping[int, int]) -> tuple[int, str]:
+    layers, place = len(homes), layer_of(module)
     if place is None:
         raise BadInput(
             f"{printable(name)}: the adapter adapts {printable(module)}, which stands outside the decoder layers;"
@@ -130,6 +130,7 @@ def _place(name: str, module: str, shapes: Mapping[str, object], layers: int) ->
             f"{printable(name)}: the adapter adapts layer {layer}, the model has {layers} layers (0-{layers - 1}); it"
             " is for another base"
         )
+    shapes = draft.linear(homes[layer])
     if target not in shapes:
         raise BadInput(
             f"{printable(name)}: the adapter adapts {printable(target)}, no linear module of a layer here; there are"

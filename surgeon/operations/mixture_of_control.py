@@ -15,7 +15,9 @@ from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.operations.selectors import LayerSelector, show
+from surgeon.operations.sites import select_sites
+from surgeon.runtime.composition import ATTENTION, FFN
 from surgeon.runtime.states_rules import (
     BANK,
     GATE_SHARING,
@@ -27,6 +29,7 @@ from surgeon.runtime.states_rules import (
 )
 
 Site = Annotated[str, OneOf(lambda: SITES)]
+_ROLES = {"attention": ATTENTION, "ffn": FFN}
 
 
 class Gate(Spec):
@@ -140,13 +143,13 @@ class MixtureOfControl(Operation):
                 "the model has control states already, and a gate's size is fixed at birth; name all `layers` in one"
                 " operation, or take the earlier one back (`surgeon revert`)"
             )
-        layers = select_layers(self.layers, len(draft.layers))
-        kinds = [site for _ in layers for site in SITES if site in self.sites]
+        layers = select_sites(draft, self.layers, *(_ROLES[site] for site in self.sites))
+        sites = {layer: self._sites_of(draft, layer) for layer in layers}
+        kinds = [site for here in sites.values() for site in here]
         self._check_choice(kinds)
         before = draft.parameters()
         for layer in layers:
-            entry = {"sites": [site for site in SITES if site in self.sites]}
-            draft.layers[layer].grafts.append(Graft("control_states", entry, {}, number))
+            draft.layers[layer].grafts.append(Graft("control_states", {"sites": sites[layer]}, {}, number))
         mixture = self._entry(draft)
         dtype = draft.dtype_of(0)
         births = MixtureSpec(**mixture).births(kinds, draft.anatomy.sizes.hidden)
@@ -160,6 +163,11 @@ class MixtureOfControl(Operation):
             claim=Claim("exact", "every control's writing matrix is zero"),
             trains="new",
         )
+
+    def _sites_of(self, draft: Draft, layer: int) -> list[Site]:
+        """The sites asked for that a layer has."""
+        blocks = draft.blocks(layer)
+        return [site for site in SITES if site in self.sites and _ROLES[site] in blocks]
 
     def _candidates(self, kinds: list[Site]) -> int:
         """How many control states a gate chooses among."""

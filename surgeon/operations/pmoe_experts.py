@@ -8,7 +8,8 @@ With `from_peft` the slot is an adapter that PEFT trained, with its ranks, scale
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,7 +29,14 @@ from surgeon.operations.imported_lora import (
 )
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
+from surgeon.runtime.composition import ATTENTION
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
+
+# Where queries and values are made in attention that is not four matrices, or in what stands in its place.
+_QUERY_VALUE = re.compile(
+    r"(to_)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|in_proj(_qkvz?)?",
+    re.IGNORECASE,
+)
 
 
 class RouterLoss(Spec):
@@ -156,15 +164,16 @@ class PMoEExperts(Operation):
 
     def _attach(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
         """Attach newborn slots, and at first the shared LoRA; what was matched, and what is promised."""
-        targets = self._targets(draft, present)
+        targets = self._targets(draft, place, present)
         self._attach_router(draft, place)
-        for index, home in enumerate(draft.layers):
+        for index, here in targets.items():
+            grafts = draft.layers[index].grafts
             if index >= place.layer:
-                slots = [self._slot(place.first + nth, place.group, targets) for nth in range(self.slots)]
-                home.grafts.append(self._graft(draft, place.number, index, slots, routed=True))
-            elif present is None:
-                home.grafts.append(self._graft(draft, place.number, index, [self._slot(0, 0, targets)], routed=False))
-        return self._matched(draft, place, targets), self._claim(present)
+                slots = [self._slot(place.first + nth, place.group, here) for nth in range(self.slots)]
+                grafts.append(self._graft(draft, place.number, index, slots, routed=True))
+            else:
+                grafts.append(self._graft(draft, place.number, index, [self._slot(0, 0, here)], routed=False))
+        return self._matched(place, targets), self._claim(present)
 
     def _import(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
         """Attach an adapter as one slot; below the router, at a first import, as the shared LoRA."""
@@ -215,25 +224,38 @@ class PMoEExperts(Operation):
             )
         return threshold
 
-    def _targets(self, draft: Draft, present: _Present | None) -> tuple[str, ...]:
-        """Paths of the target modules within a layer."""
-        linear = [part for part in draft.anatomy.parts if part.kind == "weight"]
-        paths = {part.suffix.removesuffix(".weight").rpartition(".")[2]: part for part in linear}
-        if self.targets is None:
-            if present is not None and present.targets:
-                return present.targets
-            chosen = [part for part in linear if {role for role, _ in part.blocks} & {"query", "value"}]
-        else:
-            unknown = [name for name in self.targets if name not in paths]
-            if unknown:
-                raise BadInput(
-                    f"`targets` names {printable(repr(unknown[0]))}, no linear module of a layer here; there are"
-                    f" {', '.join(paths)}"
-                )
-            if len(set(self.targets)) != len(self.targets):
-                raise BadInput("`targets` names a module twice")
-            chosen = [paths[name] for name in self.targets]
-        return tuple(part.suffix.removesuffix(".weight") for part in chosen)
+    def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
+        """Of each layer that gets slots the paths of their modules in it."""
+        layers = range(place.layer if present is not None else 0, len(draft.layers))
+        linear = {index: draft.linear(index) for index in layers}
+        if self.targets is not None:
+            self._check_targets([path for paths in linear.values() for path in paths])
+        asked = self.targets or (present.targets if present is not None else ())
+        found = {
+            index: tuple(path for name in asked for path in paths if path == name or path.endswith(f".{name}"))
+            if asked
+            else _query_and_value(draft, index, paths)
+            for index, paths in linear.items()
+        }
+        found = {index: here for index, here in found.items() if here}
+        if not any(index >= place.layer for index in found):
+            raise BadInput(
+                f"no layer from {place.layer} on has a linear module (`nn.Linear`) that a slot could adapt by itself;"
+                f" {_offered(linear.values())}"
+            )
+        return found
+
+    def _check_targets(self, paths: Sequence[str]) -> None:
+        assert self.targets is not None
+        names = dict.fromkeys(_last(path) for path in paths)
+        unknown = [name for name in self.targets if name not in names and name not in paths]
+        if unknown:
+            raise BadInput(
+                f"`targets` names {printable(repr(unknown[0]))}, no linear module of a layer here; there are"
+                f" {', '.join(names)}"
+            )
+        if len(set(self.targets)) != len(self.targets):
+            raise BadInput("`targets` names a module twice")
 
     def _slot(self, slot: int, group: int, targets: tuple[str, ...]) -> dict[str, Any]:
         scale = 1.0 if self.alpha is None else self.alpha / self.rank
@@ -247,7 +269,7 @@ class PMoEExperts(Operation):
         }
 
     def _graft(self, draft: Draft, number: int, layer: int, slots: list[dict[str, Any]], *, routed: bool) -> Graft:
-        shapes = {part.suffix.removesuffix(".weight"): part.shape for part in draft.anatomy.parts}
+        shapes = draft.linear(layer)
         dtype = draft.dtype_of(layer)
         tensors: dict[str, Recipe] = {}
         for slot in slots:
@@ -278,13 +300,13 @@ class PMoEExperts(Operation):
                     for slot in graft.entry["slots"]:
                         slot["frozen"] = False
 
-    def _matched(self, draft: Draft, place: _Place, targets: tuple[str, ...]) -> str:
+    def _matched(self, place: _Place, targets: Mapping[int, tuple[str, ...]]) -> str:
         layer, first = place.layer, place.first
         slots = f"slot {first}" if self.slots == 1 else f"slots {first}-{first + self.slots - 1}"
-        deep = show(list(range(layer, len(draft.layers))))
-        shared = "" if first or not layer else f"a shared LoRA in layers {show(list(range(layer)))}, "
-        names = ", ".join(target.rpartition(".")[2] for target in targets)
-        return f"{shared}{slots} in layers {deep}, rank {self.rank} at {names}, router above {layer} layers"
+        deep, low = ([index for index in targets if (index >= layer) is above] for above in (True, False))
+        shared = f"a shared LoRA in layers {show(low)}, " if low else ""
+        names = ", ".join(dict.fromkeys(_last(path) for here in targets.values() for path in here))
+        return f"{shared}{slots} in layers {show(deep)}, rank {self.rank} at {names}, router above {layer} layers"
 
     def _claim(self, present: _Present | None) -> Claim:
         if present is None:
@@ -292,6 +314,27 @@ class PMoEExperts(Operation):
         if self.new_slot_mass == "exact":
             return Claim("exact", "the new slots' B and the mass by which they enter the router are zero")
         return Claim("none", "softmax over more columns takes weight from the earlier slots (`new_slot_mass: paper`)")
+
+
+def _offered(linear: Iterable[Iterable[str]]) -> str:
+    """What a plan can do where no module is chosen for it."""
+    names = dict.fromkeys(_last(path) for paths in linear for path in paths)
+    return f"name some by `targets`: {', '.join(names)}" if names else "use another operation"
+
+
+def _last(path: str) -> str:
+    """A module's own name."""
+    return path.rpartition(".")[2]
+
+
+def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> tuple[str, ...]:
+    """The modules that make queries and values: by their role, or in attention of another form by their name."""
+    parts = draft.kind_of(layer).parts
+    known = {part.suffix.removesuffix(".weight"): {role for role, _ in part.blocks} for part in parts}
+    if chosen := tuple(path for path, roles in known.items() if roles & {"query", "value"} and path in linear):
+        return chosen
+    block = draft.blocks(layer).get(ATTENTION, "")
+    return tuple(path for path in linear if path.startswith(f"{block}.") and _QUERY_VALUE.fullmatch(_last(path)))
 
 
 def _columns(draft: Draft) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
 from surgeon.errors import BadInput, printable
-from surgeon.families import FAMILIES
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.operation import Operation
@@ -132,12 +131,6 @@ def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
         raise BadInput(
             f"{printable(anatomy.family.model_type)}: the base is quantised, and grafts beside quantised layers are not"
             " made yet; add layers, or operate on the full-precision weights and quantise the output"
-        )
-    if anatomy.derivation is not None and operation.attaches:
-        raise BadInput(
-            f"{printable(anatomy.family.model_type)} is a model type that surgeon derives, and {operation.op} stands in"
-            f" models of {', '.join(FAMILIES)} so far; use what adds layers: insert_layers, stack_layers,"
-            " control_llm with `expansion: stack`"
         )
     if anatomy.family.encoder and not operation.on_encoders:
         others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)

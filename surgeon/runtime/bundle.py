@@ -22,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .known import GRAFTS, NATIVES
+from .composition import Composition, short_name, upcycled
+from .known import GRAFTS, native_of
 from .natives import PREFIX, Native
 from .rules import GraftRules
 
@@ -48,6 +49,52 @@ _POOLER = """
 
 _OPTIONS = """
     base_options: ClassVar[dict[str, Any]] = {"add_pooling_layer": False}"""
+
+_TEXT_CONFIG = """
+    def to_dict(self) -> dict[str, Any]:
+        \"""As the native config's.\"""
+        return without_surgery(super().to_dict(), {path})
+
+
+class {text}({native}):
+    \"""The native config of the text decoder, with the `surgery` of the whole.\"""
+
+    encoder_surgery: ClassVar[bool] = False
+    grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
+"""
+
+_SITE = """
+
+class {upcycled}(DerivedSite, {native}):
+    \"""The native block, able to carry grafts.\"""
+"""
+
+_LAYER = """
+
+class {upcycled}Branch(DerivedBranch, {native}):
+    \"""The expanded twin of a trunk layer.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+
+
+class {upcycled}(DerivedLayer, FirstOutput, {native}):
+    \"""A layer of the trunk.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+    branch_of = {upcycled}Branch
+"""
+
+_OUTER = """
+
+class {model}(DerivedOuter, {native}):
+    \"""The model without a head.\"""
+
+    config_class = {config}
+    stack = "{stack}"
+    decoder_class = {text}
+"""
 
 # transformers' own classes that the templates import beside the config, by what follows the family's name.
 _DECODER_CLASSES = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", "PreTrainedModel")
@@ -98,26 +145,30 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
-    native = NATIVES[str(config["model_type"]).removeprefix(PREFIX)]
+    native = native_of(config)
+    if native is None:
+        raise KeyError(config["model_type"])
     raw = config.get("surgery")
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
-def uses_of(raw: Mapping[str, Any], native: Native) -> tuple[Use, ...]:
+def uses_of(raw: Mapping[str, Any], native: Native | Composition) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
     rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
     return tuple(Use(each, each.uses(raw)) for each in rules)
 
 
-def roots_of(native: Native, uses: tuple[Use, ...]) -> list[str]:
+def roots_of(native: Native | Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
-    roots = {f"{_PACKAGE}.{'encoders' if native.encoder else 'models'}", f"{_PACKAGE}.graft"}
+    mixed_in = "derived" if isinstance(native, Composition) else "encoders" if native.encoder else "models"
+    roots = {f"{_PACKAGE}.{mixed_in}", f"{_PACKAGE}.graft"}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
 @cache
-def _joined(native: Native, uses: tuple[Use, ...]) -> bytes:
-    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes_of(native, uses))]
+def _joined(native: Native | Composition, uses: tuple[Use, ...]) -> bytes:
+    classes = derived_classes(native, uses) if isinstance(native, Composition) else classes_of(native, uses)
+    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes)]
     imports: dict[str, tuple[str, str]] = {}
     defined: dict[str, str] = {}
     for part in parts:
@@ -166,6 +217,64 @@ def classes_of(native: Native, uses: tuple[Use, ...]) -> str:
         numbered=(_NUMBERED if native.numbered else "") + (_POOLER if native.pooler else ""),
         options=_OPTIONS if native.pooler else "",
         losses=_losses({name: what for use in uses for name, what in use.rules.losses.items()}),
+    )
+
+
+def derived_classes(native: Composition, uses: tuple[Use, ...]) -> str:
+    """The source of a derived model type's classes with these grafts, its imports before it."""
+    site_classes = list(dict.fromkeys(site.native for site in native.sites))
+    several = native.text_config != native.config
+    config, text_config = upcycled(native.config), upcycled(native.text_config)
+    model, text = upcycled(native.model), upcycled(native.text)
+    outer = list(dict.fromkeys((native.text, native.model, native.head)))
+    told = [native.config, native.text_config, *outer, native.output, *native.layers, *site_classes]
+    imports: dict[str, set[str]] = {}
+    for each in told:
+        module, _, name = each.rpartition(".")
+        imports.setdefault(f"transformers.{module}", set()).add(name)
+    layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
+    template = (files(__package__) / "derived.template").read_text(encoding="utf-8")
+    return template.format(
+        imports="\n".join(_from_line(name, sorted(held, key=_import_order)) for name, held in sorted(imports.items())),
+        Config=config,
+        NativeConfig=short_name(native.config),
+        TextConfig=text_config,
+        text_config=_TEXT_CONFIG.format(
+            config=config, text=text_config, native=short_name(native.text_config), path=native.path
+        )
+        if several
+        else "",
+        model_type=PREFIX + native.model_type,
+        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
+        sites="".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in site_classes),
+        layers="".join(
+            _LAYER.format(
+                upcycled=upcycled(each),
+                native=short_name(each),
+                activation=native.activation,
+            )
+            for each in native.layers
+        ),
+        places="".join(
+            f'\n    ("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)}),'
+            for site in native.sites
+        )
+        + ("\n" if native.sites else ""),
+        Text=text,
+        NativeText=short_name(native.text),
+        stack=native.stack,
+        layer_classes=f"{layer_classes}\n    ",
+        unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
+        model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)
+        if native.model not in (native.text, native.head)
+        else "",
+        Model=model,
+        NativeOutput=short_name(native.output),
+        losses=_losses({name: what for use in uses for name, what in use.rules.losses.items()}),
+        Head=upcycled(native.head),
+        NativeHead=short_name(native.head),
+        registered="\n".join(f'{upcycled(native.head)}.register_for_auto_class("{auto}")' for auto in native.autos),
+        conversions="\n".join(f"carry_conversions({upcycled(each)}, {short_name(each)})" for each in outer),
     )
 
 

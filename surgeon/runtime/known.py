@@ -10,6 +10,7 @@ from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
 
 from .adapters_rules import AdapterRules
+from .composition import Composition, read_composition
 from .control_rules import INTERPOLATORS as BUILT_IN
 from .control_rules import ControlRules, InterpolatorRule
 from .experts_rules import ExpertRules
@@ -57,9 +58,19 @@ def kinds() -> dict[str, Kind]:
     return {kind.key: kind for rules in GRAFTS.values() for kind in rules.kinds}
 
 
-def native_of(config: Mapping[str, Any]) -> Native | None:
-    """The native of a config's model type, upcycled or not; None for a model type that has no upcycled classes."""
-    return NATIVES.get(str(config.get("model_type")).removeprefix(PREFIX))
+def native_of(config: Mapping[str, Any]) -> Native | Composition | None:
+    """What the upcycled classes of a config's model type are composed of; None where it has none.
+
+    Of a derived model type a grafted checkpoint's config says it itself.
+    """
+    model_type = str(config.get("model_type"))
+    known = NATIVES.get(model_type.removeprefix(PREFIX))
+    if known is not None or not model_type.startswith(PREFIX):
+        return known
+    try:
+        return read_composition(model_type.removeprefix(PREFIX), config.get("anatomy"))
+    except ValueError:
+        return None
 
 
 def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
@@ -67,7 +78,7 @@ def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
     raw = config.get("surgery")
     raw = raw if isinstance(raw, Mapping) else {}
     native = native_of(config)
-    used = {native.model_type: NATIVES.plugin_of(native.model_type)} if native is not None else {}
+    used = {native.model_type: NATIVES.plugin_of(native.model_type)} if isinstance(native, Native) else {}
     for name, rules in GRAFTS.items():
         if rules.present(raw):
             used[name] = GRAFTS.plugin_of(name)

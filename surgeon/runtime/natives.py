@@ -50,6 +50,10 @@ class Native:
         """Heads that have an upcycled twin, and the auto class each is found by; "Model" is the base model."""
         return ENCODER_HEADS if self.encoder else HEADS
 
+    def class_of(self, auto: str) -> str | None:
+        """The upcycled class that an auto class finds; None where it finds none."""
+        return next((f"{self.prefix}{head}" for head, name in self.heads.items() if name == auto), None)
+
     def native_class(self, suffix: str) -> str:
         """The name of one of transformers' own classes."""
         return self.own.get(suffix, self.name + suffix)

@@ -21,7 +21,7 @@ from tests.runtime.grafting import alone, everything, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "known", "natives"}
+NOT_SHIPPED = {"__init__", "bundle", "composition", "known", "natives"}
 
 
 def definitions(source: str) -> dict[str, str]:

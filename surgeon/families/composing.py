@@ -1,0 +1,193 @@
+"""Of which of transformers' classes the upcycled ones of a derived model are composed: found on its skeleton and twin.
+
+Grafts stand beside a layer's attention or its FFN, whatever the model calls them. Which block is which is found by
+trial: what a token's state does to later tokens goes through a token mixer (attention, a state space, a convolution),
+and what it does to its own alone through an FFN (one, or experts).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.common.library import LOAD_FAILURES
+from surgeon.errors import BadInput, printable
+from surgeon.families.silence import some_tokens
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
+from surgeon.families.twin import one_thread
+from surgeon.runtime.composition import ATTENTION, FFN, Composition, SiteClass
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# The config's fields that may name the activation.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation", "act_fn")
+# Two states of a token mixer or an FFN that differ by less are equal but for rounding.
+_TOLERANCE = 1e-4
+
+
+def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton, layers: Sequence[int]) -> Composition:
+    """The classes of a config's model; `layers` are one of each kind, whose blocks are probed on the `twin`.
+
+    Raises BadInput where a class is not one that transformers has as its own, or the decoder is no model by itself.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+    model = skeleton.model
+    parent, _, stack = skeleton.stack.rpartition(".")
+    text = model.get_submodule(parent)
+    whole = MODEL_MAPPING.get(type(model.config), type(model))
+    built_of = CONFIG_MAPPING[str(config["model_type"])]
+    if type(model.config) is not built_of or not hasattr(text, "post_init"):
+        raise _unfit(config, "its decoder is no model that transformers builds by itself")
+    sites, output = _probed(twin, layers)
+    try:
+        return Composition(
+            model_type=str(config["model_type"]),
+            autos=_autos(config, type(model)),
+            config=told_class(type(model.config)),
+            text_config=told_class(type(skeleton.text)),
+            path=skeleton.path,
+            head=told_class(type(model)),
+            model=told_class(whole),
+            text=told_class(type(text)),
+            stack=stack,
+            output=told_class(output),
+            activation=_activation(skeleton.text),
+            layers=tuple(dict.fromkeys(told_class(type(layer)) for layer in skeleton.layers)),
+            sites=sites,
+        )
+    except ValueError as error:
+        raise _unfit(config, str(error)) from error
+
+
+def _autos(config: Mapping[str, Any], head: type[Any]) -> tuple[str, ...]:
+    """The auto classes that find `head` for a config of its model type, the one that it was built by first."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    known = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING, IMAGE_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    found = [auto for auto, mapping in known.items() if mapping.get(head.config_class, None) is head]
+    own = auto_of(config)
+    return tuple(dict.fromkeys((own, *found))) if own is not None else tuple(found)
+
+
+def _unfit(config: Mapping[str, Any], reason: str) -> BadInput:
+    return BadInput(
+        f"{printable(str(config.get('model_type')))}: no upcycled classes can be composed for it ({printable(reason)});"
+        " use operations that add layers"
+    )
+
+
+def told_class(kind: type[Any]) -> str:
+    """A class as a composition names it."""
+    return f"{kind.__module__.removeprefix('transformers.')}.{kind.__name__}"
+
+
+def _activation(text: Any) -> str:
+    from transformers.activations import ACT2FN
+
+    return next((key for key in _ACTIVATIONS if getattr(text, key, None) in ACT2FN), "")
+
+
+@dataclass
+class _Run:
+    """A block with what a run of the model gave it, and what it made of that."""
+
+    block: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    reads: str
+
+    @property
+    def x(self) -> Tensor:
+        x: Tensor = self.args[0] if self.args else self.kwargs[self.reads]
+        return x
+
+    def again(self, x: Tensor) -> Tensor:
+        made = (
+            self.block(x, *self.args[1:], **self.kwargs) if self.args else self.block(**self.kwargs | {self.reads: x})
+        )
+        return _first(made)
+
+
+def _first(made: Any) -> Tensor:
+    output: Tensor = made[0] if isinstance(made, tuple | list) else made
+    return output
+
+
+def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], type[Any]]:
+    """The blocks of these layers beside which something can stand, and the class of what the model returns."""
+    import torch
+
+    found: dict[SiteClass, None] = {}
+    with torch.no_grad(), one_thread():
+        runs, output = _captured(twin, layers)
+        for index in layers:
+            told = [(run, role) for run in runs[index] if (role := _role(run, twin.text.hidden_size)) is not None]
+            for role in (ATTENTION, FFN):
+                blocks = [run for run, kind in told if kind == role]
+                chosen = _chosen(blocks, role)
+                if chosen is not None:
+                    found[SiteClass(chosen.name, told_class(type(chosen.block)), role)] = None
+    return tuple(found), output
+
+
+def _chosen(runs: Sequence[_Run], role: str) -> _Run | None:
+    """Of several blocks of one role the one that is called so, else the last."""
+    words = ("attn", "attention") if role == ATTENTION else ("mlp",)
+    named = [run for run in runs if any(word in run.name for word in words)]
+    return next(reversed(named or list(runs)), None)
+
+
+def _captured(twin: Skeleton, layers: Sequence[int]) -> tuple[dict[int, list[_Run]], type[Any]]:
+    """What blocks of these layers get and make when the model reads a text."""
+    runs: dict[int, list[_Run]] = {index: [] for index in layers}
+
+    def keep(index: int, name: str, reads: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+            runs[index].append(_Run(block, name, args, kwargs, _first(made), reads))
+
+        return hook
+
+    hooks = [
+        block.register_forward_hook(
+            keep(index, name, next(iter(inspect.signature(block.forward).parameters), "")), with_kwargs=True
+        )
+        for index in layers
+        for name, block in twin.layers[index].named_children()
+        # A block is a class of its own, made of parts: norms and single matrices are none.
+        if type(block).__module__.startswith("transformers.")
+        and any(True for _ in block.children())
+        and any(held.ndim > 1 for held in block.parameters())
+    ]
+    try:
+        output = twin.model(input_ids=some_tokens(twin), use_cache=False, return_dict=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return runs, type(output)
+
+
+def _role(run: _Run, width: int) -> str | None:
+    """Whether a block mixes tokens or not; None for what does not go from the stream's width to it."""
+    import torch
+
+    try:
+        x = run.x
+    except (KeyError, IndexError):
+        return None
+    fits = isinstance(x, torch.Tensor) and isinstance(run.output, torch.Tensor) and x.is_floating_point()
+    if not fits or x.ndim != 3 or x.shape[-1] != width or run.output.numel() != x.numel():
+        return None
+    other = x.clone()
+    other[:, 0] = -other[:, 0].flip(-1)
+    try:
+        before, after = run.again(x), run.again(other)
+    except LOAD_FAILURES:  # a block that cannot be run by itself
+        return None
+    apart = (before - after).reshape(x.shape).abs()[:, 1:].max() / before.abs().max().clamp(min=1e-12)
+    return ATTENTION if apart > _TOLERANCE else FFN

@@ -1,0 +1,89 @@
+"""The proof of grafts on a twin: before and after it, the logits must be the same, bit for bit, and the grafts learn.
+
+The twin of the trunk gets the grafts of the output, by the code that ships with it; what the grafts hold at birth is
+their own, and expanded twins are copies. Prefill, cached generation and one step of training are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
+from surgeon.errors import BadInput
+from surgeon.families.proof import run_cached, run_prefill
+from surgeon.families.silence import some_tokens
+from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import one_thread, shrunk, twin_of
+from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.rules import BRANCH
+
+_SEED = 11
+
+
+def prove_grafts(trunk: Mapping[str, Any], grafted: Mapping[str, Any], *, heads: int) -> None:
+    """Compare a twin, with so many heads, of the config `trunk` with one of `grafted`.
+
+    Raises BadInput where a logit differs, or where training would leave all that is new as it is.
+    """
+    import torch
+
+    before = twin_of(trunk, heads=heads)
+    after = replace(before, model=_with_grafts(before, grafted, heads))
+    tokens = some_tokens(before)
+    with torch.no_grad(), one_thread():
+        for what, run in (("", run_prefill), (" with a cache", run_cached)):
+            try:
+                one, other = run(before, tokens), run(after, tokens)
+            except LOAD_FAILURES as error:
+                raise BadInput(
+                    f"on a twin of this model with its grafts the model cannot be run{what} ({first_line(error)}); use"
+                    " operations that add layers"
+                ) from error
+            if not torch.equal(one, other):
+                raise BadInput(
+                    f"on a twin of this model the logits{what} are not the base's once it has its grafts; use"
+                    " operations that add layers"
+                )
+    with one_thread():
+        _check_learns(after, tokens)
+
+
+def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
+    """The shipped code's model of a twin's size, with the twin's weights and newborn grafts."""
+    import torch
+
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            kind = getattr(import_bundle(grafted), grafted["architectures"][0])
+            small = shrunk(grafted, heads_left=heads)
+            model = kind._from_config(config_of(small, kind.config_class), dtype=torch.float32)
+    except LOAD_FAILURES as error:
+        raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error
+    held = twin.model.state_dict()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            source = held.get(name.replace(f".{BRANCH}", "."))
+            if source is not None:
+                value.copy_(source)
+    return model.eval()
+
+
+def _check_learns(twin: Skeleton, tokens: Any) -> None:
+    """Raise BadInput where a step of training fails, or gives no gradient to anything new."""
+    import torch
+
+    model = twin.model.train()
+    chosen = set(model.freeze_base())
+    try:
+        domains = torch.ones(len(tokens), dtype=torch.long)
+        model(input_ids=tokens, labels=tokens, domain_ids=domains).loss.backward()
+    except LOAD_FAILURES as error:
+        raise BadInput(
+            f"on a twin of this model with its grafts a step of training fails ({first_line(error)}); use operations"
+            " that add layers"
+        ) from error
+    if not any(value.grad is not None and bool(value.grad.any()) for value in model.parameters()) and chosen:
+        raise BadInput("on a twin of this model its grafts get no gradient; use operations that add layers")
