@@ -42,9 +42,10 @@ class SiteClass:
 class Composition:
     """Classes of transformers, each as its module below `transformers` and its name.
 
-    `autos` are the auto classes that find `head`, its own first; `model` what AutoModel finds; `text` the text decoder, whose list of
-    layers is called `stack`, and whose config is `text_config`, at `path` in config.json. `output` is what `head`
-    returns, `activation` the text config's field that names the activation, empty where it has none.
+    `autos` are the auto classes that find `head`, its own first; `model` is what AutoModel finds; `text` the text
+    decoder, whose list of layers is called `stack`, and whose config is `text_config`, at `path` in config.json.
+    `output` is what `head` returns, `activation` the text config's field that names the activation, empty where it has
+    none.
     """
 
     model_type: str
