@@ -2,9 +2,9 @@
 
 `python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with sizes
 shrunk, changed by tests/decoders.py where that cannot run, in bfloat16), applies one plan for each surgery, verifies
-the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and in float32) and reverts
-it (every byte). `apply` itself runs a step of training on a twin where it attaches something. It prints a table:
-`exact`, or the first line of the reason.
+the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and in float32) and
+reverts it (every byte). `apply` itself runs a step of training on a twin where it attaches something. It prints a
+table: `exact`, or the first line of the reason.
 """
 
 from __future__ import annotations

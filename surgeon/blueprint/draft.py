@@ -27,7 +27,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.composition import ATTENTION, FFN
 
 
 def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]:
@@ -278,16 +277,11 @@ class Draft:
 
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
-        if self.anatomy.derivation is None:
-            return {ATTENTION: ATTENTION, FFN: FFN}
-        return self.anatomy.derivation.blocks(self.layers[layer].like)
+        return self.anatomy.blocks(self.layers[layer].like)
 
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """The linear modules of a layer by their path in it, with their shape (out × in)."""
-        if self.anatomy.derivation is not None:
-            return self.anatomy.derivation.linear(self.layers[layer].like)
-        parts = (part for part in self.anatomy.parts if part.kind == "weight")
-        return {part.suffix.removesuffix(".weight"): part.shape for part in parts}
+        return self.anatomy.linear(self.layers[layer].like)
 
     def parameters(self) -> int:
         """Numbers in the model as it stands, grafts included; tied embeddings count once."""

@@ -21,7 +21,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
 from surgeon.families.settings import check_settings
-from surgeon.runtime.composition import Composition
+from surgeon.runtime.composition import ATTENTION, FFN, Composition
 from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
@@ -214,6 +214,22 @@ class Anatomy:
     def layer_name(self, index: int, suffix: str) -> str:
         """The full name of a layer's tensor."""
         return f"{self.prefix}{self.family.stem}{index}.{suffix}"
+
+    def module_name(self, index: int, path: str) -> str:
+        """What transformers' model calls a module of a layer, whose tensors may be stored under another name."""
+        if self.derivation is None:
+            return self.layer_name(index, path)
+        return f"{self.derivation.stack}.{index}.{path}"
+
+    def blocks(self, layer: int) -> Mapping[str, str]:
+        """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
+        return {ATTENTION: ATTENTION, FFN: FFN} if self.derivation is None else self.derivation.blocks(layer)
+
+    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """The linear modules of a layer by their path in it, with their shape (out × in)."""
+        if self.derivation is not None:
+            return self.derivation.linear(layer)
+        return {part.suffix.removesuffix(".weight"): part.shape for part in self.parts if part.kind == "weight"}
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:

@@ -86,9 +86,12 @@ def told_class(kind: type[Any]) -> str:
 
 
 def _activation(text: Any) -> str:
+    """The config's field that names an activation; one with parameters of its own, which none could share, is none."""
     from transformers.activations import ACT2FN
 
-    return next((key for key in _ACTIVATIONS if getattr(text, key, None) in ACT2FN), "")
+    named = {key: getattr(text, key, None) for key in _ACTIVATIONS}
+    known = {key: ACT2FN[name] for key, name in named.items() if isinstance(name, str) and name in ACT2FN}
+    return next((key for key, made in known.items() if next(made.parameters(), None) is None), "")
 
 
 @dataclass

@@ -6,6 +6,7 @@ their own, and expanded twins are copies. Prefill, cached generation and one ste
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,27 +28,51 @@ def prove_grafts(trunk: Mapping[str, Any], grafted: Mapping[str, Any], *, heads:
 
     Raises BadInput where a logit differs, or where training would leave all that is new as it is.
     """
-    import torch
 
     before = twin_of(trunk, heads=heads)
     after = replace(before, model=_with_grafts(before, grafted, heads))
     tokens = some_tokens(before)
-    with torch.no_grad(), one_thread():
-        for what, run in (("", run_prefill), (" with a cache", run_cached)):
+    with one_thread():
+        _check_equal(before, after, tokens, "")
+        _check_learns(after, tokens)
+        for twin in (before, after):
+            _lower(twin.model)
+        _check_equal(before, after, tokens, " in bfloat16")
+
+
+def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> None:
+    """Raise BadInput where grafts change a logit, or what runs without them does not run with them."""
+    import torch
+
+    for what, run in (("", run_prefill), (" with a cache", run_cached)):
+        with torch.no_grad():
             try:
-                one, other = run(before, tokens), run(after, tokens)
+                one = run(before, tokens)
+            except LOAD_FAILURES:
+                continue
+            try:
+                other = run(after, tokens)
             except LOAD_FAILURES as error:
                 raise BadInput(
-                    f"on a twin of this model with its grafts the model cannot be run{what} ({first_line(error)}); use"
-                    " operations that add layers"
+                    f"on a twin of this model with its grafts the model cannot be run{what}{kind}"
+                    f" ({first_line(error)}); use operations that add layers"
                 ) from error
-            if not torch.equal(one, other):
-                raise BadInput(
-                    f"on a twin of this model the logits{what} are not the base's once it has its grafts; use"
-                    " operations that add layers"
-                )
-    with one_thread():
-        _check_learns(after, tokens)
+        if not torch.equal(one, other):
+            raise BadInput(
+                f"on a twin of this model the logits{what}{kind} are not the base's once it has its grafts; use"
+                " operations that add layers"
+            )
+
+
+def _lower(model: Any) -> None:
+    """Give a model's parameters the dtypes that transformers gives them where bfloat16 is asked for."""
+    import torch
+
+    plan = model.eval()._get_dtype_plan(torch.bfloat16)
+    kept = [(re.compile(pattern.replace("*", ".*")), dtype) for pattern, dtype in plan.items()]
+    for name, value in model.named_parameters():
+        value.data = value.data.to(next((dtype for found, dtype in kept if found.search(name)), torch.bfloat16))
+        value.grad = None
 
 
 def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
@@ -59,9 +84,12 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
             torch.manual_seed(_SEED)
             kind = getattr(import_bundle(grafted), grafted["architectures"][0])
             small = shrunk(grafted, heads_left=heads)
-            model = kind._from_config(config_of(small, kind.config_class), dtype=torch.float32)
+            model = kind._from_config(config_of(small, kind.config_class))
     except LOAD_FAILURES as error:
         raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error
+    # Its buffers are of the config's dtype, as the twin's are.
+    for value in model.parameters():
+        value.data = value.data.float()
     held = twin.model.state_dict()
     with torch.no_grad():
         for name, value in model.state_dict().items():

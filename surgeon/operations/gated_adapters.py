@@ -179,6 +179,6 @@ def _check_activation(draft: Draft) -> None:
     derivation = draft.anatomy.derivation
     if derivation is not None and not derivation.activation:
         raise BadInput(
-            f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could share;"
+            f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could use;"
             " use another operation"
         )

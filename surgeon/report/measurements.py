@@ -79,20 +79,21 @@ def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, progress: Callable[
     ]
     count = min(len(held), _LAYERS)
     chosen = [held[round(nth * (len(held) - 1) / max(1, count - 1))] for nth in range(count)]
-    part, rows = _gate_part(anatomy)
     found = []
     for layer, inner in chosen:
+        part, rows = _gate_part(anatomy, layer)
         progress(f"singular values of layer {layer}'s gating matrices")
         adapter = _read(folder, anatomy.grafted[layer][f"{inner}{_GATE}"].name)
         own = anatomy.grafted[layer] if inner else anatomy.layers[layer]
-        backbone = _read(folder, own[f"{inner}{part}"].name)[rows]
-        found.append(Spectrum(layer, bool(inner), _spectrum(adapter), _spectrum(backbone)))
+        # Experts have no one gating matrix.
+        backbone = _spectrum(_read(folder, own[f"{inner}{part}"].name)[rows]) if part else ()
+        found.append(Spectrum(layer, bool(inner), _spectrum(adapter), backbone))
     return tuple(found)
 
 
-def _gate_part(anatomy: Anatomy) -> tuple[str, slice]:
-    """The tensor that holds a layer's gating matrix, and which rows of it are the matrix."""
-    for part in anatomy.parts:
+def _gate_part(anatomy: Anatomy, layer: int) -> tuple[str, slice]:
+    """The tensor that holds a layer's gating matrix, and which rows of it are the matrix; no name where none does."""
+    for part in anatomy.kinds[anatomy.kind_of[layer]].parts:
         start = 0
         for role, rows in part.blocks:
             if role == "gate" and part.kind == "weight":

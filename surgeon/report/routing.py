@@ -239,6 +239,11 @@ def _observer(
     return observer
 
 
+def _decoder(model: Any, stack: str) -> Any:
+    """The text decoder of an upcycled model, whose layers are called `stack`: it may be one of several parts."""
+    return next(module for module in model.modules() if hasattr(module, "surgery") and hasattr(module, stack))
+
+
 class _Observer:
     """A loaded model that records the choices of its routers and gates."""
 
@@ -246,7 +251,8 @@ class _Observer:
         self.model = model
         # From the code that was loaded with the checkpoint, which need not be the installed one.
         self._flow = sys.modules[type(model).__module__].Flow
-        trunk = model.base_model
+        stack = getattr(model, "stack", "layers")
+        trunk = model.base_model if encoder else _decoder(model, stack)
         surgery = trunk.surgery
         # An encoder has no cache and no logits to leave out, and its layers have no gates.
         self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
@@ -257,7 +263,7 @@ class _Observer:
         self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
-        for layer, module in enumerate(() if encoder else trunk.layers):
+        for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
             self._observe(str(layer), module)
             if layer in surgery.homes.values():
                 self._observe(f"{layer}.branch", module.expanded)

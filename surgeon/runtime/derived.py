@@ -31,6 +31,8 @@ from .rules import Surgery, read_surgery
 
 # Attributes by which modules know their layer's number.
 LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
+# Names of grafts' own tensors; `*` is any text.
+GRAFT_TENSORS = ("*mlp.adapter.*", "*interpolator.*", "*expert_router.*", "*control_bank.*", "*.lora_*")
 
 
 class _Forward(threading.local):
@@ -184,6 +186,16 @@ class DerivedPreTrained(UpcycledPreTrained):
     """What upcycled models of any type share; `stack` is what the decoder calls its list of layers."""
 
     stack: ClassVar[str]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: its modules are native ones, all of whose buffers transformers must fill as it does in its own models."""
+        return False
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
+        # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
+        plan: dict[str, Any] = super()._get_dtype_plan(dtype)
+        return dict.fromkeys(GRAFT_TENSORS, dtype) | plan if plan else plan
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""

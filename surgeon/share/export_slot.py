@@ -205,9 +205,10 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
     """The adapter_config.json by which PEFT makes these ranks and scales at exactly these modules."""
     kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
     (rank, alpha), _ = Counter(kinds.values()).most_common(1)[0]
-    paths = {piece: anatomy.layer_name(piece.layer, piece.target) for piece in pieces}
+    paths = {piece: anatomy.module_name(piece.layer, piece.target) for piece in pieces}
     targets = Counter(piece.target for piece in pieces)
-    everywhere = all(count == len(origin.layers) for count in targets.values())
+    # By their last names where they mean no other module, such as a tower's for images.
+    everywhere = anatomy.derivation is None and all(count == len(origin.layers) for count in targets.values())
     names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
     return {
         "peft_type": "LORA",
@@ -234,7 +235,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
 def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piece], config: Mapping[str, Any]) -> Job:
     """The job that writes the adapter's folder: its matrices as the output's shards hold them, and its config."""
     tensors = {
-        f"base_model.model.{anatomy.layer_name(piece.layer, piece.target)}.lora_{matrix}.weight": info
+        f"base_model.model.{anatomy.module_name(piece.layer, piece.target)}.lora_{matrix}.weight": info
         for piece in pieces
         for matrix, info in (("A", piece.down), ("B", piece.up))
     }
@@ -256,7 +257,7 @@ def _kinds(config: Mapping[str, Any]) -> frozenset[str]:
 def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], target: str) -> Piece:
     rank = entry.get("ranks", {}).get(target, entry["rank"])
     scale = entry.get("scales", {}).get(target, entry.get("scale", 1.0))
-    rows, columns = next(part.shape for part in anatomy.parts if part.suffix == f"{target}.weight")
+    rows, columns = anatomy.linear(index)[target]
     found = []
     for matrix, shape in (("A", (rank, columns)), ("B", (rows, rank))):
         suffix = f"{target}.slots.{entry['slot']}.lora_{matrix}"
