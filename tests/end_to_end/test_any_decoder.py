@@ -46,6 +46,16 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": (CAUSAL, {}),
 }
 
+# Those that get every graft too, within new layers and old: experts stored one by one, dense layers below them, layers
+# without attention or without an FFN, text parts of larger models.
+GRAFTED = ("mixtral", "glm4_moe", "nemotron_h", "llama4", "gemma3")
+GRAFTS = (
+    "{op: gated_adapters, size: 8}",
+    "{op: control_llm, layers: {every: 2}, interpolator: {kind: dlerp}}",
+    "{op: pmoe_experts, threshold: 1}",
+    "{op: mixture_of_control, rank: 4}",
+)
+
 # Experts one by one, names that differ, one list of layers inside two models, tied embeddings.
 STREAMED = ("mixtral", "granitemoehybrid", "llama4", "gpt2")
 
@@ -104,6 +114,8 @@ def plan(tmp_path: Path) -> Path:
 def test_from_preview_to_training_and_back(model_type: str, plan: Path, tmp_path: Path) -> None:
     auto, changes = LAYOUTS[model_type]
     base = add_letters(tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16", **changes))
+    if model_type in GRAFTED:
+        plan.write_text(plan.read_text() + "".join(f"  - {operation}\n" for operation in GRAFTS))
     shown = surgeon.preview(plan, str(base))
     assert any("proven on a twin" in note for note in shown.notes)
     surgeon.apply(plan, str(base), tmp_path / "out")
@@ -221,20 +233,137 @@ def test_fusion_by_transport_is_that_of_the_described_family(model_type: str, tm
     assert verified.identical
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        "{op: control_llm, layers: {every: 2}}",
-        "{op: gated_adapters, layers: all, size: 4}",
-        "{op: pmoe_experts, threshold: 2}",
-        "{op: mixture_of_control}",
-    ],
+# What a grafted model must do as any of transformers' own: words of every kind of generation, its states, a saved copy,
+# training with either kind of checkpointing, attention changed afterwards.
+GRAFTED_ELSEWHERE = (
+    WITHOUT_SURGEON
+    + """
+import copy, inspect, tempfile, torch, transformers
+transformers.logging.set_verbosity_error()
+auto, folder, twin = sys.stdin.read().split()
+Auto = getattr(transformers, auto)
+base = Auto.from_pretrained(folder)
+model, info = Auto.from_pretrained(twin, trust_remote_code=True, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"], info
+for value in (*base.parameters(), *model.parameters()):
+    value.data = value.data.clone()
+ids = torch.arange(5, 25).reshape(2, 10)
+mask = torch.ones_like(ids)
+mask[0, :3] = 0
+
+def same(run):
+    with torch.inference_mode():
+        one, other = run(base), run(model)
+    assert torch.equal(one, other), run.__code__.co_firstlineno
+
+for implementation in ("eager", "sdpa"):
+    for each in (base, model):
+        each.set_attn_implementation(implementation)
+    same(lambda each: each(ids).logits)
+    same(lambda each: each(ids, attention_mask=mask).logits[mask.bool()])
+for asked in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
+    asked |= {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    same(lambda each: each.generate(ids, **asked))
+same(lambda each: torch.stack(each(ids, output_hidden_states=True).hidden_states))
+same(lambda each: each.base_model(ids)[0])
+outer = transformers.AutoModel.from_pretrained(twin, trust_remote_code=True)
+for value in outer.parameters():
+    value.data = value.data.clone()
+with torch.inference_mode():
+    assert torch.equal(outer(ids)[0], model.base_model(ids)[0])
+    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+with tempfile.TemporaryDirectory() as saved:
+    model.save_pretrained(saved)
+    again, info = Auto.from_pretrained(saved, trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+assert "domain_ids" in inspect.signature(model.forward).parameters
+names, grads = set(model.freeze_base()), []
+assert names == {name for name, value in model.named_parameters() if value.requires_grad}
+for reentrant in (None, False, True):
+    model.train().zero_grad()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    output = model(input_ids=ids, labels=ids, domain_ids=torch.tensor([0, 1]))
+    assert output.divergence_loss is not None and output.local_l1_loss is not None and output.balance_loss > 0
+    output.loss.backward()
+    grads.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+assert set(grads[0]) <= names and any("lora_B" in name for name in grads[0]), sorted(grads[0])
+for other in grads[1:]:
+    assert other.keys() == grads[0].keys()
+    assert all(torch.allclose(value, other[name], atol=1e-6) for name, value in grads[0].items())
+print("the same")
+"""
 )
-def test_grafts_are_for_families_that_are_described(operation: str, tmp_path: Path) -> None:
-    base = tiny_decoder(tmp_path / "base", "gpt2")
-    (tmp_path / "plan.yaml").write_text(f"surgeon: 1\noperations:\n  - {operation}\n")
-    with pytest.raises(BadInput, match=r"plan\.yaml:3: .* gpt2 is a model type that surgeon derives, and .* stands in"):
-        surgeon.preview(tmp_path / "plan.yaml", str(base))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "granitemoehybrid"])
+def test_grafts_work_as_a_native_model_does_where_surgeon_is_not(model_type: str, tmp_path: Path) -> None:
+    auto, changes = LAYOUTS[model_type]
+    base = tiny_decoder(tmp_path / "base", model_type, auto, **changes)
+    path = tmp_path / "plan.yaml"
+    path.write_text("surgeon: 1\noperations:\n" + "".join(f"  - {operation}\n" for operation in GRAFTS))
+    surgeon.apply(path, str(base), tmp_path / "out")
+    asked = f"{auto} {base} {tmp_path / 'out'}"
+    told = subprocess.run([*warm(), "-c", GRAFTED_ELSEWHERE], input=asked, capture_output=True, text=True, check=False)
+    assert told.stdout == "the same\n", told.stderr
+
+
+def test_grafted_experts_are_carried_merged_exported_and_operated_on(tmp_path: Path) -> None:
+    """A second surgery, a delta, branches folded in, a slot as PEFT's adapter under the model's own names."""
+    base = tiny_decoder(tmp_path / "base", "qwen3_moe")
+
+    def applied(name: str, *operations: str, onto: Path = base) -> Path:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text("surgeon: 1\noperations:\n" + "".join(f"  - {operation}\n" for operation in operations))
+        surgeon.apply(path, str(onto), tmp_path / name)
+        return tmp_path / name
+
+    grown = applied("grown", "{op: control_llm, layers: {every: 2}}", "{op: pmoe_experts, threshold: 0}")
+    second = applied(
+        "second", "{op: insert_layers, where: {after: [1]}, init: {kind: copy}}", "{op: pmoe_experts}", onto=grown
+    )
+    verified = surgeon.verify(grown, second, window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    surgeon.make_delta(second, tmp_path / "delta", base=grown)
+    surgeon.apply_delta(tmp_path / "delta", str(grown), tmp_path / "same")
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(tmp_path / "same").items())
+    surgeon.merge(grown, tmp_path / "merged", window=24, windows=1)
+    assert "model.layers.1.expanded.mlp.experts.0.up_proj.weight" in weights(grown)
+    assert not any(".expanded." in name for name in weights(tmp_path / "merged"))
+    surgeon.export_slot(grown, 0, tmp_path / "slot")
+    told = json.loads((tmp_path / "slot/adapter_config.json").read_text())
+    assert sorted(told["target_modules"])[0] == "model.layers.0.self_attn.q_proj"
+    surgeon.revert(second, tmp_path / "back", to=0)
+    assert all(torch.equal(value, weights(base)[name]) for name, value in weights(tmp_path / "back").items())
+
+
+# What grafts cannot stand beside, by model type and operation.
+NO_PLACE = {
+    "bare matrices for an FFN": ("opt", "{op: gated_adapters, size: 4}", "layer 0 of this opt has no FFN beside which"),
+    "a kind of layer without an FFN": (
+        "nemotron_h",
+        "{op: gated_adapters, size: 4, layers: [0]}",
+        r"layer 0 of this nemotron_h has no FFN .*; layers .* have one: choose `layers` by that",
+    ),
+    "an activation that learns": ("apertus", "{op: gated_adapters, size: 4}", "names no activation that an adapter"),
+    "matrices of another class": ("gpt2", "{op: pmoe_experts}", "no layer from 3 on has a linear module"),
+    "a stream of another dtype": (
+        "falcon_mamba",
+        "{op: pmoe_experts}",
+        "with its grafts the model cannot be run in bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_PLACE)
+def test_where_no_graft_can_stand_the_reason_is_said(case: str, tmp_path: Path) -> None:
+    model_type, operation, words = NO_PLACE[case]
+    base = tiny_decoder(tmp_path / "base", model_type)
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(surgeon.parse_plan(f"surgeon: 1\noperations:\n  - {operation}\n"), str(base))
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -17,7 +17,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.stack_layers import StackLayers
 from surgeon.report.families import Families, KnownBase, Trial
 from tests import tiny
-from tests.decoders import JAMBA, tiny_decoder
+from tests.decoders import tiny_decoder
 
 
 def known(base: Path) -> KnownBase:
@@ -77,11 +77,14 @@ def test_an_encoder(tmp_path: Path) -> None:
     assert shown.output.count("the same") == len(refused) - 2
 
 
+# Jamba with a shorter period.
+EXPERTS = {"expert_layer_period": 2, "expert_layer_offset": 1}
+
 DERIVED: dict[str, tuple[dict[str, Any], int | None, dict[str, str], dict[str, str]]] = {
     # Kinds: what silences each, or why nothing does; operations: words of the first refusal.
     "jamba": (
-        JAMBA,
-        8,
+        {"layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2, **EXPERTS},
+        4,
         {
             "JambaMambaMixer, JambaMLP": "mamba.out_proj.weight",
             "JambaMambaMixer, JambaSparseMoeBlock": "feed_forward.experts.0.down_proj.weight",
@@ -89,14 +92,14 @@ DERIVED: dict[str, tuple[dict[str, Any], int | None, dict[str, str], dict[str, s
         },
         {
             "insert_layers": "JambaMLP in place of JambaSparseMoeBlock",
-            "gated_adapters": "gated_adapters stands in models of",
+            "merge_branches": "no control block to merge",
         },
     ),
     "bart": (
         {},
         1,
         {"BartAttention, GELUActivation, BartAttention, Linear, Linear": "even with all its weights zero"},
-        {"insert_layers": "even with all its weights zero", "pmoe_experts": "pmoe_experts stands in models of"},
+        {"insert_layers": "even with all its weights zero", "gated_adapters": "layer 0 of this bart has no FFN beside"},
     ),
 }
 
@@ -109,7 +112,7 @@ def test_a_derived_base(model_type: str, tmp_path: Path) -> None:
     assert (found.model_type, found.described, found.period) == (model_type, False, period)
     assert "proven on a twin" in found.evidence
     assert sorted(layer for kind in found.kinds for layer in kind.layers) == list(
-        range({"jamba": 16, "bart": 4}[model_type])
+        range({"jamba": 8, "bart": 4}[model_type])
     )
     assert [kind.title for kind in found.kinds] == list(kinds)
     for kind in found.kinds:
