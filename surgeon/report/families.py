@@ -27,7 +27,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
-from surgeon.operations.insert_layers import of_experts
+from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.operation import Operation
 from surgeon.operations.selectors import show
 from surgeon.plan.plan import carry_out
