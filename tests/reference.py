@@ -84,7 +84,13 @@ def fuse(
 
 
 def fuse_experts(
-    first: Weights, second: Weights, partners: list[int], t_o: np.ndarray, *, reg: float = 0.06, solver: str = "sinkhorn"
+    first: Weights,
+    second: Weights,
+    partners: list[int],
+    t_o: np.ndarray,
+    *,
+    reg: float = 0.06,
+    solver: str = "sinkhorn",
 ) -> Weights:
     """Experts of two layers, stacked: gate, up (experts, neurons, width), down (experts, width, neurons), any biases.
 

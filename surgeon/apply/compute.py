@@ -128,9 +128,10 @@ class Workshop:
         needed = self._needs.get(output.name, frozenset())
         self._users.subtract(needed)
         # Those of one expert of a layer that a plan fused before may be solved again after their last known use.
-        self._forget([name for name in self._maps if self._users[name] <= 0])
+        self.forget([name for name in self._maps if self._users[name] <= 0])
 
-    def _forget(self, names: Iterable[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
+        """Free maps; one that is needed again is solved again."""
         for name in names:
             self._maps.pop(name, None)
             self._aligned.pop(name, None)
@@ -231,7 +232,7 @@ class Workshop:
                 target[::2], target[1::2] = made.chunk(2)
             else:
                 target.copy_(made)
-            self._forget([block.t_out.coupling for block in fused.blocks if block.t_out.coupling is not None])
+            self.forget([block.t_out.coupling for block in fused.blocks if block.t_out.coupling is not None])
         return whole
 
     def _fuse(self, recipe: Fused) -> Tensor:
@@ -413,7 +414,7 @@ class Workshop:
 
 
 def _finite(raw: bytearray, info: TensorInfo, shape: tuple[int, ...], begins: tuple[int, ...] = ()) -> Tensor:
-    """The bytes of a tensor, or of what begins in it at `begins`, as numbers. Raises BadInput where one is not finite."""
+    """The numbers of a tensor, or of what begins in it at `begins`. Raises BadInput where one is not finite."""
     dtype = stored_dtype(info.dtype)
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)

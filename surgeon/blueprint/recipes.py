@@ -292,8 +292,8 @@ class Coupling:
 
     `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
     that this stays plain data. With `whole_heads` it is one of three that are solved together. `support` None compares
-    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run. With `groups` rows are
-    those of routers and the map a permutation of experts, which come in so many groups.
+    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run. With `groups` the
+    rows are those of routers, and the map is a permutation of experts, which form so many groups.
     """
 
     name: str

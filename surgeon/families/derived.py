@@ -53,8 +53,8 @@ _HEADS = (2, 4, 8)
 class Derived:
     """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
 
-    `mixture[kind]` are its experts, where it has any that are understood. `titles[kind]` names a kind for people; `heads`
-    is how many a twin has. `seconds` is what finding it all took.
+    `mixture[kind]` are its experts, where it has any that are understood. `titles[kind]` names a kind for people;
+    `heads` is how many a twin has. `seconds` is what finding it all took.
     """
 
     skeleton: Skeleton
@@ -113,9 +113,7 @@ def _derived(kept: str) -> Derived:
     )
 
 
-def _probed(
-    config: Mapping[str, Any], layers: list[int]
-) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
+def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
     """What silences these layers and what experts they have, found on a twin, and how many heads the twin has.
 
     These are as few as its code can run with.

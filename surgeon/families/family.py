@@ -89,8 +89,8 @@ class Part:
 
     `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
     where an architecture fuses projections (Phi-3's `qkv_proj`), none where roles are not known. `identity` is the
-    value with which a norm scales by one, where the family's `norm_offset` does not say it. With `expert` the blocks are
-    those of one expert's matrix, as outputs by inputs, gate before up.
+    value with which a norm scales by one, where the family's `norm_offset` does not say it. With `expert` the blocks
+    are those of one expert's matrix, as outputs by inputs, gate before up.
     """
 
     suffix: str

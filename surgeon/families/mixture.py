@@ -6,7 +6,7 @@ what it did. With a wrong reading of its tensors it does not. So nothing depends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

@@ -41,10 +41,12 @@ class Run:
 
     @property
     def stream(self) -> Tensor:
+        """What the layer adds to, (batch, positions, width)."""
         stream: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return stream
 
     def output(self, stream: Tensor | None = None) -> Any:
+        """What the layer makes of it, or of another `stream`."""
         if stream is None:
             given = self.layer(*self.args, **self.kwargs)
         elif self.args:

@@ -8,7 +8,7 @@ dense layer (OpT-DeUS, Algorithm 1), and everything that the router holds of eac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import (
@@ -22,7 +22,7 @@ from surgeon.blueprint.recipes import (
     Stacked,
     one_expert,
 )
-from surgeon.families.family import Part
+from surgeon.families.family import Part, Role
 
 
 def of_experts(suffix: str) -> str:
@@ -46,7 +46,8 @@ def fuse_experts(
     """Recipes, by suffix, of experts and router fused from layers `below` and `below + 1`, but of what is in `skip`.
 
     Adds to the draft the matching `{label}.experts` and, for expert `e` of the upper layer, the maps
-    `{label}.experts.{e}.{role}`. `t_in` is of what reads the stream behind attention. Nothing where there are no experts.
+    `{label}.experts.{e}.{role}`. `t_in` is of what reads the stream behind attention. Nothing where a layer has no
+    experts, or none that can be aligned.
     """
     kind = draft.kind_of(below)
     router = router_of(kind.parts)
@@ -70,30 +71,40 @@ def fuse_experts(
     tensors: dict[str, Recipe] = {}
     for part in kind.parts:
         if part.expert is None and is_of_experts(part) and part.suffix not in skip:
-            blocks = (_router_block(part, matching, t_in),)
-            tensors[part.suffix] = Fused(lower[part.suffix], upper[part.suffix], blocks)
-    banks = _banks([part for part in kind.parts if part.expert is not None])
-    wanted = {role for bank in banks for part in bank if part.suffix not in skip for role, _ in part.blocks}
-    for bank in banks:
+            moved = _router_block(part, matching, t_in)
+            tensors[part.suffix] = Fused(lower[part.suffix], upper[part.suffix], (moved,))
+    experts = [part for part in kind.parts if part.expert is not None]
+    wanted = {role for part in experts if part.suffix not in skip for role, _ in part.blocks}
+    for bank in _banks(experts):
         first, second = _shares(bank, lower), _shares(bank, upper)
-        fused = []
-        for number, own in enumerate(second):
-            of_lower = Matched(first, number, matching)
-            blocks = _neuron_blocks(bank[0], f"{matching}.{number}", t_in)
-            fused.append(Fused(of_lower, own, blocks))
-            for block in blocks if bank[0].kind == "weight" else ():
-                assert block.t_out.coupling is not None
-                if block.t_out.coupling.rpartition(".")[2] in wanted:
-                    draft.add_coupling(
-                        Coupling(block.t_out.coupling, of_lower, own, block.start, block.stop, block.t_in, kept)
-                    )
+        pairs = [(Matched(first, number, matching), own) for number, own in enumerate(second)]
+        blocks = [_neuron_blocks(bank[0], f"{matching}.{number}", t_in) for number in range(len(pairs))]
+        if bank[0].kind == "weight":
+            _add_maps(draft, pairs, blocks, wanted, kept)
+        fused = tuple(Fused(*pair, moved) for pair, moved in zip(pairs, blocks, strict=True))
         stored = bank[0].expert
         assert stored is not None
         if stored.number is None:
-            tensors[bank[0].suffix] = Stacked(tuple(fused), stored.transposed, stored.interleaved)
+            tensors[bank[0].suffix] = Stacked(fused, stored.transposed, stored.interleaved)
         else:
             tensors |= {part.suffix: recipe for part, recipe in zip(bank, fused, strict=True)}
     return {suffix: recipe for suffix, recipe in tensors.items() if suffix not in skip}
+
+
+def _add_maps(
+    draft: Draft,
+    pairs: Sequence[tuple[Recipe, Recipe]],
+    blocks: Sequence[tuple[Block, ...]],
+    wanted: Collection[Role],
+    settings: tuple[tuple[str, object], ...],
+) -> None:
+    """The maps between the neurons of each pair, for the modules that something is made of."""
+    for (lower, upper), moved in zip(pairs, blocks, strict=True):
+        for block in moved:
+            name = block.t_out.coupling
+            assert name is not None
+            if name.rpartition(".")[2] in wanted:
+                draft.add_coupling(Coupling(name, lower, upper, block.start, block.stop, block.t_in, settings))
 
 
 def _router_block(part: Part, matching: str, t_in: MapRef) -> Block:

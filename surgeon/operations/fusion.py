@@ -89,17 +89,27 @@ def fuse_layers(
     return _fused_tensors(lower, upper, parts, flow_of, skip, experts)
 
 
-def ways(kind: LayerKind, skip: frozenset[str]) -> str:
-    """What of a layer fused so is not aligned module by module, in words; nothing where all of it is."""
+@dataclass(frozen=True)
+class Ways:
+    """How a kind of layer is fused: by which router experts are matched, and what is averaged for want of a role."""
+
+    router: str
+    averaged: tuple[str, ...]
+
+    def __str__(self) -> str:
+        matched = f"experts matched by {self.router}, then fused one by one" if self.router else ""
+        averaged = f"averaged as they stand: {', '.join(self.averaged)}" if self.averaged else ""
+        return "; ".join(filter(None, (matched, averaged)))
+
+
+def ways(kind: LayerKind, skip: frozenset[str]) -> Ways:
+    """How layers of a kind would be fused, whose tensors in `skip` become constants."""
     router = router_of(kind.parts)
-    said = [] if router is None else [f"experts matched by {_module(router.suffix)}, then fused one by one"]
-    if left := _unaligned(kind, skip):
-        said.append(f"averaged as they stand: {', '.join(left)}")
-    return "; ".join(said)
+    return Ways("" if router is None else _module(router.suffix), tuple(_unaligned(kind, skip)))
 
 
 def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned) -> None:
-    """Raise BadInput where nothing of a layer can be aligned, or where something cannot be and the plan refuses that."""
+    """Raise BadInput where nothing of a layer can be aligned, or something cannot be and the plan refuses that."""
     if not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
         raise BadInput(
             f"which tensors of a {model_type} layer are query, key, value, output, gate, up and down is not described,"

@@ -183,7 +183,7 @@ class TransportInit(Init):
 
     def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
         """How experts are matched, and what is averaged."""
-        return ways(kind, zeroed)
+        return str(ways(kind, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:

@@ -227,12 +227,32 @@ def test_every_layout_is_fused_as_the_reference_fuses(
     assert said.partition("averaged as they stand: ")[2].split(", ") == AVERAGED.get(model_type, [""])
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
 def test_silent_at_birth(model_type: str, bases: Callable[[str], Path], tmp_path: Path) -> None:
     surgeon.apply(plan(tmp_path, unaligned="average"), str(bases(model_type)), tmp_path / "out")
     verified = surgeon.verify(bases(model_type), tmp_path / "out", window=24, windows=1)
     assert verified.holds
     assert verified.identical
+
+
+def test_stacked_experts_of_a_fused_layer_are_fused_again(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two operations of one plan write what two surgeries write, one expert after the other."""
+    base = bases("granitemoe")
+    written = plan(tmp_path)
+    twice = tmp_path / "twice.yaml"
+    twice.write_text(json.dumps({"surgeon": 1, "operations": json.loads(written.read_text())["operations"] * 2}))
+    surgeon.apply(twice, str(base), tmp_path / "both")
+    surgeon.apply(written, str(base), tmp_path / "one")
+    surgeon.apply(written, str(tmp_path / "one"), tmp_path / "two")
+    both, apart = weights(tmp_path / "both"), weights(tmp_path / "two")
+    assert both.keys() == apart.keys()
+    assert all(torch.equal(value, apart[name]) for name, value in both.items())
+    verified = surgeon.verify(base, tmp_path / "both", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    report = surgeon.transport_report(tmp_path / "one")
+    assert report.modules == ("query", "key", "value", "output", "expert gate", "expert up", "expert down")
+    assert len([found for found in report.maps if found.group == "expert gate"]) == 2 * EXPERTS
 
 
 def test_what_cannot_be_aligned_is_refused_by_name(bases: Callable[[str], Path], tmp_path: Path) -> None:
