@@ -6,6 +6,7 @@ what it did. With a wrong reading of its tensors it does not. So nothing depends
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,7 +53,12 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
     if not any(_expert_modules(twin.layers[index]) for index in layers):
         return dict.fromkeys(layers)
     runs, groups = captured(twin, layers), groups_of(twin.text)
-    return {index: _understood(run, groups) if (run := runs.get(index)) is not None else None for index in layers}
+    found: dict[int, Mixture | None] = dict.fromkeys(layers)
+    for index, run in runs.items():
+        # Whatever a model's code raises on weights that were moved, experts are not needed to prove what is exact.
+        with contextlib.suppress(Exception):
+            found[index] = _understood(run, groups)
+    return found
 
 
 def _expert_modules(layer: nn.Module) -> list[str]:
@@ -68,17 +74,16 @@ def _understood(run: Run, groups: int) -> Mixture | None:
     import torch
 
     modules = _expert_modules(run.layer)
-    if len(modules) != 1 or not isinstance(run.output(), torch.Tensor):
+    if len(modules) != 1:
         return None
-    trial = _Trial(run, modules[0])
-    try:
-        with torch.no_grad():
+    with torch.no_grad():
+        trial = _Trial(run, modules[0])
+        try:
             for transposed, interleaved in trial.readings():
                 if trial.neurons_move(transposed, interleaved):
                     moves = trial.experts_move(groups)
                     return Mixture(modules[0], transposed, interleaved, tuple(trial.router)) if moves else None
-    finally:
-        with torch.no_grad():
+        finally:
             trial.restore()
     return None
 
@@ -105,13 +110,12 @@ class _Trial:
         }
         self._kept = [(value, value.detach().clone()) for value in (*self.experts.values(), *self.router.values())]
         self._draws = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            # A bias that is zero in a new model shows nothing when it moves.
-            for name, value in run.layer.named_buffers():
-                if name in self.router:
-                    value.copy_(torch.randn(value.shape, generator=self._draws) * 0.1)
-            self._before = run.output()
-            self._now = [(value, value.detach().clone()) for value, _ in self._kept]
+        # A bias that is zero in a new model shows nothing when it moves.
+        for name, value in run.layer.named_buffers():
+            if name in self.router:
+                value.copy_(torch.randn(value.shape, generator=self._draws) * 0.1)
+        self._before = run.output()
+        self._now = [(value, value.detach().clone()) for value, _ in self._kept]
 
     def restore(self) -> None:
         """Give every tensor the value that it had."""
@@ -121,14 +125,22 @@ class _Trial:
     def readings(self) -> Iterator[tuple[bool, bool]]:
         """(transposed, interleaved), as far as the shapes allow."""
         hidden, down = self._run.stream.shape[-1], self.experts[_DOWN]
-        first = next((self.experts[key] for key in _FIRST if key in self.experts), None)
-        if first is None or first.ndim != 3:
-            return
+        held = [key for key in _FIRST if key in self.experts]
         for transposed in (False, True):
-            if (down.shape[2] if transposed else down.shape[1]) == hidden == first.shape[1 if transposed else 2]:
+            inputs, outputs = (1, 2) if transposed else (2, 1)
+            inner = down.shape[inputs]
+            fits = down.shape[outputs] == hidden and all(self._fits(key, inputs, hidden, inner) for key in held)
+            if held and fits:
                 yield transposed, False
                 if _BOTH in self.experts:
                     yield transposed, True
+
+    def _fits(self, key: str, inputs: int, hidden: int, inner: int) -> bool:
+        """Whether a matrix that reads the stream, and its bias, are as large as for `inner` neurons."""
+        value, bias = self.experts[key], self.experts.get(f"{key}_bias")
+        rows = inner * (2 if key == _BOTH else 1)
+        wanted = (self._count, hidden, rows) if inputs == 1 else (self._count, rows, hidden)
+        return value.shape == wanted and (bias is None or bias.shape == (self._count, rows))
 
     def neurons_move(self, transposed: bool, interleaved: bool) -> bool:
         """Whether each expert's neurons may change places; and whether that is seen where only half of them moves."""
@@ -143,8 +155,6 @@ class _Trial:
                 if value is None:
                     continue
                 axis = 1 if transposed and value.ndim == 3 else 0
-                if value.shape[1 + axis] != inner * (2 if key == _BOTH else 1):
-                    return False
                 for number, order in enumerate(moved):
                     rows = _both(order, inner, interleaved) if key == _BOTH else order
                     value[number] = value[number].index_select(axis, rows)

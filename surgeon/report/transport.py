@@ -37,11 +37,9 @@ from surgeon.report.history import History, layer_history
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODULES = (
-    *("query", "key", "value", "output", "gate", "up", "down"),
-    *("expert gate", "expert up", "expert down"),
-)
-# A module of one of a layer's experts.
+MODULES = ("query", "key", "value", "output", "gate", "up", "down")
+# Those of a layer's experts, and one of them by the name of its map.
+_OF_EXPERTS = ("expert gate", "expert up", "expert down")
 _EXPERT = re.compile(r"experts\.\d{1,6}\.(?P<role>\w+)")
 # How a manifest names the maps of new layers.
 _LABEL = re.compile(
@@ -113,9 +111,9 @@ class TransportReport:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those of `MODULES` that have maps."""
+        """Those that have maps, in the order of a layer; all experts' as one."""
         held = {found.group for found in self.maps}
-        return tuple(module for module in MODULES if module in held)
+        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in held)
 
     def mean(self, module: str, *, trained: bool = False) -> float | None:
         """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""

@@ -9,8 +9,8 @@ from surgeon.families.mixture import Mixture, mixtures
 from surgeon.families.twin import twin_of
 from tests.decoders import tiny_config
 
+OLMOE = Mixture("mlp.experts", False, False, ("mlp.gate.weight",))
 FOUND = {
-    "olmoe": Mixture("mlp.experts", False, False, ("mlp.gate.weight",)),
     "llama4_text": Mixture("feed_forward.experts", True, False, ("feed_forward.router.weight",)),
     "gpt_oss": Mixture("mlp.experts", True, True, ("mlp.router.weight", "mlp.router.bias")),
     "nemotron_h": Mixture("mixer.experts", False, False, ("mixer.gate.weight", "mixer.gate.e_score_correction_bias")),
@@ -38,7 +38,7 @@ def test_experts_that_are_not_alike_are_not_understood() -> None:
 
     gate.forward = preferring
     found = mixtures(twin, [0, 1])
-    assert found[0] == FOUND["olmoe"]
+    assert found[0] == OLMOE
     assert found[1] is None
 
 

@@ -31,9 +31,9 @@ def partners(source: Tensor, target: Tensor, groups: int = 1) -> list[int]:
     return [found.source_of(row) for row in range(len(target))]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+@pytest.mark.parametrize("groups", [1, 2, 3])
 def test_it_is_the_best_of_all_permutations(groups: int) -> None:
-    for seed in range(5):
+    for seed in range(3):
         source, target = draw(6, 4, seed), draw(6, 4, 100 + seed)
         assert partners(source, target, groups) == best(source, target, groups)
 
