@@ -35,8 +35,8 @@ def fuse(
     """Table 1 and Algorithm 1, module by module, without the zeroing of line 11.
 
     Keys: q, k, v, o, gate, up, down (matrices, rows are neurons), each optionally with a bias `q_bias`, …;
-    norms: pre_attn, pre_mlp, post_attn, post_mlp, q_norm, k_norm. `marginal` multiplies every map by its
-    number of rows (the public code does not).
+    norms: pre_attn, pre_mlp, post_attn, post_mlp, q_norm, k_norm. A module may be missing, but for o. `marginal`
+    multiplies every map by its number of rows (the public code does not).
     """
     maps: dict[str, np.ndarray] = {}
 
@@ -57,6 +57,8 @@ def fuse(
     }
     fused: Weights = {}
     for name, source in inputs.items():
+        if name not in first:
+            continue
         aligned = first[name]
         if source is not None:
             mlp_vanilla = name in ("gate", "up") and flow in ("vanilla_mlp", "vanilla")
@@ -74,8 +76,42 @@ def fuse(
     vector("pre_attn", None)
     vector("pre_mlp", half("o"))
     vector("post_attn", scaled("o"))
-    vector("post_mlp", scaled("down"))
+    vector("post_mlp", scaled("down") if "down" in maps else None)
     for norm, module in (("q_norm", "q"), ("k_norm", "k")):
         if norm in first:
             vector(norm, scaled(module) if len(first[norm]) == len(maps[module]) else None)
+    return fused
+
+
+def fuse_experts(
+    first: Weights,
+    second: Weights,
+    partners: list[int],
+    t_o: np.ndarray,
+    *,
+    reg: float = 0.06,
+    solver: str = "sinkhorn",
+) -> Weights:
+    """Experts of two layers, stacked: gate, up (experts, neurons, width), down (experts, width, neurons), any biases.
+
+    Expert e of the second layer is fused with expert `partners[e]` of the first, as an MLP is (Table 1, scaled by the
+    marginals): gate and up after T_in = `t_o`, down after none. What is of the router (`router`, `router_…`) has its
+    rows in the order of `partners`; the router's matrix reads what gate reads.
+    """
+    fused: Weights = {}
+    for name in ("gate", "up", "down"):
+        aligned = first[name][partners] if name == "down" else first[name][partners] @ t_o
+        maps = [
+            len(upper) * transport(lower, upper, reg=reg, solver=solver)
+            for lower, upper in zip(aligned, second[name], strict=True)
+        ]
+        turned = [scaled.T @ lower for scaled, lower in zip(maps, aligned, strict=True)]
+        fused[name] = 0.5 * (np.stack(turned) + second[name])
+        if f"{name}_bias" in first:
+            moved = [scaled.T @ lower for scaled, lower in zip(maps, first[f"{name}_bias"][partners], strict=True)]
+            fused[f"{name}_bias"] = 0.5 * (np.stack(moved) + second[f"{name}_bias"])
+    for name in first:
+        if name.startswith("router"):
+            aligned = first[name] @ t_o if name == "router" else first[name]
+            fused[name] = 0.5 * (aligned[partners] + second[name])
     return fused

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,20 @@ from surgeon.blueprint.recipes import (
     Interpolated,
     Listed,
     MapRef,
+    Matched,
+    OneExpert,
     Random,
     Recipe,
     Shuffled,
+    Stacked,
     TextSupport,
     WholeHeads,
     is_computed,
-    leaves,
     maps_used,
+    sources,
 )
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
@@ -47,8 +51,9 @@ from surgeon.families.dissect import dissect
 from surgeon.models.load import running, stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
+from surgeon.transport.assignment import match_rows
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
+from surgeon.transport.maps import AssignmentMap, HalfIdentity, TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 # Quantised tensors: what torch calls them, the sixteen values of four bits, and what an exponent of zero is stored as.
@@ -85,6 +90,8 @@ class Workshop:
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
         self._aligned: dict[str, Tensor] = {}
         self._fired: dict[TextSupport, dict[str, Tensor]] = {}
+        # Tensors of all experts that were computed, for the output under way: one expert after the other is taken.
+        self._whole: dict[Recipe, Tensor] = {}
         self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
         self._users = Counter(name for names in self._needs.values() for name in names)
 
@@ -107,6 +114,7 @@ class Workshop:
             made = self._cook(output.recipe).to("cpu", stored_dtype(output.recipe.dtype)).contiguous()
         except ValueError as error:
             raise BadInput(f"{printable(output.name)}: {error}") from error
+        self._whole.clear()
         if not bool(torch.isfinite(made).all()):
             raise BadInput(
                 f"{printable(output.name)}: the new values leave the range of {output.recipe.dtype}; use a base in a"
@@ -117,11 +125,16 @@ class Workshop:
 
     def skip(self, output: Output) -> None:
         """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
-        for name in self._needs.get(output.name, ()):
-            self._users[name] -= 1
-            if self._users[name] == 0:
-                self._maps.pop(name, None)
-                self._aligned.pop(name, None)
+        needed = self._needs.get(output.name, frozenset())
+        self._users.subtract(needed)
+        # Those of one expert of a layer that a plan fused before may be solved again after their last known use.
+        self.forget([name for name in self._maps if self._users[name] <= 0])
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Free maps; one that is needed again is solved again."""
+        for name in names:
+            self._maps.pop(name, None)
+            self._aligned.pop(name, None)
 
     def map_of(self, name: str) -> TransportMap:
         """The map of the coupling `name`, solved now if it is not yet; its report is in `reports`."""
@@ -136,7 +149,7 @@ class Workshop:
                 for name in sorted(self._needs.get(output.name, ())):
                     coupling = self.blueprint.couplings[name]
                     made_from.extend((coupling.first, coupling.second))
-                found.update((leaf.source, None) for top in made_from for leaf in leaves(top) if isinstance(leaf, Copy))
+                found.update((name, None) for top in made_from for name in _read_whole(top))
         return list(found)
 
     def _all_maps(self, recipe: Recipe) -> frozenset[str]:
@@ -179,6 +192,14 @@ class Workshop:
                 return lower.add_(upper).mul_(0.5).to(stored_dtype(recipe.dtype))
             case Fused():
                 return self._fuse(recipe).to(stored_dtype(recipe.dtype))
+            case OneExpert():
+                return self._one_expert(recipe)
+            case Matched(experts, number, by):
+                matching = self._map(MapRef(by))
+                assert isinstance(matching, AssignmentMap), by
+                return self._cook(experts[matching.source_of(number)])
+            case Stacked():
+                return self._stack(recipe)
             case Interpolated(first, second, alpha):
                 share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
                 return self._working(first).lerp_(self._working(second), share).to(stored_dtype(recipe.dtype))
@@ -189,6 +210,30 @@ class Workshop:
                 bits = flat.view(torch.uint8).numpy().view(width)
                 self._generator(key).shuffle(bits)
                 return flat.view(recipe.shape)
+
+    def _one_expert(self, recipe: OneExpert) -> Tensor:
+        """Of a tensor of the base only the expert's bytes are read."""
+        if isinstance(recipe.of, Copy):
+            own = self._read_expert(recipe.of.source, recipe.number)
+        else:
+            if recipe.of not in self._whole:
+                self._whole[recipe.of] = self._cook(recipe.of)
+            own = self._whole[recipe.of][recipe.number]
+        own = own.T.contiguous() if recipe.transposed else own
+        return torch.cat([own[::2], own[1::2]]) if recipe.interleaved else own
+
+    def _stack(self, recipe: Stacked) -> Tensor:
+        """One expert after the other, whose maps are freed before the next one's are solved."""
+        whole = torch.empty(recipe.shape, dtype=stored_dtype(recipe.dtype))
+        for own, fused in zip(whole, recipe.experts, strict=True):
+            target = own.T if recipe.transposed else own
+            made = self._fuse(fused).to("cpu", whole.dtype)
+            if recipe.interleaved:
+                target[::2], target[1::2] = made.chunk(2)
+            else:
+                target.copy_(made)
+            self.forget([block.t_out.coupling for block in fused.blocks if block.t_out.coupling is not None])
+        return whole
 
     def _fuse(self, recipe: Fused) -> Tensor:
         upper = self._working(recipe.second)
@@ -234,6 +279,9 @@ class Workshop:
 
     def _solve(self, coupling: Coupling) -> None:
         lower, upper = self._rows(coupling)
+        if coupling.groups is not None:
+            self._match(coupling, lower, upper, coupling.groups)
+            return
         compared = (lower, upper) if coupling.support is None else self._activations(coupling, coupling.support)
         try:
             with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
@@ -241,6 +289,16 @@ class Workshop:
         except ValueError as error:
             raise BadInput(f"transport map {coupling.name}: {error}") from error
         self._keep(coupling.name, solved, lower)
+
+    def _match(self, coupling: Coupling, lower: Tensor, upper: Tensor, groups: int) -> None:
+        try:
+            with self.stopwatch.stage("match experts"):
+                found = match_rows(lower, upper, groups=groups)
+        except ValueError as error:
+            raise BadInput(f"experts {coupling.name}: {error}") from error
+        self._keep(coupling.name, found, lower)
+        # Of each expert of the upper layer its partner in the lower one.
+        self.reports[coupling.name]["partners"] = [found.source_of(number) for number in range(found.m)]
 
     def _solve_heads(self, whole: WholeHeads) -> None:
         """The maps of query, key and value at once: a choice of heads is one for all three."""
@@ -304,17 +362,15 @@ class Workshop:
         info = self.base.tensors[name]
         with self.stopwatch.stage("read"):
             raw = self._ahead.read(name)
-        if math.prod(info.shape) == 0:
-            return torch.empty(info.shape, dtype=stored_dtype(info.dtype))
-        tensor = torch.frombuffer(raw, dtype=stored_dtype(info.dtype)).view(info.shape)
-        finite = torch.isfinite(tensor)
-        if not bool(finite.all()):
-            where = [int(i) for i in (~finite).nonzero()[0]]
-            raise BadInput(
-                f"{printable(name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at {where}; new"
-                " layers cannot be computed from it (a copy of this layer would be as broken)"
-            )
-        return tensor
+        return _finite(raw, info, info.shape)
+
+    def _read_expert(self, name: str, number: int) -> Tensor:
+        """One expert's share of a tensor of all of them, as it is stored."""
+        info = self.base.tensors[name]
+        size = info.nbytes // info.shape[0]
+        with self.stopwatch.stage("read"):
+            raw = self.base.read_part(name, slice(number * size, (number + 1) * size))
+        return _finite(raw, info, info.shape[1:], (number,))
 
     def _dequantise(self, recipe: Dequantised) -> Tensor:
         """In float32, in which every product of a quantised number and its scale is exact, or rounded as little."""
@@ -355,6 +411,31 @@ class Workshop:
         # Philox, seeded by hash: the same numbers on every platform, in any order of tensors and processes.
         digest = hashlib.sha256(f"{self.blueprint.seed}:{key}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def _finite(raw: bytearray, info: TensorInfo, shape: tuple[int, ...], begins: tuple[int, ...] = ()) -> Tensor:
+    """The numbers of a tensor, or of what begins in it at `begins`. Raises BadInput where one is not finite."""
+    dtype = stored_dtype(info.dtype)
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(raw, dtype=dtype).view(shape)
+    finite = torch.isfinite(tensor)
+    if not bool(finite.all()):
+        where = [int(i) for i in (~finite).nonzero()[0]]
+        raise BadInput(
+            f"{printable(info.name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at"
+            f" {[*begins, *where]}; new layers cannot be computed from it (a copy of this layer would be as broken)"
+        )
+    return tensor
+
+
+def _read_whole(recipe: Recipe) -> Iterator[str]:
+    """The tensors of the base that a recipe takes as a whole; others are read an expert at a time, where needed."""
+    if isinstance(recipe, Copy):
+        yield recipe.source
+    elif not (isinstance(recipe, OneExpert) and isinstance(recipe.of, Copy)):
+        for source in sources(recipe):
+            yield from _read_whole(source)
 
 
 def activations(

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Layer
-from surgeon.blueprint.recipes import Constant, Copy, is_computed, leaves, numel
+from surgeon.blueprint.recipes import Constant, Copy, Recipe, Stacked, is_computed, leaves, numel
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
@@ -246,14 +246,22 @@ def _peak_memory(blueprint: Blueprint) -> int:
         return _STREAMING_MEMORY if blueprint.native else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
-    largest = max(4 * 4 * numel(recipe) for recipe in computed)
+    largest = max(map(_working_set, computed))
     # Maps of whole heads are a number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
     new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
-    waiting = 2 * max(sum(map(nbytes, layer)) for layer in new) + 3 * max(nbytes(o) for layer in new for o in layer)
+    ahead = min(2 * max(sum(map(nbytes, layer)) for layer in new), MOST_AHEAD)
+    waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
     return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0) + waiting
+
+
+def _working_set(recipe: Recipe) -> int:
+    """Of experts in one tensor only one is at work, beside the whole result."""
+    if isinstance(recipe, Stacked):
+        return _working_set(recipe.experts[0]) + 4 * numel(recipe)
+    return 4 * 4 * numel(recipe)
 
 
 def preview_view(preview: Preview, base: str) -> RenderableType:

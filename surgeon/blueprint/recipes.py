@@ -130,6 +130,73 @@ class Fused(_OfTwo):
 
 
 @dataclass(frozen=True, slots=True)
+class OneExpert:
+    """Expert `number`'s share of a tensor that holds all of them, a matrix as outputs by inputs, gate above up.
+
+    `transposed`: it is stored inputs by outputs; `interleaved`: rows of gate and up alternate there.
+    """
+
+    of: Recipe
+    number: int
+    transposed: bool
+    interleaved: bool
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the whole."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the expert's share, as it is used."""
+        first, *rest = self.of.shape[1:]
+        return (*rest, first) if self.transposed else (first, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Of `experts`, one tensor of each, that of the expert which the coupling `by` matches with expert `number`.
+
+    Which one that is, only the weights say: the expert of the same number stands for it where sources are listed, so
+    that those of a whole layer are complete.
+    """
+
+    experts: tuple[Recipe, ...]
+    number: int
+    by: str
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the tensors share."""
+        return self.experts[self.number].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the tensors share."""
+        return self.experts[self.number].shape
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The fused tensors of all experts in one, stored as `OneExpert` says."""
+
+    experts: tuple[Fused, ...]
+    transposed: bool
+    interleaved: bool
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the tensors share."""
+        return self.experts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Experts first, then each one's shape as it is stored."""
+        inner = self.experts[0].shape
+        return (len(self.experts), *(reversed(inner) if self.transposed else inner))
+
+
+@dataclass(frozen=True, slots=True)
 class Shuffled:
     """The elements of `of` in a random order, seeded from (the plan's seed, `key`) (OpT-DeUS, Table 7)."""
 
@@ -158,7 +225,35 @@ class Interpolated(_OfTwo):
     alpha: float | Recipe
 
 
-Recipe = Copy | Constant | Listed | Random | Imported | Dequantised | Average | Fused | Shuffled | Interpolated
+Recipe = (
+    Copy
+    | Constant
+    | Listed
+    | Random
+    | Imported
+    | Dequantised
+    | Average
+    | Fused
+    | OneExpert
+    | Matched
+    | Stacked
+    | Shuffled
+    | Interpolated
+)
+
+
+def one_expert(of: Recipe, number: int, *, transposed: bool, interleaved: bool) -> Recipe:
+    """Expert `number`'s share of a tensor of all experts, the simplest recipe that makes it."""
+    match of:
+        case Stacked(experts) if (of.transposed, of.interleaved) == (transposed, interleaved):
+            return experts[number]
+        case Average(first, second):
+            lower = one_expert(first, number, transposed=transposed, interleaved=interleaved)
+            return Average(lower, one_expert(second, number, transposed=transposed, interleaved=interleaved))
+        case Constant(value, dtype):
+            return Constant(value, dtype, OneExpert(of, number, transposed, interleaved).shape)
+        case _:
+            return OneExpert(of, number, transposed, interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +292,8 @@ class Coupling:
 
     `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
     that this stays plain data. With `whole_heads` it is one of three that are solved together. `support` None compares
-    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run.
+    the rows themselves; else `first` and `second` are tensors of the base, whose modules are run. With `groups` the
+    rows are those of routers, and the map is a permutation of experts, which form so many groups.
     """
 
     name: str
@@ -209,6 +305,7 @@ class Coupling:
     settings: tuple[tuple[str, Any], ...]
     whole_heads: WholeHeads | None = None
     support: TextSupport | None = None
+    groups: int | None = None
 
 
 def sources(recipe: Recipe) -> Iterator[Recipe]:
@@ -220,8 +317,12 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
         case Dequantised(weight, scales):
             yield weight
             yield scales
-        case Shuffled(of, _):
+        case Shuffled(of, _) | OneExpert(of):
             yield of
+        case Matched(experts, number):
+            yield experts[number]
+        case Stacked(experts):
+            yield from experts
         case Interpolated(first, second, alpha):
             yield first
             yield second
@@ -244,6 +345,7 @@ def maps_used(recipe: Recipe) -> tuple[str, ...]:
     """Names of the couplings whose maps `recipe` needs directly, in order, each once."""
     refs = [ref for block in recipe.blocks for ref in (block.t_in, block.t_out)] if isinstance(recipe, Fused) else []
     direct = [ref.coupling for ref in refs if ref.coupling is not None]
+    direct += [recipe.by] if isinstance(recipe, Matched) else []
     below = [name for source in sources(recipe) for name in maps_used(source)]
     return tuple(dict.fromkeys([*direct, *below]))
 
@@ -272,6 +374,12 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             }
         case Dequantised(weight, scales):
             return {"dequantised": [describe(weight), describe(scales)]}
+        case OneExpert(of, number):
+            return {"expert": number, "of": describe(of)}
+        case Matched(experts, number, by):
+            return {"matched": number, "by": by, "of": describe(experts[number])}
+        case Stacked(experts):
+            return {"stacked": [describe(expert) for expert in experts]}
         case Shuffled(of, key):
             return {"shuffled": describe(of), "key": key}
         case Interpolated(first, second, alpha):

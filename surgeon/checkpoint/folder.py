@@ -120,6 +120,10 @@ class CheckpointFolder:
         """The bytes of one tensor. Raises BadInput where its shard has changed or was truncated."""
         return read_tensor(self.source, self.tensors[name])
 
+    def read_part(self, name: str, part: slice) -> bytearray:
+        """The bytes `part` of one tensor. Raises BadInput as `read` does."""
+        return read_tensor(self.source, self.tensors[name], part)
+
     def read_side_file(self, name: str) -> bytes:
         """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
         assert name in self.side_files, name
@@ -142,14 +146,19 @@ class CheckpointFolder:
         self.source.check_unchanged()
 
 
+# A layer of a large mixture of experts has tens of gigabytes.
+MOST_AHEAD = 4_000_000_000
+
+
 class ReadAhead:
     """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
 
-    It holds at most the larger of the two sets given to the last `expect`.
+    It holds at most the larger of the two sets given to the last `expect`, and no more than `most` bytes.
     """
 
-    def __init__(self, base: CheckpointFolder) -> None:
+    def __init__(self, base: CheckpointFolder, *, most: int = MOST_AHEAD) -> None:
         self._base = base
+        self._most = most
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._waiting: deque[str] = deque()
         self._coming: dict[str, Future[bytearray]] = {}
@@ -157,7 +166,7 @@ class ReadAhead:
 
     def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
         """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
-        self._room = max(self._bytes(now), self._bytes(then))
+        self._room = min(max(self._bytes(now), self._bytes(then)), self._most)
         wanted = list(dict.fromkeys([*now, *then]))
         for name in self._coming.keys() - set(wanted):
             self._coming.pop(name).cancel()

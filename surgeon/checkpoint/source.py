@@ -189,9 +189,10 @@ class Source(Protocol):
         """Raise BadInput where a shard is no longer the one whose header was read."""
 
 
-def read_tensor(source: Source, info: TensorInfo) -> bytearray:
-    """The bytes of one tensor. Raises BadInput where its file has changed or was truncated."""
-    content, position = bytearray(info.nbytes), info.begin
+def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> bytearray:
+    """The bytes of one tensor, or a `part` of them. Raises BadInput where its file has changed or was truncated."""
+    begin, end, _ = (part or slice(None)).indices(info.nbytes)
+    content, position = bytearray(end - begin), info.begin + begin
     rest = memoryview(content)
     fd = source.open_shard(info.file)
     try:

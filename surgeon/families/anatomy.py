@@ -129,7 +129,8 @@ class LayerKind:
     """What layers of one kind hold: their `parts`, and the values to store, by suffix, that silence such a layer.
 
     `refusal` says why none can (then `silence` is empty); `title` names the kind where a model has several. `packed`
-    are the quantised tensors, by suffix, of which new layers hold the numbers in full precision.
+    are the quantised tensors, by suffix, of which new layers hold the numbers in full precision. `expert_groups` is how
+    many groups its experts form, some of which a router chooses first.
     """
 
     parts: tuple[Part, ...]
@@ -137,6 +138,7 @@ class LayerKind:
     refusal: str = ""
     title: str = ""
     packed: Mapping[str, Packed] = field(default_factory=dict)
+    expert_groups: int = 1
 
     @cached_property
     def opened(self) -> LayerKind:

@@ -33,10 +33,11 @@ from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
+from surgeon.families.mixture import Mixture, groups_of, mixtures
 from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
-from surgeon.families.roles import with_roles
+from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import one_thread, twin_of
@@ -52,13 +53,15 @@ _HEADS = (2, 4, 8)
 class Derived:
     """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
 
-    `titles[kind]` names a kind for people; `heads` is how many a twin has. `seconds` is what finding it all took.
+    `mixture[kind]` are its experts, where it has any that are understood. `titles[kind]` names a kind for people;
+    `heads` is how many a twin has. `seconds` is what finding it all took.
     """
 
     skeleton: Skeleton
     kind_of: tuple[int, ...]
     titles: tuple[str, ...]
     silence: tuple[Silence, ...]
+    mixture: tuple[Mixture | None, ...]
     heads: int
     seconds: float
 
@@ -98,24 +101,29 @@ def _derived(kept: str) -> Derived:
     left = skips(config, skeleton)
     kind_of = numbered(list(zip(keys, left, strict=True)))
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
-    found, heads = _silences(config, firsts)
+    found, mixed, heads = _probed(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
         titles=tuple(_title(keys[index], skeleton, index, _left_of(left[index], left)) for index in firsts),
         silence=tuple(found[index] for index in firsts),
+        mixture=tuple(mixed[index] for index in firsts),
         heads=heads,
         seconds=time.perf_counter() - began,
     )
 
 
-def _silences(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], int]:
-    """What silences these layers, found on a twin, and how many heads the twin has: as few as its code can run with."""
+def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
+    """What silences these layers and what experts they have, found on a twin, and how many heads the twin has.
+
+    These are as few as its code can run with.
+    """
     failed: Exception | None = None
     for heads in _HEADS:
         try:
             with one_thread():
-                return silences(twin_of(config, heads=heads), layers), heads
+                twin = twin_of(config, heads=heads)
+                return silences(twin, layers), mixtures(twin, layers), heads
         except Exception as error:  # whatever a model's code raises on sizes that it was not written for
             failed = failed or error
     assert failed is not None
@@ -331,7 +339,7 @@ def anatomy_of(
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
-    sizes = _sizes(found.skeleton.text, count)
+    sizes = _sizes(found)
     # What stands beside the layers, as a decoder's control states do, begins as their names do.
     prefix, stem = _parted(names.stem)
     _check_grafts(grafts, bank, count, prefix)
@@ -339,7 +347,7 @@ def anatomy_of(
         family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix=prefix, stem=stem),
         sizes=sizes,
         kinds=tuple(
-            _kind(found, kind, _without_scales(names.layers[first], config), layers[first], packed[kind], sizes)
+            _kind(found, kind, first, names, _without_scales(names.layers[first], config), layers[first], packed[kind])
             for kind, first in enumerate(firsts)
         ),
         kind_of=found.kind_of,
@@ -402,7 +410,8 @@ def _check_grafts(
             )
 
 
-def _sizes(text: Any, layers: int) -> Sizes:
+def _sizes(found: Derived) -> Sizes:
+    text, layers = found.skeleton.text, len(found.kind_of)
     fields = text.to_dict()
 
     def of(key: str) -> int:
@@ -425,11 +434,13 @@ def _sizes(text: Any, layers: int) -> Sizes:
 def _kind(
     found: Derived,
     kind: int,
+    first: int,
+    names: Names,
     stored: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, TensorInfo],
     packed: Mapping[str, Packed],
-    sizes: Sizes,
 ) -> LayerKind:
+    """What layers of a kind hold, of which layer `first` is the lowest."""
     silence = found.silence[kind]
     parts: list[Part] = []
     for suffix, targets in stored.items():
@@ -446,8 +457,24 @@ def _kind(
         )
     values, reason = _on_disk(silence.values, stored)
     # What is quantised cannot be aligned.
-    known = tuple(parts) if packed else with_roles(parts, sizes, values)
-    return LayerKind(known, values, silence.reason or reason, found.titles[kind], packed)
+    known = parts if packed else with_roles(parts, _sizes(found), values, _in_memory(found, kind, first, names))
+    refusal, groups = silence.reason or reason, groups_of(found.skeleton.text)
+    return LayerKind(tuple(known), values, refusal, found.titles[kind], packed, groups)
+
+
+def _in_memory(found: Derived, kind: int, first: int, names: Names) -> InMemory:
+    held = found.skeleton.layers[first].state_dict(keep_vars=True)
+    stem = f"{names.stem}{first}."
+    return InMemory(
+        targets=names.layers[first],
+        shapes={name: tuple(value.shape) for name, value in held.items()},
+        converted={
+            suffix: names.converted[f"{stem}{suffix}"]
+            for suffix in names.layers[first]
+            if f"{stem}{suffix}" in names.converted
+        },
+        mixture=found.mixture[kind],
+    )
 
 
 def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:

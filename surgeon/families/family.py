@@ -30,6 +30,9 @@ Role = Literal[
     "position_key",
     "position_query",
     "talking_heads",
+    # Of a mixture of experts: what has a row, or a number, for each; and what scales a shared expert's output.
+    "router",
+    "shared_gate",
 ]
 # `other`: what is neither a matrix nor a bias nor a norm (a state space's decay, say).
 Kind = Literal["weight", "bias", "norm", "other"]
@@ -69,12 +72,25 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Expert:
+    """That a tensor belongs to a mixture of experts: to expert `number`, or (None) to all, along its first axis.
+
+    `transposed`: an expert's matrices are stored inputs by outputs. `interleaved`: rows of gate and up alternate.
+    """
+
+    number: int | None
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of a layer.
 
     `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
     where an architecture fuses projections (Phi-3's `qkv_proj`), none where roles are not known. `identity` is the
-    value with which a norm scales by one, where the family's `norm_offset` does not say it.
+    value with which a norm scales by one, where the family's `norm_offset` does not say it. With `expert` the blocks
+    are those of one expert's matrix, as outputs by inputs, gate before up.
     """
 
     suffix: str
@@ -82,6 +98,7 @@ class Part:
     kind: Kind
     blocks: tuple[tuple[Role, int], ...]
     identity: float | None = None
+    expert: Expert | None = None
 
     @property
     def role(self) -> Role:

@@ -27,12 +27,14 @@ class Names:
     `layers[i]` maps a suffix on disk to the names in memory, below the layer, of what it becomes (none for a tensor
     that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing. `beyond` are
     layers above the stack that the text model does not run (for predicting several tokens), by their number.
+    `converted` has the tensors of layers that become others in more than name, by whole name, and what is done to them.
     """
 
     stem: str
     layers: tuple[dict[str, tuple[str, ...]], ...]
     outer: dict[str, str]
     beyond: dict[int, tuple[str, ...]]
+    converted: dict[str, tuple[str, ...]]
 
 
 def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo], quantizer: Any = None) -> Names:
@@ -41,7 +43,8 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     Of a quantised checkpoint, transformers' `quantizer` says what it makes of quantised tensors and their scales.
     Raises BadInput naming the first tensor that is missing, without a place in a layer, or of another shape.
     """
-    renamed = {name: made.names for name, made in made_of(skeleton.model, tensors, quantizer).items()}
+    made = made_of(skeleton.model, tensors, quantizer)
+    renamed = {name: each.names for name, each in made.items()}
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
     stem = _stem({name: int(found[1]) for name, found in places.items()}, skeleton)
@@ -65,15 +68,25 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     _check_beyond(beyond, count, stem, tensors)
     _check_alike(layers, kinds, stem, tensors)
     _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors, quantizer)
-    return Names(stem, tuple(layers), outer, {index: tuple(found) for index, found in sorted(beyond.items())})
+    return Names(
+        stem=stem,
+        layers=tuple(layers),
+        outer=outer,
+        beyond={index: tuple(found) for index, found in sorted(beyond.items())},
+        converted={name: each.operations for name, each in made.items() if each.converted and name not in outer},
+    )
 
 
 @dataclass(frozen=True)
 class Made:
-    """What transformers makes of a tensor on disk: tensors in memory, by name; as it is, unless `converted`."""
+    """What transformers makes of a tensor on disk: tensors in memory, by name; as it is, unless `converted`.
+
+    `operations` are the names of transformers' conversions that it goes through.
+    """
 
     names: tuple[str, ...]
     converted: bool
+    operations: tuple[str, ...] = ()
 
 
 def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str, Made]:
@@ -92,9 +105,11 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
         target, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:
             target, pattern = rename_source_key(name, [], [], prefix, held)
-        first, *others = of_pattern[pattern].target_patterns if pattern is not None else [""]
+        converter = of_pattern[pattern] if pattern is not None else None
+        first, *others = converter.target_patterns if converter is not None else [""]
         targets = (target, *(target.replace(first, other) for other in others))
-        found[name] = Made(targets, pattern is not None)
+        operations = tuple(type(each).__name__ for each in converter.operations) if converter is not None else ()
+        found[name] = Made(targets, converter is not None, operations)
     return found
 
 

@@ -32,7 +32,7 @@ class Silence:
 
 
 @dataclass
-class _Run:
+class Run:
     """A layer with what a run of the model gave it."""
 
     layer: nn.Module
@@ -41,10 +41,12 @@ class _Run:
 
     @property
     def stream(self) -> Tensor:
+        """What the layer adds to, (batch, positions, width)."""
         stream: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return stream
 
     def output(self, stream: Tensor | None = None) -> Any:
+        """What the layer makes of it, or of another `stream`."""
         if stream is None:
             given = self.layer(*self.args, **self.kwargs)
         elif self.args:
@@ -56,7 +58,7 @@ class _Run:
 
 def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
     """For each of these layers of a twin what silences it; the twin's weights stay as they were."""
-    runs = _captured(twin, layers)
+    runs = captured(twin, layers)
     shared = _shared(twin)
     return {
         index: _refused(reason) if (reason := _unfit(runs.get(index), shared[index])) else _search(runs[index])
@@ -68,7 +70,7 @@ def _refused(reason: str) -> Silence:
     return Silence({}, reason, {})
 
 
-def _unfit(run: _Run | None, shared: str) -> str:
+def _unfit(run: Run | None, shared: str) -> str:
     if run is None:
         return "it does not run on text alone"
     return f"it shares {shared} with other layers" if shared else ""
@@ -86,15 +88,15 @@ def _shared(twin: Skeleton) -> dict[int, str]:
     }
 
 
-def _captured(twin: Skeleton, layers: list[int]) -> dict[int, _Run]:
+def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
     """What each layer gets when the model reads a text."""
     import torch
 
-    runs: dict[int, _Run] = {}
+    runs: dict[int, Run] = {}
 
     def keep(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            runs.setdefault(index, _Run(layer, args, kwargs))
+            runs.setdefault(index, Run(layer, args, kwargs))
 
         return hook
 
@@ -116,7 +118,7 @@ def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
     return torch.randint(5, min(twin.text.vocab_size, 120), _TOKENS, generator=draws)
 
 
-def _search(run: _Run) -> Silence:
+def _search(run: Run) -> Silence:
     import torch
 
     held = dict(run.layer.named_parameters())
@@ -156,7 +158,7 @@ def _search(run: _Run) -> Silence:
     return Silence(values, "", identities)
 
 
-def _without_gradient(run: _Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
+def _without_gradient(run: Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
     """Those of the silenced parameters that training would leave where they are."""
     import torch
 
@@ -167,7 +169,7 @@ def _without_gradient(run: _Run, held: dict[str, nn.Parameter], values: dict[str
     return [name for name in values if (grad := held[name].grad) is None or not bool(grad.any())]
 
 
-def _order(run: _Run) -> list[str]:
+def _order(run: Run) -> list[str]:
     """The layer's parameters in the order in which their modules run; first those of modules that never run as such."""
     import torch
 

@@ -11,15 +11,20 @@ from typing import Literal
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import LayerKind
 from surgeon.families.family import Part, Role
+from surgeon.operations.expert_fusion import fuse_experts, is_of_experts, of_experts, router_of
 
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
 Heads = Literal["free", "blocks"]
+Unaligned = Literal["refuse", "average"]
 
 # Modules that solve a transport problem of their own, in the order of the layer; the rest (norms) borrow a map.
 _SOLVED: tuple[Role, ...] = ("query", "key", "value", "output", "gate", "up", "down")
 _OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
+# What reads the residual stream behind attention.
+_READ_OUTPUT: frozenset[Role] = frozenset({"gate", "up", "router", "shared_gate"})
 
 
 def fuse_layers(
@@ -32,12 +37,14 @@ def fuse_layers(
     settings: Mapping[str, object],
     skip: frozenset[str],
     support: TextSupport | None = None,
+    unaligned: Unaligned = "refuse",
 ) -> dict[str, Recipe]:
     """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
     With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output takes the query
     heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
-    which only layers of the base have: BadInput for others.
+    which only layers of the base have: BadInput for others. Modules of no known role are averaged; BadInput names them
+    where `unaligned` says refuse.
 
     Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
@@ -46,20 +53,23 @@ def fuse_layers(
     if support is not None:
         _check_of_base(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
-    parts = draft.kind_of(below).parts
-    if not any(part.blocks for part in parts):
+    kind = draft.kind_of(below)
+    _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned)
+    router = router_of(kind.parts)
+    if router is not None and support is not None:
         raise BadInput(
-            f"which tensors of a {draft.anatomy.family.model_type} layer are query, key, value, output, gate, up and"
-            " down is not described, so nothing can be aligned; use init average, copy or random"
+            "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
+            " modules; use `support: weights`"
         )
     if heads == "blocks" and draft.anatomy.derivation is not None:
         raise BadInput(
             f"`heads: blocks` keeps rotary pairs, and how a {draft.anatomy.family.model_type} pairs them is not"
             " described; use `heads: free`"
         )
-    flow_of = _Flow(flow, heads, label)
+    parts = tuple(part for part in kind.parts if not is_of_experts(part))
+    flow_of = _Flow(flow, heads, label, parts)
     whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
-    wanted = _wanted_roles(parts, flow_of, skip)
+    wanted = _wanted_roles(parts, flow_of, skip, experts=router is not None)
     for role in (role for role in _SOLVED if role in wanted):
         part, start, stop = _rows_of(parts, role)
         draft.add_coupling(
@@ -75,7 +85,54 @@ def fuse_layers(
                 support=support,
             )
         )
-    return _fused_tensors(lower, upper, parts, flow_of, skip)
+    experts = fuse_experts(draft, below, label=label, t_in=flow_of.t_in("router"), settings=settings, skip=skip)
+    return _fused_tensors(lower, upper, parts, flow_of, skip, experts)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How a kind of layer is fused: by which router experts are matched, and what is averaged for want of a role."""
+
+    router: str
+    averaged: tuple[str, ...]
+
+    def __str__(self) -> str:
+        matched = f"experts matched by {self.router}, then fused one by one" if self.router else ""
+        averaged = f"averaged as they stand: {', '.join(self.averaged)}" if self.averaged else ""
+        return "; ".join(filter(None, (matched, averaged)))
+
+
+def ways(kind: LayerKind, skip: frozenset[str]) -> Ways:
+    """How layers of a kind would be fused, whose tensors in `skip` become constants."""
+    router = router_of(kind.parts)
+    return Ways("" if router is None else _module(router.suffix), tuple(_unaligned(kind, skip)))
+
+
+def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned) -> None:
+    """Raise BadInput where nothing of a layer can be aligned, or something cannot be and the plan refuses that."""
+    if not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
+        raise BadInput(
+            f"which tensors of a {model_type} layer are query, key, value, output, gate, up and down is not described,"
+            " so nothing can be aligned; use init average, copy or random"
+        )
+    left = _unaligned(kind, skip)
+    if left and unaligned == "refuse":
+        of = f" ({printable(kind.title)})" if kind.title else ""
+        raise BadInput(
+            f"nobody has described how to align {printable(', '.join(left), 400)} of a {model_type} layer{of};"
+            " `unaligned: average` in `init` averages them as they stand and aligns the rest; or use init average, copy"
+            " or random"
+        )
+
+
+def _unaligned(kind: LayerKind, skip: frozenset[str]) -> list[str]:
+    """Modules of no known role, each once, experts as one; those whose tensors a constant replaces need none."""
+    names = [_module(part.suffix) for part in kind.parts if not part.blocks and part.suffix not in skip]
+    return list(dict.fromkeys(names))
+
+
+def _module(suffix: str) -> str:
+    return of_experts(suffix).removesuffix(".weight").removesuffix(".bias")
 
 
 def _fused_tensors(
@@ -84,14 +141,17 @@ def _fused_tensors(
     parts: tuple[Part, ...],
     flow: _Flow,
     skip: frozenset[str],
+    experts: Mapping[str, Recipe],
 ) -> dict[str, Recipe]:
     known = {part.suffix: part for part in parts}
     tensors: dict[str, Recipe] = {}
     for suffix, recipe in lower.items():
-        if suffix not in known:  # an old buffer, the same in every layer
-            tensors[suffix] = recipe
-        elif suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
+        if suffix in skip:  # a constant takes its place; of this recipe only dtype and shape are used
             tensors[suffix] = upper[suffix]
+        elif suffix in experts:
+            tensors[suffix] = experts[suffix]
+        elif suffix not in known:  # an old buffer, the same in every layer
+            tensors[suffix] = recipe
         else:
             blocks = _blocks(known[suffix], flow, parts)
             plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
@@ -110,20 +170,24 @@ def _check_of_base(draft: Draft, below: int) -> None:
 
 @dataclass(frozen=True)
 class _Flow:
-    """Which map aligns the input side of each matrix of the layer `label`."""
+    """Which map aligns the input side of each matrix of the layer `label`, whose parts but experts are given."""
 
     kind: Flow
     heads: Heads
     label: str
+    parts: tuple[Part, ...]
 
     @property
     def output_follows_query(self) -> bool:
-        """Whether the attention output's columns are aligned by the query's map."""
-        return self.heads == "blocks" or self.kind in ("vanilla_output", "vanilla")
+        """Whether the attention output's columns are aligned by the query's map: of layers that are described so."""
+        if self.heads == "free" and self.kind not in ("vanilla_output", "vanilla"):
+            return False
+        query, output = _held(self.parts, "query"), _held(self.parts, "output")
+        return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
 
     def t_in(self, role: Role) -> MapRef:
-        """Table 1 (and 7): what aligns a matrix within its layer."""
-        if role in ("gate", "up"):
+        """Table 1 (and 7): what aligns a matrix within its layer. A router reads what gate and up read."""
+        if role in _READ_OUTPUT and _held(self.parts, "output") is not None:
             return MapRef(f"{self.label}.output", half_identity=self.kind in ("vanilla_mlp", "vanilla"))
         if role == "output" and self.output_follows_query:
             return MapRef(f"{self.label}.query")
@@ -144,17 +208,17 @@ def _whole_heads(draft: Draft, lower: Mapping[str, Recipe], upper: Mapping[str, 
     )
 
 
-def _wanted_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str]) -> set[Role]:
+def _wanted_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *, experts: bool) -> set[Role]:
     """Roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
     wanted: set[Role] = set()
     for part in parts:
         if part.suffix in skip:
             continue
         for role, _ in part.blocks:
-            source = _norm_source(role) if part.kind == "norm" else role
+            source = _source(role)
             if source is not None and _fits(parts, part, role):
                 wanted.add(source)
-    if wanted & {"gate", "up"}:
+    if (experts or wanted & _READ_OUTPUT) and _held(parts, "output") is not None:
         wanted.add("output")
     if "output" in wanted and flow.output_follows_query:
         wanted.add("query")
@@ -163,31 +227,35 @@ def _wanted_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str]) ->
     return wanted
 
 
-def _norm_source(role: Role) -> Role | None:
-    """The module whose outputs (or whose residual path) a norm scales; None at the layer's entrance."""
-    sources: dict[Role, Role] = {
+def _source(role: Role) -> Role | None:
+    """The module whose outputs (or whose residual path) a part belongs to: a norm's; None at the layer's entrance."""
+    sources: dict[Role, Role | None] = {
+        "pre_attention_norm": None,
         "pre_mlp_norm": "output",
         "post_attention_norm": "output",
         "post_mlp_norm": "down",
         "query_norm": "query",
         "key_norm": "key",
+        # One number: what it scales is one vector.
+        "shared_gate": None,
     }
-    return sources.get(role)
+    return sources.get(role, role)
 
 
 def _fits(parts: tuple[Part, ...], part: Part, role: Role) -> bool:
-    """Whether a norm is as wide as the map it would borrow (query norms over one head only are not)."""
-    source = _norm_source(role) if part.kind == "norm" else None
-    if source is None:
+    """Whether a norm is as wide as the map it would borrow (query norms over one head only are not).
+
+    There is none to borrow where the module is not known, or is one of many experts.
+    """
+    source = _source(role)
+    if source is None or source == role:
         return True
-    _, start, stop = _rows_of(parts, source)
-    return part.shape[0] == stop - start
+    held = _held(parts, source)
+    return held is not None and part.shape[0] == held[2] - held[1]
 
 
 def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRef:
-    if part.kind != "norm":
-        return MapRef(f"{label}.{role}")
-    source = _norm_source(role)
+    source = _source(role)
     if source is None or not _fits(parts, part, role):
         return IDENTITY
     # The residual stream before the MLP is the layer's entrance (identity) and the attention's output: ½ (T_O + I).
@@ -206,6 +274,13 @@ def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ..
 
 def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
     """The weight that holds a module, and its rows there."""
+    held = _held(parts, role)
+    assert held is not None, f"no weight holds the module {role}"
+    return held
+
+
+def _held(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
+    """As `_rows_of`; None where no weight is known to hold the module."""
     for part in parts:
         if part.kind != "weight":
             continue
@@ -214,4 +289,4 @@ def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
             if held == role:
                 return part, start, start + rows
             start += rows
-    raise AssertionError(f"no weight holds the module {role}")
+    return None

@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
 from surgeon.errors import BadInput, printable
-from surgeon.operations.fusion import Flow, Heads, fuse_layers
+from surgeon.families.anatomy import LayerKind
+from surgeon.operations.fusion import Flow, Heads, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 
 OPT_DEUS = Paper(
@@ -94,6 +95,10 @@ class Init(Spec):
         """How it solves optimal transport (keywords of `surgeon.transport.TransportSettings`); None: it does not."""
         return None
 
+    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+        """What a preview says of how layers of this kind are made, beyond the init's name; `zeroed` as in `Gap`."""
+        return ""
+
     @abstractmethod
     def make(self, gap: Gap) -> NewLayer:
         """The new layer in this gap. Raises BadInput for what the model does not allow."""
@@ -124,6 +129,10 @@ class TransportInit(Init):
         Heads,
         Field(description="align single rows (free), or whole attention heads with rotary pairs kept (blocks)"),
     ] = "free"
+    unaligned: Annotated[
+        Unaligned,
+        Field(description="modules that nothing is known to align by: refuse the layer, or average them as they stand"),
+    ] = "refuse"
     max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
     support: Annotated[
         Literal["weights", "activations"],
@@ -169,7 +178,12 @@ class TransportInit(Init):
             settings=self.transport_settings,
             skip=gap.zeroed,
             support=None if self.text is None else TextSupport(self.text, self.samples, self.window),
+            unaligned=self.unaligned,
         )
+
+    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+        """How experts are matched, and what is averaged."""
+        return str(ways(kind, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:

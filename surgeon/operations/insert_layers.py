@@ -6,7 +6,6 @@ scale of those norms), so that the grown model computes what the base computes, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -15,6 +14,7 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import LayerKind
+from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
 from surgeon.operations.selectors import (
@@ -86,11 +86,15 @@ class InsertLayers(Operation):
         self._check_gaps(gaps, top=len(draft.layers) - 1)
         inserted = {gap: [self._layer(draft, number, gap, nth, each) for nth in range(each)] for gap in gaps}
         anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
+        kinds = [anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]
+        ways = dict.fromkeys(self.init.ways(kind, self._zeroed(kind)) for kind in kinds)
         draft.insert(inserted)
         return OperationRecord(
             op=self.op,
-            matched=f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}",
-            claim=self._claim([anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]),
+            matched="; ".join(
+                [f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}", *filter(None, ways)]
+            ),
+            claim=self._claim(kinds),
             trains="new",
         )
 
@@ -140,7 +144,7 @@ class InsertLayers(Operation):
             gap, nth, per_gap = gap - each + 1 + nth, 0, 1
         # A fused layer takes the attention type of the layer below it; at birth it writes nothing either way.
         source = gap - per_gap + 1 + nth if self.init.reads_below(per_gap) > 1 else gap
-        zeroed = frozenset(draft.kind_of(source).opened.silence) if self.zero_init else frozenset()
+        zeroed = self._zeroed(draft.kind_of(source).opened)
         made = self.init.make(Gap(draft, gap, nth, per_gap, label, zeroed))
         like = made.sources[0] if made.sources else gap
         kind = draft.kind_of(like)
@@ -154,14 +158,13 @@ class InsertLayers(Operation):
             init=self.init.kind + (", zero-init" if self.zero_init else ""),
         )
 
+    def _zeroed(self, kind: LayerKind) -> frozenset[str]:
+        """The suffixes whose tensors a constant replaces."""
+        return frozenset(kind.silence) if self.zero_init else frozenset()
+
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
         silenced = list(dict.fromkeys(of_experts(suffix) for kind in kinds for suffix in kind.silence))
         what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
         return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
-
-
-def of_experts(suffix: str) -> str:
-    """A tensor's suffix, the same for all experts of a layer: `mlp.experts.*.down_proj.weight`."""
-    return re.sub(r"\.\d+\.", ".*.", suffix)

@@ -331,7 +331,9 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
     """The modules that make queries and values: by their role, or in attention of another form by their name."""
     parts = draft.kind_of(layer).parts
     known = {part.suffix.removesuffix(".weight"): {role for role, _ in part.blocks} for part in parts}
-    if chosen := tuple(path for path, roles in known.items() if roles & {"query", "value"} and path in linear):
+    chosen = tuple(path for path, roles in known.items() if roles & {"query", "value"} and path in linear)
+    # Where only one of them has the usual shape, the other is there by its name.
+    if {"query", "value"} <= {role for path in chosen for role in known[path]}:
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
     return tuple(path for path in linear if path.startswith(f"{block}.") and _QUERY_VALUE.fullmatch(_last(path)))

@@ -23,11 +23,12 @@ from surgeon.common.formatting import PROMISE_STYLES
 from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, LayerKind
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
-from surgeon.operations.insert_layers import of_experts
+from surgeon.operations.expert_fusion import of_experts
+from surgeon.operations.fusion import ways
 from surgeon.operations.operation import Operation
 from surgeon.operations.selectors import show
 from surgeon.plan.plan import carry_out
@@ -57,12 +58,18 @@ class Families:
 
 @dataclass(frozen=True)
 class KindOfLayer:
-    """Layers of a base that are alike: what silences one, by tensor, or the `refusal` that says why nothing does."""
+    """Layers of a base that are alike: what silences one, by tensor, or the `refusal` that says why nothing does.
+
+    `experts` is the router by which init `ot_fusion` matches their experts, `unaligned` are the modules that it cannot
+    align; empty where there are none.
+    """
 
     title: str
     layers: tuple[int, ...]
     silence: Mapping[str, float]
     refusal: str
+    experts: str
+    unaligned: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,16 @@ def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
             tuple(layers),
             {} if anatomy.family.encoder else dict(anatomy.kinds[kind].silence),
             _NO_NEW_LAYERS if anatomy.family.encoder else anatomy.kinds[kind].refusal,
+            *_fusion(anatomy.kinds[kind]),
         )
         for (kind, title), layers in found.items()
     ]
+
+
+def _fusion(kind: LayerKind) -> tuple[str, tuple[str, ...]]:
+    """As `KindOfLayer` says, of layers that are silent at birth."""
+    found = ways(kind, frozenset(kind.silence))
+    return found.router, found.averaged
 
 
 def _tried(
@@ -205,11 +219,13 @@ def _base_view(found: KnownBase) -> RenderableType:
     for note in found.notes:
         facts.add_row("note", Text(printable(note), style="yellow"))
     kinds = Table(box=None, pad_edge=False)
-    for column in ("kind of layer", "layers", "numbers", "adds nothing to the stream when"):
+    partly = any(kind.experts or kind.unaligned for kind in found.kinds)
+    for column in ("kind of layer", "layers", "numbers", "adds nothing to the stream when", *["ot_fusion"] * partly):
         kinds.add_column(column, overflow="fold")
     for kind in found.kinds:
         silence = Text(_silence(kind)) if not kind.refusal else Text(f"never: {printable(kind.refusal)}", "yellow")
-        kinds.add_row(printable(kind.title), str(len(kind.layers)), show([*kind.layers]), silence)
+        fusion = [printable(_aligned(kind), 400)] if partly else []
+        kinds.add_row(printable(kind.title), str(len(kind.layers)), show([*kind.layers]), silence, *fusion)
     trials = Table(box=None, pad_edge=False)
     for column in ("operation", "options", "promise", "why not"):
         trials.add_column(column, overflow="fold")
@@ -220,6 +236,13 @@ def _base_view(found: KnownBase) -> RenderableType:
         trials.add_row(trial.op, _written(trial.options)[1:-1], promise, reason)
         earlier = trial.refusal
     return Group(Text(printable(found.base), "bold"), facts, Text(), kinds, Text(), trials)
+
+
+def _aligned(kind: KindOfLayer) -> str:
+    """What init `ot_fusion` does with such a layer."""
+    matched = f"experts matched by {kind.experts}" if kind.experts else "" if kind.unaligned else "aligns all modules"
+    left = f"cannot align {', '.join(kind.unaligned)}" if kind.unaligned else ""
+    return "; ".join(filter(None, (matched, left)))
 
 
 def _silence(kind: KindOfLayer) -> str:

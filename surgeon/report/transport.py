@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.blueprint.recipes import Coupling
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULES = ("query", "key", "value", "output", "gate", "up", "down")
+# Those of a layer's experts, and one of them by the name of its map.
+_OF_EXPERTS = ("expert gate", "expert up", "expert down")
+_EXPERT = re.compile(r"experts\.\d{1,6}\.(?P<role>\w+)")
 # How a manifest names the maps of new layers.
 _LABEL = re.compile(
-    r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>\w+)"
+    r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>[\w.]+)"
 )
 # The longer side of a heat map, in cells; of a larger map it shows the largest value of each block.
 _CELLS = 1024
@@ -50,7 +54,8 @@ class MapReport:
     """One transport map: between inserted layer `layer` and its neighbour, a base layer `below` or `above` it.
 
     `entropy` is in nats, in the checkpoint itself; `trained` the same in the trained checkpoint;
-    `uniform` the largest possible. Marginal errors are L1 distances from uniform.
+    `uniform` the largest possible. Marginal errors are L1 distances from uniform. Of experts, those of the upper layer
+    are counted: `experts.5.gate`.
     """
 
     layer: int
@@ -69,13 +74,18 @@ class MapReport:
         """The map's name: `12.below.query`."""
         return f"{self.layer}.{self.neighbour}.{self.module}"
 
+    @property
+    def group(self) -> str:
+        """The module, the same for all experts."""
+        return _group(self.module)
+
 
 @dataclass(frozen=True)
 class MapFact:
     """One map that was solved to make a layer, between the two layers it was fused from.
 
-    `layer` is the made layer's number in this output, as text (its label where that is not known). `entropy` is in
-    nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
+    `module` is the same for all experts. `layer` is the made layer's number in this output, as text (its label where
+    that is not known). `entropy` is in nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
     """
 
     layer: str
@@ -96,20 +106,26 @@ class TransportReport:
     pictures: tuple[Path, ...] = ()
 
     def __repr__(self) -> str:
-        means = ", ".join(f"{module} {mean:.3g}" for module in MODULES if (mean := self.mean(module)) is not None)
+        means = ", ".join(f"{module} {self.mean(module):.3g}" for module in self.modules)
         return f"TransportReport({len(self.maps)} maps, entropy in nats: {means})"
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that have maps, in the order of a layer; all experts' as one."""
+        held = {found.group for found in self.maps}
+        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in held)
+
     def mean(self, module: str, *, trained: bool = False) -> float | None:
-        """Entropy of a module's maps, mean over inserted layers and both neighbours; None where there is none."""
-        found = [m.trained if trained else m.entropy for m in self.maps if m.module == module]
+        """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""
+        found = [m.trained if trained else m.entropy for m in self.maps if m.group == module]
         values = [value for value in found if value is not None]
         return sum(values) / len(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return {
-            "entropy": {module: self.mean(module) for module in MODULES},
-            "trained": {module: self.mean(module, trained=True) for module in MODULES},
+            "entropy": {module: self.mean(module) for module in self.modules},
+            "trained": {module: self.mean(module, trained=True) for module in self.modules},
             "maps": [{"name": m.name, **asdict(m)} for m in self.maps],
             "pictures": [str(path) for path in self.pictures],
         }
@@ -139,14 +155,19 @@ def transport_report(
             f"{printable(str(out))}: no operation inserted a layer between two of the base, so it has no maps;"
             " give another output"
         )
-    names = [f"{layer}.{neighbour}.{module}" for layer, neighbour, *_ in pairs for module in MODULES]
-    _check_names(maps, names)
+    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
+    if not drawn:
+        raise BadInput(
+            f"{printable(str(out))}: the inserted layers and their neighbours are of different kinds, so no modules of"
+            " theirs correspond; give another output"
+        )
+    _check_names(maps, [name for couplings in drawn for name in couplings])
     if bool(maps) != (pictures is not None or keep is not None):
         raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
     drawer = _Drawer(Path(pictures)) if pictures is not None else None
     see = keep if drawer is None else drawer.draw
     device, progress = devices.resolve(device), (listener or Quiet()).say
-    before = _solve(folder, pairs, device, progress, frozenset(maps), see)
+    before = _solve(folder, drawn, device, progress, frozenset(maps), see)
     after: dict[str, Any] = {}
     if trained is not None:
         other = CheckpointFolder.open(Path(trained))
@@ -155,13 +176,13 @@ def transport_report(
                 f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
                 " give RUN of `train`"
             )
-        after = _solve(other, pairs, device, progress, frozenset(), None)
+        after = _solve(other, drawn, device, progress, frozenset(), None)
     return TransportReport(
         tuple(
             MapReport(
                 layer=int(name.split(".")[0]),
                 neighbour=name.split(".")[1],
-                module=name.split(".")[2],
+                module=name.split(".", 2)[2],
                 trained=after[name]["entropy"] if after else None,
                 uniform=math.log(found["rows"] * found["columns"]),
                 **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
@@ -196,9 +217,36 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
     return pairs
 
 
+def _group(module: str) -> str:
+    of_expert = _EXPERT.fullmatch(module)
+    return module if of_expert is None else f"expert {of_expert['role']}"
+
+
+def _draw(
+    folder: CheckpointFolder, layer: int, neighbour: str, lower: int, upper: int, settings: Mapping[str, object]
+) -> dict[str, Coupling] | None:
+    """The maps between two layers, by name; None where these are of two kinds."""
+    draft = Draft(dissect(folder.config, folder.tensors), folder.config, seed=0)
+    draft.layers = [draft.layers[lower], draft.layers[upper]]
+    if draft.kind_of(0) is not draft.kind_of(1):
+        return None
+    label, nothing = f"{layer}.{neighbour}", frozenset[str]()
+    fuse_layers(
+        draft,
+        below=0,
+        label=label,
+        flow="opt_deus",
+        heads="free",
+        settings=settings,
+        skip=nothing,
+        unaligned="average",
+    )
+    return draft.couplings
+
+
 def _solve(
     folder: CheckpointFolder,
-    pairs: list[tuple[int, str, int, int, Mapping[str, object]]],
+    drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
     wanted: frozenset[str],
@@ -208,20 +256,19 @@ def _solve(
     from surgeon.apply.compute import Workshop
 
     found: dict[str, dict[str, Any]] = {}
-    for number, (layer, neighbour, lower, upper, settings) in enumerate(pairs, 1):
-        progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(pairs)})")
-        draft = Draft(dissect(folder.config, folder.tensors), folder.config, seed=0)
-        draft.layers = [draft.layers[lower], draft.layers[upper]]
-        label = f"{layer}.{neighbour}"
-        fuse_layers(draft, below=0, label=label, flow="opt_deus", heads="free", settings=settings, skip=frozenset())
-        only_maps = Blueprint(0, (), draft.couplings, (), (), draft.config)
+    for number, couplings in enumerate(drawn, 1):
+        layer, neighbour = next(iter(couplings)).split(".")[:2]
+        progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(drawn)})")
+        only_maps = Blueprint(0, (), couplings, (), (), folder.config)
         workshop = Workshop(only_maps, folder, device=device, stopwatch=Stopwatch())
-        for module in MODULES:
-            name = f"{label}.{module}"
+        for name, coupling in couplings.items():
             solved = workshop.map_of(name)
             if see is not None and name in wanted:
                 see(name, solved.matrix())
-        found |= {f"{label}.{module}": workshop.reports[f"{label}.{module}"] for module in MODULES}
+            if _EXPERT.search(name):  # nothing is made with it
+                workshop.forget([name])
+            if coupling.groups is None:
+                found[name] = workshop.reports[name]
     return found
 
 
@@ -245,7 +292,9 @@ def map_facts(history: History) -> tuple[MapFact, ...]:
             else:
                 index = numbers.get((int(label["operation"]), label["place"]))
                 layer = label["place"] if index not in places else str(places[index])
-                module = label["module"]
+                module = _group(label["module"])
+            if "partners" in recorded:  # which expert is which, not a map between neurons
+                continue
             if (fact := _fact(layer, module, recorded)) is not None:
                 found.append(fact)
     return tuple(found)
@@ -337,8 +386,8 @@ def transport_view(report: TransportReport) -> RenderableType:
     columns = ["module", "entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"]
     for column in columns:
         table.add_column(column, justify="left" if column == "module" else "right")
-    for module in MODULES:
-        maps = [found for found in report.maps if found.module == module]
+    for module in report.modules:
+        maps = [found for found in report.maps if found.group == module]
         trained = report.mean(module, trained=True)
         table.add_row(
             module,

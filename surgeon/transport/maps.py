@@ -135,6 +135,10 @@ class AssignmentMap(TransportMap):
         self._scale = factor / len(target_N)
         self._dtype = dtype
 
+    def source_of(self, row: int) -> int:
+        """Which row of the source goes to this row of the target."""
+        return int(self._source[row])
+
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (n, d)."""
         return weight_ND[self._source].to(self._dtype).mul_(self._scale)

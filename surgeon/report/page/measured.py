@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
@@ -81,13 +81,18 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
     return [
         figure(
             bars("Mean entropy by module", entropy, full=1.0, key="entropies", cap="log(n·m)"),
-            f"Mean over {len(maps) // max(1, len(by_module))} maps a module: nats, and share of the largest possible.",
+            f"Mean over {_each(by_module)}: nats, and share of the largest possible.",
         ),
         figure(
             bars("Largest marginal error by module", error, full=12.0, key="errors", cap="1"),
             f"L1 distance of T's rows and columns from uniform, from 1e-12 (left) to 1, logarithmic; {converged}.",
         ),
     ]
+
+
+def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
+    counts = sorted({len(held) for held in by_module.values()})
+    return f"{' to '.join(map(str, [*counts[:1], *counts[1:][-1:]]))} maps a module"
 
 
 def routing_section(report: RoutingReport | None) -> Markup | None:
