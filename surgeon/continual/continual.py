@@ -122,13 +122,11 @@ def continual(
     within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
     BadInput too where the tasks file, its texts or the base changed since.
     """
-    from surgeon.continual.course import Asked, Course, run_course
-
     listener = listener or Quiet()
+    devices.check(device)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
-    device = devices.resolve(device)
     plans = plans_of(loaded)
     assert plans[0] is not None
     with at_line(loaded, 0):
@@ -136,6 +134,10 @@ def continual(
     located = locate(str(base), revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, folder)
+
+    from surgeon.continual.course import Asked, Course, run_course
+
+    device = devices.resolve(device)
     asked = Asked(loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener)
 
     def result(course: Course) -> Continued:

@@ -68,7 +68,7 @@ class Documents:
         self.path = path
         self.key = key
         self.chat = chat
-        self.files = _files(path)
+        self.files = files_of(path)
         self.blank = 0
         pieces = [self._index(number, file) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
@@ -219,7 +219,8 @@ def is_blank(document: Document) -> bool:
     return isinstance(document, str) and not document.strip()
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The files of a text: the file itself, or those in a folder. Raises BadInput where there is none to read."""
     shown = printable(str(path))
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file())

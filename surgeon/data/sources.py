@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
-from surgeon.data.documents import Corpus, Document, Documents, document_of, is_blank, stamps
+from surgeon.data.documents import Corpus, Document, Documents, document_of, files_of, is_blank, stamps
 from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
@@ -43,6 +45,29 @@ class OpenedSource:
     text: Corpus
     held_out: Corpus | None = None
     commit: str | None = None
+
+
+def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
+    """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
+    wrong: list[tuple[str, str]] = []
+    paths = [("path", source.path)]
+    if source.repo_id is not None:
+        paths = []
+        if find_spec("datasets") is None:
+            wrong.append(("path", str(_no_library(f"source {source.name}: {source.path}"))))
+    if isinstance(source, SourceSpec) and isinstance(source.validation, str) and source.validation_split is None:
+        paths.append(("validation", source.validation))
+    for key, given in paths:
+        path = named_by.resolve(given)
+        if not os.path.lexists(path):
+            looked = printable(str(path.resolve()))
+            wrong.append((key, f"source {source.name}: no such file or folder, {looked}; check `{key}`"))
+        elif not (key == "path" and is_saved(path)):
+            try:
+                files_of(path)
+            except BadInput as error:
+                wrong.append((key, f"source {source.name}: {error}"))
+    return wrong
 
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
@@ -252,11 +277,15 @@ def _library(shown: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise BadInput(
-            f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
-            " surgeon[datasets]"
-        ) from None
+        raise _no_library(shown) from None
     return datasets
+
+
+def _no_library(shown: str) -> BadInput:
+    return BadInput(
+        f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
+        " surgeon[datasets]"
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from surgeon.checkpoint.kinds import kind_of
 from surgeon.errors import BadInput, printable
 
 
@@ -30,6 +31,17 @@ def find_plan(plan: str | Path) -> Path:
     known = names()
     if str(plan) in known:
         return folder() / f"{plan}.yaml"
-    close = difflib.get_close_matches(str(plan), known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else "`surgeon plans` lists the names, a plan file ends in .yaml"
-    raise BadInput(f"{printable(str(plan))}: neither a plan file nor the name of a shipped plan; {hint}")
+    what = "a folder, not a plan" if path.is_dir() else "neither a plan file nor the name of a shipped plan"
+    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, known)}")
+
+
+def _hint(path: Path, known: list[str]) -> str:
+    """The three plans that may be meant: files of a folder, plans of a group, names alike."""
+    beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
+    name = path.as_posix()
+    group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
+    near = (beside or group or difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.4))[:3]
+    if not near:
+        return "`surgeon plans` lists the names, a plan file ends in .yaml"
+    shown = [f"`{printable(plan)}`" for plan in near]
+    return f"did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?"

@@ -20,7 +20,6 @@ from transformers import TrainerCallback
 from surgeon._version import __version__
 from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.room import check_room, writing
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.checkpoint.working import WorkFolder, working_in
@@ -31,9 +30,7 @@ from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
-from surgeon.manifest.lineage import TrainableSet, trainable_set
+from surgeon.manifest.lineage import TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.models.load import load_model
 from surgeon.train.checkpoints import (
@@ -45,8 +42,9 @@ from surgeon.train.checkpoints import (
     newest_checkpoint,
     step_of,
 )
-from surgeon.train.config import LoadedConfig, Settings, settle
+from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
+from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
 from surgeon.train.trainer import (
@@ -78,11 +76,13 @@ def run_training(
     *,
     device: str,
     listener: Listener,
+    prepared: Prepared | None = None,
     deliver: Callable[[Path], object] | None = None,
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
-    Raises BadInput, WrongSet, Diverged, PromiseBroken. With `deliver` the run is published in the work folder
+    `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
+    PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that.
     """
     ranks = Ranks.of_environment()
@@ -91,17 +91,13 @@ def run_training(
     if sharding is not None and ranks.size == 1:
         say("one process: nothing is sharded")
         sharding = None
-    if device.startswith("cuda:"):
-        raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
+    settings, wanted = prepared.settings, prepared.wanted
     device = devices.resolve(device)
-    wanted = trainable_set(out, manifest, loaded.config.what)
-    anatomy = dissect(out.config, out.tensors)
-    _check_trainable(out, anatomy, wanted, loaded.config.dtype)
-    context = out.config.get("max_position_embeddings")
-    settings, notes = settle(loaded, wanted.operations, context=context, processes=ranks.size)
-    check_destination(target, out.path)
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
-    data = TrainingData.open(loaded, settings, Encoder(out.path, vocabulary=anatomy.sizes.vocabulary), say)
+    encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary)
+    data = TrainingData.open(loaded, settings, encoder, say)
     held = _check_as_left(out, manifest, listener)
     run = _Run(
         out,
@@ -125,7 +121,7 @@ def run_training(
     ):
         # Another run may have made it before this one held the folder.
         check_destination(target, out.path)
-        for note in (*out.notes, *notes, *data.notes):
+        for note in (*out.notes, *prepared.notes, *data.notes):
             say(note)
         for why in drop_what_does_not_count(run.work) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
@@ -331,27 +327,6 @@ def _check_room(run: _Run, trainer: SurgeonTrainer) -> None:
         (KEPT + 1) * checkpoint + final + published - there,
         what=f" ({KEPT + 1} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
     )
-
-
-def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
-    """BadInput for an encoder, and for float16 that would be trained as it is."""
-    if anatomy.family.encoder:
-        raise BadInput(
-            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
-            " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
-        )
-    packed = next((info for name in wanted.names if (info := out.tensors[name]).dtype in QUANTISED_DTYPES), None)
-    if packed is not None:
-        raise BadInput(
-            f"{printable(packed.name)}: stored in {packed.dtype}, whose few values cannot train; operate on the"
-            " full-precision weights, train, and quantise the result"
-        )
-    narrow = [name for name in wanted.names if out.tensors[name].dtype == "F16"]
-    if narrow and dtype == "auto":
-        raise BadInput(
-            f"{printable(narrow[0])}: is float16, whose gradients under- and overflow; say `dtype: bfloat16` or"
-            " `dtype: float32` (the run is saved as float16 again)"
-        )
 
 
 def _check_as_left(out: CheckpointFolder, manifest: Manifest, listener: Listener) -> dict[str, str]:

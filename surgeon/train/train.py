@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,13 @@ from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.manifest import manifest_of
-from surgeon.rework.make_delta import make_delta_of
+from surgeon.train.config import load_config
 
 if TYPE_CHECKING:
     from surgeon.train.publishing import Change, Trained
@@ -27,6 +29,7 @@ def train(
     config: str | Path,
     to: str | Path,
     *,
+    overrides: Sequence[str] = (),
     delta_only: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -34,30 +37,40 @@ def train(
 ) -> Trained | None:
     """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
 
+    `overrides` are values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
+
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
     checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. The
     same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
     """
-    from surgeon.train.config import load_config
-    from surgeon.train.session import run_training
+    loaded = load_config(Path(config), overrides)
 
-    loaded = load_config(Path(config))
+    from surgeon.train.preparing import prepare
+
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     listener = listener or Quiet()
+    manifest, target = manifest_of(folder), Path(to)
+    processes = Ranks.of_environment().size
+    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
+
+    from surgeon.train.session import run_training
 
     def as_delta(whole: Path) -> None:
+        from surgeon.rework.make_delta import make_delta_of
+
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, Path(to), None, metadata_of(run), listener)
+        make_delta_of(run, target, None, metadata_of(run), listener)
 
     return run_training(
         folder,
-        manifest_of(folder),
+        manifest,
         loaded,
-        Path(to),
+        target,
         device=device,
         listener=listener,
+        prepared=prepared,
         deliver=as_delta if delta_only else None,
     )
 

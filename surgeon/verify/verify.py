@@ -13,6 +13,7 @@ from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
 from surgeon.errors import BadInput, printable
@@ -99,6 +100,9 @@ def verify(
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    devices.check(device)
+    if logits and text is not None:
+        check_readable(text, what="text")
     if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
         raise BadInput(f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from")
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
@@ -109,6 +113,8 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
+    # What this is no output of is refused before any tensor is read, and before torch is loaded.
+    manifest_of(out_folder)
     for folder in (base_folder, out_folder):
         for note in folder.notes:
             listener.say(f"{folder.source.shown}: {note}")
