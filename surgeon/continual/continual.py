@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.apply.preview import preview
@@ -19,6 +18,7 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain
+from surgeon.common.tables import FittedTable
 from surgeon.continual.config import at_line, check_tasks, load_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
@@ -164,12 +164,11 @@ def continual(
 def continued_view(continued: Continued) -> RenderableType:
     """Performance on every task after every task, and what the paper makes of it."""
     names = (*continued.tasks, *continued.general)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("accuracy (loss) after")
+    table = FittedTable("accuracy (loss) after")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name)
     for column in ("OP", "BWT", "ΔR"):
-        table.add_column(column, justify="right", style="bold")
+        table.add_column(column, style="bold")
     for number, row in enumerate(continued.rows):
         cells = [f"{row[name].accuracy:.1%} ({row[name].loss:.3f})" if name in row else "" for name in names]
         judged = ("", "", "")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import check_id
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.evaluate.sources import open_sources
 
@@ -84,13 +84,11 @@ def check_model(model: str | Path, *, trust_remote_code: bool) -> None:
 def evaluation_view(evaluation: Evaluation) -> RenderableType:
     """One row for each source and model: scores with intervals, and differences to the first model."""
     compared = len(evaluation.models) > 1
-    table = Table(box=None, pad_edge=False)
-    table.add_column("source")
-    table.add_column("model", overflow="fold")
+    table = FittedTable("source", "model", names=2)
     for column in ("loss", "perplexity", "bits/byte", "right"):
-        table.add_column(column, justify="right")
+        table.add_column(column)
     if compared:
-        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}", justify="right", overflow="fold")
+        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}")
     for number, first in enumerate(evaluation.models[0].sources):
         if number and compared:
             table.add_row()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.checkpoint.kinds import kind_of
+from surgeon.common.formatting import by_number
 from surgeon.errors import BadInput, printable
+from surgeon.operations import OPERATIONS
+
+_OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
 def folder() -> Path:
@@ -19,7 +26,28 @@ def folder() -> Path:
 def names() -> list[str]:
     """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
     plans = folder()
-    return sorted(str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml"))
+    return sorted((str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml")), key=by_number)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A shipped plan: its name, its operations, and the first sentence of its file, which says what it is."""
+
+    name: str
+    operations: tuple[str, ...]
+    about: str
+
+
+def described() -> list[Described]:
+    """The shipped plans, those of one operation together."""
+    found = []
+    for name in names():
+        text = (folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        operations = tuple(dict.fromkeys(_OPERATION.findall(text)))
+        comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        about = " ".join(line.lstrip("# ") for line in comment)
+        found.append(Described(name, operations, re.split(r"(?<=\.) ", about)[0]))
+    return sorted(found, key=lambda plan: list(OPERATIONS).index(plan.operations[0]))
 
 
 def find_plan(plan: str | Path) -> Path:

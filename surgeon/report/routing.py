@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -21,6 +20,7 @@ from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_grafted
 from surgeon.families.dissect import dissect
@@ -100,7 +100,7 @@ def routing_view(report: RoutingReport) -> RenderableType:
         parts += [Text(f"router above {report.router.layer} layers: mean weight of each slot"), _slot_rows(report)]
     if report.sites:
         states = _table("text")
-        states.add_column("control states, most used first")
+        states.add_column("control states, most used first", number=False)
         for name, text in report.texts.items():
             states.add_row(printable(name), report.most_used(text, 8))
         parts += [Text("control states: where each text's weight goes, mean over sites"), states]
@@ -109,15 +109,14 @@ def routing_view(report: RoutingReport) -> RenderableType:
     return Group(*parts)
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
+def _table(first: str, *numbers: str) -> FittedTable:
+    table = FittedTable(first)
     for heading in numbers:
-        table.add_column(heading, justify="right")
+        table.add_column(heading)
     return table
 
 
-def _slot_rows(report: RoutingReport) -> Table:
+def _slot_rows(report: RoutingReport) -> FittedTable:
     table = _table("text", *(f"slot {slot}" for slot in range(report.slots)))
     for name, text in report.texts.items():
         if text.router is not None:
@@ -125,7 +124,7 @@ def _slot_rows(report: RoutingReport) -> Table:
     return table
 
 
-def _gate_rows(report: RoutingReport) -> Table:
+def _gate_rows(report: RoutingReport) -> FittedTable:
     table = _table("gate", *map(printable, report.texts))
     for gate in report.gates:
         chosen = [text.gates[gate] for text in report.texts.values()]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
-from surgeon.common.formatting import count, listed, size
+from surgeon.common.formatting import by_number, count, listed, size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.manifest import manifest_of
@@ -77,19 +77,19 @@ def train(
 
 def trained_view(trained: Trained) -> RenderableType:
     """What was learned and forgotten, what changed by how much, and what it took."""
-    losses = Table(box=None, pad_edge=False)
-    for column in ("source", "before", "after", "change"):
-        losses.add_column(column, justify="left" if column == "source" else "right")
+    losses = FittedTable("source")
+    for column in ("before", "after", "change"):
+        losses.add_column(column)
     for name, (before, after) in trained.losses.items():
         style = "green" if after < before else "yellow"
         losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
     groups: dict[str, list[Change]] = {}
-    for name, change in trained.changes.items():
+    for name, change in sorted(trained.changes.items(), key=lambda entry: by_number(entry[0])):
         place = layer_of(name)
         groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
-    tensors = Table(box=None, pad_edge=False)
-    for column in ("tensors", "count", "max |Δ|", "‖Δ‖ / ‖before‖"):
-        tensors.add_column(column, justify="left" if column == "tensors" else "right")
+    tensors = FittedTable("tensors")
+    for column in ("count", "max |Δ|", "‖Δ‖ / ‖before‖"):
+        tensors.add_column(column)
     for where, changes in groups.items():
         relative = [change.relative_change for change in changes if change.relative_change is not None]
         tensors.add_row(
@@ -98,12 +98,12 @@ def trained_view(trained: Trained) -> RenderableType:
             f"{max(change.max_change for change in changes):.3g}",
             f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
         )
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts = FittedTable(headings=False)
     facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
     speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
     facts.add_row("tokens", f"{trained.tokens:,}{speed}")
     facts.add_row("peak memory", size(trained.peak_memory))
-    parts: list[RenderableType] = [losses, Text(), tensors, Text(), facts]
+    parts: list[RenderableType] = [*([losses, Text()] if trained.losses else []), tensors, Text(), facts]
     if trained.unchanged:
         parts.append(Text(f"did not change: {listed(trained.unchanged)}", style="bold yellow"))
     done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -16,6 +15,7 @@ from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.dissect import dissect
@@ -174,11 +174,11 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
 
 def verification_view(verification: Verification) -> RenderableType:
     """Checks and comparisons, and the verdict in one line."""
-    checks = Table(box=None, show_header=False, pad_edge=False)
+    checks = FittedTable(headings=False)
     for check in verification.checks:
         style = "yellow" if check.note else "green" if check.holds else "bold red"
         mark = Text("note" if check.note else "holds" if check.holds else "FAILS", style=style)
-        checks.add_row(mark, check.name, Text(check.detail, overflow="fold"))
+        checks.add_row(mark, check.name, check.detail)
     parts: list[RenderableType] = [checks]
     if verification.comparisons:
         parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
@@ -203,11 +203,10 @@ def verdict(verification: Verification) -> Text:
     return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
 
 
-def _comparisons(verification: Verification) -> Table:
-    table = Table(box=None, pad_edge=False)
-    measured = ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
-    for column in ("mode", "dtype", *measured):
-        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+def _comparisons(verification: Verification) -> FittedTable:
+    table = FittedTable("mode", "dtype", names=2)
+    for measured in ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss"):
+        table.add_column(measured)
     for c in verification.comparisons:
         table.add_row(
             c.mode,
