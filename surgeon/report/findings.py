@@ -126,7 +126,7 @@ def gather(
 
     surgery = folder.config.get("surgery")
     branches = isinstance(surgery, dict) and bool(surgery.get("control"))
-    probing = branch_alignment(folder, device, listener.say) if branches else None
+    probing = branch_alignment(folder, device, listener) if branches else None
     history = layer_history(folder, manifest)
     return Findings(
         name=folder.path.resolve().name,
@@ -136,7 +136,7 @@ def gather(
         history=history,
         budget=parameter_budget(folder, manifest, history),
         maps=map_facts(history),
-        spectra=gate_spectra(folder, anatomy, listener.say),
+        spectra=gate_spectra(folder, anatomy, listener),
         verification=verification,
         heat_maps=tuple(heat_maps),
         routing=recorded,

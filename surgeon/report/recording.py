@@ -75,8 +75,8 @@ class Observer:
         """Whether the model has routers or gates."""
         return bool(self.router or self.sites or self._gates)
 
-    def run(self, ids: Tensor, tokenizer: Tokenizer | None) -> TextChoices:
-        """Run one text's windows (windows, window) and return the choices."""
+    def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:
+        """Run one text's windows (windows, window) and return the choices; `advance` counts windows."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
                 parts.clear()
@@ -90,6 +90,7 @@ class Observer:
                 routing.append(flow.routing.flatten(0, 1).double().cpu())
             if self.sites:
                 self._add(states, flow.mixing.choices)
+            advance(len(batch))
         return TextChoices(
             tokens=ids.numel(),
             router=_router_choices(torch.cat(routing), ids.flatten().tolist(), tokenizer) if routing else None,

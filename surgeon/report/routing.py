@@ -82,11 +82,11 @@ def routing_report(
     tokenizer, _ = open_tokenizer(folder.path) if observer.router else (None, "")
     choices: dict[str, TextChoices] = {}
     for name, text in texts.items():
-        listener.say(f"routing on {printable(name)}")
         tokens = token_batches(
             folder.path, text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary
         )
-        choices[name] = observer.run(tokens.ids.to(device), tokenizer)
+        listener.begin(f"routing on {printable(name)}", len(tokens.ids), "windows")
+        choices[name] = observer.run(tokens.ids.to(device), tokenizer, listener.advance)
     report = RoutingReport(1, Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
         write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", to)

@@ -228,7 +228,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
         processes=ranks.size,
         domains=hasattr(model, "surgery"),
     )
-    cadence = Cadence(config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
+    cadence = Cadence(settings, config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
     fused = _fused(run, model)
     trainer = SurgeonTrainer(
         model,

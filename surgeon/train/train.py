@@ -103,7 +103,8 @@ def trained_view(trained: Trained) -> RenderableType:
     speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
     facts.add_row("tokens", f"{trained.tokens:,}{speed}")
     facts.add_row("peak memory", size(trained.peak_memory))
-    parts: list[RenderableType] = [*([losses, Text()] if trained.losses else []), tensors, Text(), facts]
+    parts: list[RenderableType] = [losses, Text()] if trained.losses else []
+    parts += [tensors, Text(), facts]
     if trained.unchanged:
         parts.append(Text(f"did not change: {listed(trained.unchanged)}", style="bold yellow"))
     done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -141,7 +141,14 @@ def verify(
         elif streamed:
             from surgeon.models.compare import compare_streamed
 
-            layered = compare_streamed(*folders, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options)
+            layered = compare_streamed(
+                *folders,
+                tokens.ids,
+                dtype=dtype,
+                layer_of_base=proof.layer_of_base,
+                progress=_shown(listener, dtype),
+                **options,
+            )
             found.streamed.append(layered)
             found.comparisons.extend(layered.logits)
         else:
@@ -149,6 +156,17 @@ def verify(
 
             found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, **options))
     return found
+
+
+def _shown(listener: Listener, dtype: str) -> Callable[[int, int], None]:
+    """Layers run, of both models and all passes, as a stage of the listener."""
+
+    def show(done: int, total: int) -> None:
+        if done == 1:
+            listener.begin(f"comparing ({dtype}), layer by layer", total, "layers")
+        listener.advance(1)
+
+    return show
 
 
 class _Static(NamedTuple):
