@@ -335,6 +335,9 @@ def train(
     delta_only: Annotated[
         bool, typer.Option("--delta-only", help="write only what the base lacks to RUN, for `apply --delta`")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
@@ -349,20 +352,22 @@ def train(
     # A mistake in it is shown before anything else is even imported.
     load_config(config, overrides or ())
 
-    from surgeon.train.train import trained_view
+    from surgeon.train.train import rehearsal_view, trained_view
 
     with _listening(quiet or not Ranks.of_environment().leads) as listener:
-        trained = surgeon.train(
-            out,
-            config,
-            to,
-            overrides=overrides or (),
-            delta_only=delta_only,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    if trained is not None:
+        given: dict[str, Any] = {
+            "overrides": overrides or (),
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "listener": listener,
+        }
+        if dry_run:
+            rehearsal = surgeon.rehearse(out, config, to, **given)
+        else:
+            trained = surgeon.train(out, config, to, delta_only=delta_only, **given)
+    if dry_run:
+        _show(rehearsal, rehearsal_view, as_json=as_json)
+    elif trained is not None:
         _show(trained, trained_view, as_json=as_json, quiet=quiet)
     _leave_ranks()
 

@@ -30,6 +30,8 @@ def test_every_command_is_a_function_with_its_options() -> None:
     renamed = {"ctx", "as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
     # `apply --delta` is a function of its own, `apply_delta`.
     renamed |= {"delta"}
+    # So is `train --dry-run`, `rehearse`.
+    renamed |= {"dry_run"}
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.callback.__name__

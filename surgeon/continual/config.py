@@ -77,9 +77,9 @@ class TaskSource(Entry):
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss and performance on the assistant's words alone")
     ] = "text"
-    field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
-        None
-    )
+    field: Annotated[
+        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
+    ] = None
     validation: Annotated[
         float | str,
         Field(description="what performance is measured on: a share of the documents, held out, or a file of its own"),

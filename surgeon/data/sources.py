@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
-from surgeon.data.documents import Corpus, Document, Documents, document_of, files_of, is_blank, stamps
+from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
+from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
@@ -112,19 +113,17 @@ class HeldOut:
 class Table:
     """The rows of one split as documents, by number."""
 
-    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str, chat: bool) -> None:
-        """Index column `key` of `rows`, a `datasets.Dataset`. Raises BadInput where it is missing or has no text."""
+    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str | None, chat: bool) -> None:
+        """Index `rows`, a `datasets.Dataset`, by column `key`, or the columns of a known layout.
+
+        Raises BadInput where they are missing or have no text.
+        """
         self._shown = shown
         self._identity = identity
         self.key = key
         self.chat = chat
         self.blank = 0
-        if key not in rows.column_names:
-            raise BadInput(
-                f"{printable(shown)}: no column `{printable(key)}`; it has {printable(', '.join(rows.column_names))};"
-                " `field:` of the source names another one"
-            )
-        self._rows = rows.select_columns([key]).with_format(None)
+        self._rows = rows.select_columns(columns_of(rows.column_names, key, chat=chat, where=shown)).with_format(None)
         self._numbers = self._index()
         if not len(self._numbers):
             raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
@@ -141,7 +140,7 @@ class Table:
     def read(self, number: int) -> Document:
         """One document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
-        return self._document(self._rows[row][self.key], row)
+        return self._document(self._rows[row], row)
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
@@ -151,20 +150,16 @@ class Table:
         kept: list[NDArray[np.int64]] = []
         begin = 0
         for batch in self._rows.iter(batch_size=_BATCH):
-            values = batch[self.key]
-            said = [not is_blank(self._document(value, begin + nth)) for nth, value in enumerate(values)]
+            entries = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
             kept.append(begin + np.flatnonzero(np.array(said, dtype=bool)))
-            begin += len(values)
+            begin += len(entries)
         found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
         self.blank = begin - len(found)
         return found
 
-    def _document(self, value: Any, row: int) -> Document:
-        if self.chat and isinstance(value, dict) and value.keys() >= {"role", "content"}:
-            # A feature `Sequence` of structs is kept as a struct of lists.
-            turns = zip(value["role"], value["content"], strict=True)
-            value = [{"role": role, "content": content} for role, content in turns]
-        return document_of(value, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
+    def _document(self, entry: Any, row: int) -> Document:
+        return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
 
 
 def is_saved(folder: Path) -> bool:
@@ -174,7 +169,7 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Table:
+def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool) -> Table:
     """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
     library = _library(str(folder))
     with _quiet(library):
@@ -236,7 +231,7 @@ class HubDataset:
             )
         self.commit = str(self._builder.hash)
 
-    def table(self, split: str | None, *, key: str, chat: bool) -> Table:
+    def table(self, split: str | None, *, key: str | None, chat: bool) -> Table:
         """One split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"

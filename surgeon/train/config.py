@@ -27,6 +27,7 @@ from surgeon.common.yaml import (
 )
 from surgeon.data.specs import NEW, ORIGINAL, Entry, SourceSpec
 from surgeon.errors import bad_input, printable
+from surgeon.models.templates import TemplateName
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults
 
@@ -66,6 +67,10 @@ class TrainConfig(Entry):
         Literal["isolated", "joined"],
         Field(description="isolated: no attention across documents in a sequence; joined: one text after the other"),
     ] = "isolated"
+    chat_template: Annotated[
+        TemplateName | None,
+        Field(description="for a base without one: how sources of the kind `chat` are written; goes into the output"),
+    ] = None
     optimizer: OptimizerSpec = OptimizerSpec()
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],

@@ -20,6 +20,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import Manifest
+from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.config import LoadedConfig, Settings, settle
 
 _T = TypeVar("_T")
@@ -52,11 +53,25 @@ def prepare(
         context = out.config.get("max_position_embeddings")
         settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
     _tried(lambda: check_destination(target, out.path), wrong)
+    _tried(lambda: _check_template(out, loaded), wrong)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
     if wrong or wanted is None or settled is None:
         raise bad_input(wrong)
     return Prepared(*settled, wanted, anatomy)
+
+
+def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
+    """BadInput for chats that nothing says how to write, and for a template beside the checkpoint's own."""
+    named, own = loaded.config.chat_template, template_of(out)
+    if named is not None and own not in (None, TEMPLATES[named]):
+        raise BadInput(
+            f"{loaded.where('chat_template')}`chat_template` is for a base without one, and"
+            f" {printable(str(out.path))} has its own; leave it out"
+        )
+    chats = [number for number, source in enumerate(loaded.config.sources) if source.kind == "chat"]
+    if chats and named is None and own is None:
+        raise BadInput(f"{loaded.where('sources', chats[0], 'kind')}{no_template(out.path)}")
 
 
 def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:

@@ -33,6 +33,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.models.load import load_model
+from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
     KEPT,
     RUN_FILE,
@@ -85,35 +86,9 @@ def run_training(
     PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that.
     """
-    ranks = Ranks.of_environment()
-    say = listener.say if ranks.leads else lambda _: None
-    sharding = sharding_asked(loaded.config)
-    if sharding is not None and ranks.size == 1:
-        say("one process: nothing is sharded")
-        sharding = None
-    if prepared is None:
-        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
-    settings, wanted = prepared.settings, prepared.wanted
-    device = devices.resolve(device)
-    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
-    encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary)
-    data = TrainingData.open(loaded, settings, encoder, say)
+    run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
+    settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = _check_as_left(out, manifest, listener)
-    run = _Run(
-        out,
-        manifest,
-        loaded,
-        settings,
-        wanted,
-        data,
-        target,
-        device,
-        ranks,
-        sharding,
-        trackers,
-        listener,
-        say,
-    )
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
     with (
         writing(run.work, kept=kept),
@@ -121,7 +96,7 @@ def run_training(
     ):
         # Another run may have made it before this one held the folder.
         check_destination(target, out.path)
-        for note in (*out.notes, *prepared.notes, *data.notes):
+        for note in (*out.notes, *run.notes, *data.notes):
             say(note)
         for why in drop_what_does_not_count(run.work) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
@@ -142,8 +117,8 @@ def run_training(
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What a run is of: settled, checked, and with its data opened."""
+class Run:
+    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers."""
 
     out: CheckpointFolder
     manifest: Manifest
@@ -158,6 +133,8 @@ class _Run:
     trackers: Sequence[TrainerCallback]
     listener: Listener
     say: Callable[[str], None]
+    encoder: Encoder
+    notes: Sequence[str]
 
     @property
     def work(self) -> Path:
@@ -165,7 +142,52 @@ class _Run:
         return work_folder(self.target)
 
 
-def _train(run: _Run) -> Trained:
+def opened_run(
+    out: CheckpointFolder,
+    manifest: Manifest,
+    loaded: LoadedConfig,
+    target: Path,
+    *,
+    device: str,
+    listener: Listener,
+    prepared: Prepared | None,
+) -> Run:
+    """A run whose texts are opened and read through. Raises BadInput."""
+    ranks = Ranks.of_environment()
+    say = listener.say if ranks.leads else lambda _: None
+    sharding = sharding_asked(loaded.config)
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
+    settings, wanted = prepared.settings, prepared.wanted
+    device = devices.resolve(device)
+    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
+    named = loaded.config.chat_template
+    template = None if named is None else TEMPLATES[named]
+    encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
+    data = TrainingData.open(loaded, settings, encoder, say)
+    return Run(
+        out,
+        manifest,
+        loaded,
+        settings,
+        wanted,
+        data,
+        target,
+        device,
+        ranks,
+        sharding,
+        trackers,
+        listener,
+        say,
+        encoder,
+        prepared.notes,
+    )
+
+
+def _train(run: Run) -> Trained:
     """Train from the newest checkpoint, or from the beginning, to the last step.
 
     Its manifest and changes are known once it is published.
@@ -206,17 +228,17 @@ def _train(run: _Run) -> Trained:
         resumed_at=done,
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
-        peak_memory=_peak_memory(run.device),
+        peak_memory=peak_memory(run.device),
     )
 
 
-def _trainer(run: _Run, done: int) -> SurgeonTrainer:
+def _trainer(run: Run, done: int) -> SurgeonTrainer:
     """The model with exactly what is wanted set to train, and the trainer that goes on after step `done`."""
     config, settings, ranks = run.loaded.config, run.settings, run.ranks
     args = training_arguments(
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
-    model, names = _model(run)
+    model, names = loaded_model(run)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
@@ -229,7 +251,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
         domains=hasattr(model, "surgery"),
     )
     cadence = Cadence(settings, config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
-    fused = _fused(run, model)
+    fused = fused_head(run, model)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -247,7 +269,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
     return trainer
 
 
-def _model(run: _Run) -> tuple[Any, list[str]]:
+def loaded_model(run: Run) -> tuple[Any, list[str]]:
     """The model, of which the wanted parameters train, and their names."""
     config = run.loaded.config
     model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
@@ -265,7 +287,7 @@ def _model(run: _Run) -> tuple[Any, list[str]]:
     return model, names
 
 
-def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) -> Trained:
+def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
     last = run.work / f"checkpoint-{run.settings.steps}"
     record = RunRecord.read(run.work)
@@ -286,13 +308,15 @@ def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) ->
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
-    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry)
+    named = run.loaded.config.chat_template
+    added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
+    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry, added=added)
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
     execute(job, target, run.listener, Stopwatch())
     return replace(trained, manifest=written_manifest(target), changes=changes)
 
 
-def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
+def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
     """Held-out losses before the first step; of a run that is continued, as they were then."""
     record = RunRecord.read(run.work)
     if record is not None and record.first is not None:
@@ -313,11 +337,15 @@ def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     return losses
 
 
-def _check_room(run: _Run, trainer: SurgeonTrainer) -> None:
+def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
+    """Bytes of AdamW's state: two moments in float32, and a master where the parameter is narrower."""
+    return sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+
+
+def _check_room(run: Run, trainer: SurgeonTrainer) -> None:
     """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    # Two moments in float32, and a master where the parameter is narrower.
-    optimizer = sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+    optimizer = optimizer_bytes(trained)
     checkpoint = sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer
     published = sum(info.nbytes for info in run.out.tensors.values())
     final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
@@ -395,7 +423,7 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
             raise
 
 
-def _fused(run: _Run, model: Any) -> FusedHead | None:
+def fused_head(run: Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = run.settings.micro_batch * run.settings.length
@@ -413,7 +441,7 @@ def _packed(packing: str, model: Any) -> str:
     return f"without attention across them ({how})"
 
 
-def _peak_memory(device: str) -> int:
+def peak_memory(device: str) -> int:
     """Bytes: of the GPU where there is one, else of this process."""
     if device == "cuda":
         return int(torch.cuda.max_memory_allocated())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,13 +16,15 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import by_number, count, listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.errors import printable
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.manifest import manifest_of
-from surgeon.train.config import load_config
+from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.train.config import LoadedConfig, load_config
 
 if TYPE_CHECKING:
+    from surgeon.train.preparing import Prepared
     from surgeon.train.publishing import Change, Trained
+    from surgeon.train.rehearsal import Rehearsal
 
 
 def train(
@@ -45,15 +48,8 @@ def train(
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
     """
-    loaded = load_config(Path(config), overrides)
-
-    from surgeon.train.preparing import prepare
-
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    asked = _asked(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
-    manifest, target = manifest_of(folder), Path(to)
-    processes = Ranks.of_environment().size
-    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
 
     from surgeon.train.session import run_training
 
@@ -61,18 +57,78 @@ def train(
         from surgeon.rework.make_delta import make_delta_of
 
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, target, None, metadata_of(run), listener)
+        make_delta_of(run, asked.target, None, metadata_of(run), listener)
 
     return run_training(
-        folder,
-        manifest,
-        loaded,
-        target,
+        asked.out,
+        asked.manifest,
+        asked.loaded,
+        asked.target,
         device=device,
         listener=listener,
-        prepared=prepared,
+        prepared=asked.prepared,
         deliver=as_delta if delta_only else None,
     )
+
+
+def rehearse(
+    out: str | Path,
+    config: str | Path,
+    to: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Rehearsal:
+    """What `train` of the same arguments would see, and about what it would cost; nothing is written.
+
+    The texts are read through and tokens counted, a few micro-batches are run and timed. Raises BadInput as `train`,
+    and where a micro-batch does not fit into memory.
+    """
+    asked = _asked(out, config, to, overrides, device, trust_remote_code)
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
+
+    from surgeon.train.rehearsal import measured
+    from surgeon.train.session import opened_run
+
+    return measured(
+        opened_run(
+            asked.out,
+            asked.manifest,
+            asked.loaded,
+            asked.target,
+            device=device,
+            listener=listener or Quiet(),
+            prepared=asked.prepared,
+        )
+    )
+
+
+class _Asked(NamedTuple):
+    """A run whose config and output were read, and fit each other."""
+
+    out: CheckpointFolder
+    manifest: Manifest
+    loaded: LoadedConfig
+    target: Path
+    prepared: Prepared
+
+
+def _asked(
+    out: str | Path, config: str | Path, to: str | Path, overrides: Sequence[str], device: str, trust_remote_code: bool
+) -> _Asked:
+    """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
+    loaded = load_config(Path(config), overrides)
+
+    from surgeon.train.preparing import prepare
+
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest, target = manifest_of(folder), Path(to)
+    processes = Ranks.of_environment().size
+    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
+    return _Asked(folder, manifest, loaded, target, prepared)
 
 
 def trained_view(trained: Trained) -> RenderableType:
@@ -109,3 +165,47 @@ def trained_view(trained: Trained) -> RenderableType:
         parts.append(Text(f"did not change: {listed(trained.unchanged)}", style="bold yellow"))
     done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
     return Group(*parts, Text(), Text.assemble(done, style="bold green"))
+
+
+def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
+    """The sources and what the run takes of them, a sample of each with what the loss counts, memory and time."""
+    sources = FittedTable("source")
+    for column in ("share", "documents", "tokens each", "the loss counts", "tokens in the run", "passes"):
+        sources.add_column(column)
+    for source in rehearsal.sources:
+        sources.add_row(
+            source.name,
+            f"{source.share:.3g}",
+            f"{source.documents:,}",
+            f"{source.tokens_a_document:,.0f}",
+            f"{source.counted:.0%}",
+            f"{source.run_tokens:,}",
+            f"{source.passes:.2g}",
+        )
+    parts: list[RenderableType] = [Text(printable(note, 2000), style="yellow") for note in rehearsal.notes]
+    parts += [sources, Text()]
+    for sample in rehearsal.samples:
+        shown = FittedTable(headings=False)
+        for text, counted in sample.parts:
+            style = "green" if counted else "dim"
+            shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
+        parts += [Text(f"a document of {sample.source}; the loss counts what is marked"), shown, Text()]
+    facts = FittedTable(headings=False)
+    settings = rehearsal.settings
+    facts.add_row("trains", f"{count(rehearsal.trained)} of {count(rehearsal.parameters)}, {rehearsal.tensors} tensors")
+    facts.add_row(
+        "a step",
+        f"{settings['batch']} × {settings['length']:,} tokens, {settings['micro_batch']} sequences at a time:"
+        f" {rehearsal.seconds_a_step:.3g} s on {rehearsal.device}",
+    )
+    whole = datetime.timedelta(seconds=round(rehearsal.seconds))
+    facts.add_row("time", f"about {whole} for {settings['steps']:,} steps, {rehearsal.tokens:,} tokens")
+    facts.add_row(
+        "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
+    )
+    return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
+
+
+def _on_a_line(text: str) -> str:
+    """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
+    return printable(text.replace("\n", "⏎"), 2000)
