@@ -60,7 +60,7 @@ WITHOUT = {
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
     "train/config.py": ("torch", "numpy", "transformers"),
-    "train/preparing.py": ("torch", "transformers"),
+    **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "launching", "train")},
     "continual/config.py": ("torch", "numpy", "transformers"),
     "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
     "common/yaml.py": ("torch", "numpy", "transformers"),

@@ -62,7 +62,7 @@ def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         path = named_by.resolve(given)
         if not os.path.lexists(path):
             looked = printable(str(path.resolve()))
-            wrong.append((key, f"source {source.name}: no such file or folder, {looked}; check `{key}`"))
+            wrong.append((key, f"source {source.name}: {looked}: no such file or folder; check `{key}`"))
         elif not (key == "path" and is_saved(path)):
             try:
                 files_of(path)

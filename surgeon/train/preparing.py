@@ -22,18 +22,20 @@ from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import Manifest
 from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.config import LoadedConfig, Settings, settle
+from surgeon.train.launching import Sharding, sharding_asked
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can begin: its numbers, notes about them, the tensors that train and the parts of the model."""
+    """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it."""
 
     settings: Settings
     notes: list[str]
     wanted: TrainableSet
     anatomy: Anatomy
+    sharding: Sharding | None
 
 
 def prepare(
@@ -44,6 +46,7 @@ def prepare(
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     devices.check(device)
     wrong: list[str] = []
+    sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
     wanted = _tried(lambda: trainable_set(out, manifest, loaded.config.what), wrong)
     anatomy = dissect(out.config, out.tensors)
     settled = None
@@ -58,7 +61,7 @@ def prepare(
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
     if wrong or wanted is None or settled is None:
         raise bad_input(wrong)
-    return Prepared(*settled, wanted, anatomy)
+    return Prepared(*settled, wanted, anatomy, sharding)
 
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:

@@ -45,9 +45,10 @@ from surgeon.train.checkpoints import (
 )
 from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
+from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.publishing import Trained, publishing_job, write_final
-from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
+from surgeon.train.sharding import let_go, shard, sharded_here
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -155,13 +156,12 @@ def opened_run(
     """A run whose texts are opened and read through. Raises BadInput."""
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
-    sharding = sharding_asked(loaded.config)
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
+    settings, wanted, sharding = prepared.settings, prepared.wanted, prepared.sharding
     if sharding is not None and ranks.size == 1:
         say("one process: nothing is sharded")
         sharding = None
-    if prepared is None:
-        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
-    settings, wanted = prepared.settings, prepared.wanted
     device = devices.resolve(device)
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
     named = loaded.config.chat_template
