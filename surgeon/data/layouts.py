@@ -164,9 +164,9 @@ def _before(entry: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _turns(value: Any, shown: str, where: str) -> list[Message]:
-    if isinstance(value, Mapping) and len(value) == 2:
-        # A feature `Sequence` of structs of `datasets` is kept as a struct of lists.
-        value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
+    if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
+        # A feature `Sequence` of structs of `datasets` is kept as a struct of lists, which are of one length.
+        value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadInput(f"{printable(where)}: {shown} is not a list of messages; {_FIELD}")
     return [_turn(message, nth, where) for nth, message in enumerate(value, 1)]

@@ -21,6 +21,7 @@ from surgeon.verify.check import Check
 from surgeon.verify.diff import difference_view
 from surgeon.verify.verify import Verification, verification_view
 from tests import tiny
+from tests.test_api import check_json
 
 WIDTHS = (60, 80, 120)
 
@@ -68,7 +69,9 @@ def evaluated(_: Path) -> RenderableType:
         SourceScores(source, 500, 123_456, 654_321, *[ratio] * 4, *[ratio] * 2) for source in ("code", "documentation")
     ]
     rows = tuple(ModelScores(name, True, tuple(scores)) for name in ("base", "some/where/else/grown-model"))
-    return evaluation_view(Evaluation(rows, 2048, "bfloat16", "cpu", ()))
+    found = Evaluation(rows, 2048, "bfloat16", "cpu", ())
+    check_json(found)
+    return evaluation_view(found)
 
 
 @pytest.mark.parametrize("view", [previewed, compared, verified, evaluated])

@@ -73,6 +73,8 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
         ({"instruction": "w1", "output": 3}, "`output` is 3, not a text; make it one"),
         ({"conversations": [{"from": "robot", "value": "w1"}]}, "message 1 is from `robot`, which is none of human,"),
         ({"messages": "w1"}, "`messages` is not a list of messages"),
+        ({"messages": {"role": "user", "content": "w1 w2"}}, "`messages` is not a list of messages"),
+        ({"messages": {"role": ["user"], "content": ["w1", "w2"]}}, "no message of the role `assistant`"),
         ({"conversations": [{"from": "human", "value": "w1"}]}, "no message of the role `assistant`"),
     ],
 )

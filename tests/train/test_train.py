@@ -32,6 +32,7 @@ from surgeon.train.session import work_folder
 from surgeon.train.train import rehearsal_view, trained_view
 from surgeon.train.trainer import Diverged, losses_by_source
 from tests import tiny
+from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
 from tests.warm import kill, warm
 
@@ -543,6 +544,7 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     there = sorted(tmp_path.rglob("*"))
     shown = surgeon.rehearse(out, asked, tmp_path / "run", overrides=["batch=2"], device="cpu")
     assert sorted(tmp_path.rglob("*")) == there
+    check_json(shown)
     assert (shown.settings["batch"], shown.tokens, shown.sources[0].documents) == (2, 2 * 2 * 24, 10)
     assert shown.seconds == 2 * shown.seconds_a_step > 0
     assert shown.optimizer_bytes == 12 * shown.trained, "two moments and a master of what is bfloat16"
@@ -553,6 +555,7 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     assert "dry run: nothing was written" in told.getvalue() and "<unk>" in told.getvalue()
     trained = surgeon.train(out, asked, tmp_path / "run", device="cpu")
     assert trained is not None
+    check_json(trained)
     assert (tmp_path / "run" / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATES["chatml"]
     assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
     # What is trained further has the template now, and needs no name for it; another one's is refused.
