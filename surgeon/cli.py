@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from surgeon.common.listener import ProgressListener
     from surgeon.plan.plan import LoadedPlan
-    from surgeon.plan.shipped import Described
 
 
 _ResultT = TypeVar("_ResultT", bound=Result)
@@ -714,7 +713,7 @@ def plans(
     if as_json:
         _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
     elif name is None:
-        _console().print(_plans_view(shipped.described()))
+        _console().print(shipped.plans_view(shipped.described()))
     else:
         print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
 
@@ -794,24 +793,6 @@ def _show(result: _ResultT, view: Callable[[_ResultT], RenderableType], *, as_js
 
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=True))
-
-
-def _plans_view(plans: Sequence[Described]) -> RenderableType:
-    """The shipped plans under their operations, a line each."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from surgeon.common.tables import FittedTable
-
-    parts: list[RenderableType] = []
-    for operation in dict.fromkeys(plan.operations[0] for plan in plans):
-        table = FittedTable(headings=False)
-        for plan in plans:
-            if plan.operations[0] == operation:
-                table.add_row(plan.name, plan.about)
-        parts += [*([Text()] if parts else []), Text(operation, style="bold"), Padding(table, (0, 0, 0, 2))]
-    return Group(*parts)
 
 
 def _named_texts(given: list[str]) -> dict[str, Path | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from rich.text import Text
@@ -19,11 +18,6 @@ def promise_of(promise: str, *, trained: bool) -> Text:
     """A promise as it holds now: of a model that was trained since, it is about its birth."""
     shown = PROMISE_STYLES[promise]
     return Text("exact at birth", style=shown.style) if trained and promise == "exact" else shown
-
-
-def by_number(name: str) -> list[str | int]:
-    """A key that sorts the numbers in names as numbers: layer 2 comes before layer 10."""
-    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def count(number: int) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from surgeon.checkpoint.kinds import kind_of
-from surgeon.common.formatting import by_number
+from surgeon.common.plain import by_number
 from surgeon.errors import BadInput, printable
-from surgeon.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
@@ -40,6 +43,9 @@ class Described:
 
 def described() -> list[Described]:
     """The shipped plans, those of one operation together."""
+    # Here and below, as the shell, which completes names, does not wait for it.
+    from surgeon.operations import OPERATIONS
+
     found = []
     for name in names():
         text = (folder() / f"{name}.yaml").read_text(encoding="utf-8")
@@ -65,6 +71,8 @@ def find_plan(plan: str | Path) -> Path:
 
 def _hint(path: Path, known: list[str]) -> str:
     """The three plans that may be meant: files of a folder, plans of a group, names alike."""
+    from surgeon.checkpoint.kinds import kind_of
+
     beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
     name = path.as_posix()
     group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
@@ -73,3 +81,21 @@ def _hint(path: Path, known: list[str]) -> str:
         return "`surgeon plans` lists the names, a plan file ends in .yaml"
     shown = [f"`{printable(plan)}`" for plan in near]
     return f"did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?"
+
+
+def plans_view(plans: Sequence[Described]) -> RenderableType:
+    """The shipped plans under their operations, a line each."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from surgeon.common.tables import FittedTable
+
+    parts: list[RenderableType] = []
+    for operation in dict.fromkeys(plan.operations[0] for plan in plans):
+        table = FittedTable(headings=False)
+        for plan in plans:
+            if plan.operations[0] == operation:
+                table.add_row(plan.name, plan.about)
+        parts += [*([Text()] if parts else []), Text(operation, style="bold"), Padding(table, (0, 0, 0, 2))]
+    return Group(*parts)

@@ -13,8 +13,9 @@ from rich.text import Text
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
-from surgeon.common.formatting import by_number, count, listed, size
+from surgeon.common.formatting import count, listed, size
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
