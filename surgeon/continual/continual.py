@@ -19,7 +19,7 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain
 from surgeon.common.tables import FittedTable
-from surgeon.continual.config import at_line, check_tasks, load_tasks, plans_of
+from surgeon.continual.config import at_line, check_tasks, check_texts, load_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
 
@@ -127,6 +127,7 @@ def continual(
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
+    check_texts(loaded)
     plans = plans_of(loaded)
     assert plans[0] is not None
     with at_line(loaded, 0):

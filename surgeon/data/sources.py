@@ -60,15 +60,20 @@ def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         paths.append(("validation", source.validation))
     for key, given in paths:
         path = named_by.resolve(given)
-        if not os.path.lexists(path):
-            looked = printable(str(path.resolve()))
-            wrong.append((key, f"source {source.name}: {looked}: no such file or folder; check `{key}`"))
-        elif not (key == "path" and is_saved(path)):
-            try:
-                files_of(path)
-            except BadInput as error:
-                wrong.append((key, f"source {source.name}: {error}"))
+        if not (key == "path" and is_saved(path)) and (why := absent(path, key)):
+            wrong.append((key, f"source {source.name}: {why}"))
     return wrong
+
+
+def absent(path: Path, key: str) -> str:
+    """Why there is no text at the path that `key` of a config names; empty where there is one."""
+    if not os.path.lexists(path):
+        return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
+    try:
+        files_of(path)
+    except BadInput as error:
+        return str(error)
+    return ""
 
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
