@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.push import push as push
+    from surgeon.train.train import rehearse as rehearse
     from surgeon.train.train import train as train
     from surgeon.verify.diff import diff as diff
     from surgeon.verify.verify import verify as verify
@@ -63,6 +64,7 @@ _HOMES = {
     "parse_plan": "plan.plan",
     "preview": "apply.preview",
     "push": "share.push",
+    "rehearse": "train.train",
     "report": "report.report",
     "revert": "rework.revert",
     "routing_report": "report.routing",

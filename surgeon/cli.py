@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -23,19 +23,31 @@ from surgeon._version import __version__
 from surgeon.checkpoint.room import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.plain import Result
-from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from surgeon.common.listener import ProgressListener
+    from surgeon.plan.plan import LoadedPlan
 
 
 _ResultT = TypeVar("_ResultT", bound=Result)
 
 
 class _Group(TyperGroup):
-    """Commands that end every failure with one line on stderr and an exit code."""
+    """Commands that end every failure with one line on stderr and an exit code; their help has whole summaries."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list of commands, each with the first paragraph of its help, however long that is."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
+            for name, command in found
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,6 +55,8 @@ class _Group(TyperGroup):
             # What is shown is written at the latest here, where there may be no room for it.
             sys.stdout.flush()
             return done
+        except Mistakes as error:
+            _fail(error.lines, error.exit_code)
         except SurgeonError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
@@ -71,9 +85,12 @@ class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except Mistakes:
+            # The file was read as what its place takes.
+            raise
         except BadInput as error:
-            if hint := _mixed_up(ctx):
-                raise BadInput(f"{error}{'' if str(error).endswith('?') else ';'} {hint}") from error
+            if "did you mean" not in str(error) and (hint := _mixed_up(ctx)):
+                raise BadInput(f"{error}; {hint}") from error
             raise
 
 
@@ -117,11 +134,12 @@ def _stop_writing(where: str | None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str | Sequence[str], code: int) -> NoReturn:
     if _Debug.on:
         traceback.print_exc()
     if Ranks.of_environment().leads:
-        print(f"surgeon: {printable(message, 2000)}", file=sys.stderr)
+        for line in [message] if isinstance(message, str) else message:
+            print(f"surgeon: {printable(line, 2000)}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -157,7 +175,9 @@ def _complete_shipped(incomplete: str) -> list[str]:
 
 PlanArgument = Annotated[
     str,
-    typer.Argument(metavar="PLAN", help="plan file, or the name of a shipped plan", autocompletion=_complete_plan),
+    typer.Argument(
+        metavar="PLAN", help="plan file, name of a shipped plan, or - for stdin", autocompletion=_complete_plan
+    ),
 ]
 BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id")]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output")]
@@ -182,7 +202,7 @@ class _Debug:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(__version__)
+        print(f"surgeon {__version__}")
         raise typer.Exit
 
 
@@ -210,7 +230,7 @@ def preview(
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        shown = surgeon.preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
+        shown = surgeon.preview(_plan(plan), base, revision=revision, trust_remote_code=trust_remote_code)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
@@ -251,7 +271,7 @@ def apply(
         return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = surgeon.apply(
-            plan,
+            _plan(plan),
             base,
             out,
             revision=revision,
@@ -303,8 +323,19 @@ def train(
         Path, typer.Option("--config", metavar="TRAIN.YAML", help="training config: data, steps, optimizer")
     ],
     to: Annotated[Path, typer.Option("--to", metavar="RUN", help="folder of the trained output")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
+        ),
+    ] = None,
     delta_only: Annotated[
         bool, typer.Option("--delta-only", help="write only what the base lacks to RUN, for `apply --delta`")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
@@ -315,19 +346,27 @@ def train(
 
     Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) N processes share every step's sequences.
     """
-    from surgeon.train.train import trained_view
+    from surgeon.train.config import load_config
+
+    # A mistake in it is shown before anything else is even imported.
+    load_config(config, overrides or ())
+
+    from surgeon.train.train import rehearsal_view, trained_view
 
     with _listening(quiet or not Ranks.of_environment().leads) as listener:
-        trained = surgeon.train(
-            out,
-            config,
-            to,
-            delta_only=delta_only,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    if trained is not None:
+        given: dict[str, Any] = {
+            "overrides": overrides or (),
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "listener": listener,
+        }
+        if dry_run:
+            rehearsal = surgeon.rehearse(out, config, to, **given)
+        else:
+            trained = surgeon.train(out, config, to, delta_only=delta_only, **given)
+    if dry_run:
+        _show(rehearsal, rehearsal_view, as_json=as_json)
+    elif trained is not None:
         _show(trained, trained_view, as_json=as_json, quiet=quiet)
     _leave_ranks()
 
@@ -674,7 +713,7 @@ def plans(
     if as_json:
         _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
     elif name is None:
-        print("\n".join(shipped.names()))
+        _console().print(shipped.plans_view(shipped.described()))
     else:
         print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
 
@@ -768,6 +807,23 @@ def _named_texts(given: list[str]) -> dict[str, Path | None]:
             raise BadInput(f"--text {printable(entry)}: the name {printable(name)} is given twice")
         named[name] = Path(file)
     return named
+
+
+def _plan(given: str) -> str | LoadedPlan:
+    """The plan as it is named, or the one that stands on stdin: `-`, whose relative paths start in this folder."""
+    if given != "-":
+        return given
+    from surgeon.common.yaml import LARGEST_FILE, decoded
+
+    if Ranks.of_environment().size > 1:
+        raise BadInput("PLAN -: torchrun starts several processes, and stdin has the plan once; give a file")
+    if sys.stdin.isatty():
+        raise BadInput("PLAN -: stdin is the terminal; redirect a plan to it, or give a file")
+    source = "<stdin>"
+    raw = sys.stdin.buffer.read(LARGEST_FILE + 1)
+    if len(raw) > LARGEST_FILE:
+        raise BadInput(f"{source}: larger than {LARGEST_FILE:,} bytes; is this a plan?")
+    return surgeon.parse_plan(decoded(raw, source), source=source)
 
 
 def _bytes(text: str) -> int:

@@ -1,11 +1,14 @@
 """The errors that are meant for the user.
 
-Every error carries one line that names the file, line or tensor, what was found and what to do, and
-the exit code the command line ends with (0 done, 1 a bug of ours, 2 bad input or refused, 3 a promise
+Every error carries one line that names the file, line or tensor, what was found and what to do (`Mistakes`: several
+such lines), and the exit code the command line ends with (0 done, 1 a bug of ours, 2 bad input or refused, 3 a promise
 does not hold, 130 interrupted).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class SurgeonError(Exception):
@@ -18,6 +21,22 @@ class BadInput(SurgeonError):
     """Something the user gave (plan, checkpoint, option) is wrong or is refused."""
 
     exit_code = 2
+
+
+class Mistakes(BadInput):
+    """Several things of what the user gave are wrong: a line each, in the order of the file."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mistakes, (self.lines,)
+
+
+def bad_input(lines: Sequence[str]) -> BadInput:
+    """The error for what is wrong, a line each: one alone is said as every other error is."""
+    return BadInput(lines[0]) if len(lines) == 1 else Mistakes(lines)
 
 
 class PromiseBroken(SurgeonError):

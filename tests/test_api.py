@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,8 @@ def test_every_command_is_a_function_with_its_options() -> None:
     renamed = {"ctx", "as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
     # `apply --delta` is a function of its own, `apply_delta`.
     renamed |= {"delta"}
+    # So is `train --dry-run`, `rehearse`.
+    renamed |= {"dry_run"}
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.callback.__name__
@@ -40,6 +43,34 @@ def test_every_command_is_a_function_with_its_options() -> None:
         assert asked - renamed <= offered | {"folder"}, name
         assert name in surgeon.__all__
     assert "apply_delta" in surgeon.__all__
+
+
+def documented_keys(section: str) -> list[set[str]]:
+    """The keys of a section of docs/json.md, table by table."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    tables = text.split("| key | |")[1:]
+    rows = [re.findall(r"^\| (`.*?) \|", table, re.M) for table in tables]
+    return [{key for row in table for key in re.findall(r"`(\w+)`", row)} for table in rows]
+
+
+NAMES = {
+    **{"Preview": "preview", "Applied": "apply", "Verification": "verify", "Trained": "train", "Rehearsal": "rehearse"},
+    **{"Evaluation": "evaluate", "Reverted": "revert", "MadeDelta": "make_delta", "AppliedDelta": "apply_delta"},
+    **{"Difference": "diff", "Exported": "export_slot", "Inspection": "inspect", "Families": "families"},
+    **{"KnownBase": "families", "TransportReport": "transport_report", "RoutingReport": "routing_report"},
+    **{"Reported": "report"},
+}
+
+
+def check_json(result: Any) -> None:
+    """A result's plain data has exactly the keys of its section in docs/json.md."""
+    kind = type(result).__name__
+    tables = documented_keys(NAMES[kind])
+    wanted = tables[1] if kind == "KnownBase" else tables[0]
+    if kind == "Applied":
+        wanted |= documented_keys("preview")[0]
+    assert result.to_json().keys() == wanted, kind
 
 
 def test_results_print_as_one_line(tmp_path: Path) -> None:
@@ -60,6 +91,8 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.families(tmp_path / "fused"),
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
+        surgeon.make_delta(tmp_path / "out", tmp_path / "delta"),
+        surgeon.apply_delta(tmp_path / "delta", base, tmp_path / "whole"),
         surgeon.transport_report(tmp_path / "fused"),
         surgeon.report(tmp_path / "out"),
         surgeon.routing_report(tmp_path / "out", {"probe": None}, window=16, windows=1),
@@ -68,7 +101,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         told = repr(result)
         assert told.startswith(f"{type(result).__name__}("), told
         assert "\n" not in told and len(told) < 600, told
-        assert result.to_json()
+        check_json(result)
     assert "holds=True" in repr(results[3]) and "identical=True" in repr(results[3])
     assert " 0 removed, " in repr(results[6])
 

@@ -60,6 +60,7 @@ WITHOUT = {
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
     "train/config.py": ("torch", "numpy", "transformers"),
+    **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "launching", "train")},
     "continual/config.py": ("torch", "numpy", "transformers"),
     "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
     "common/yaml.py": ("torch", "numpy", "transformers"),
@@ -156,4 +157,12 @@ def test_bytes_only_work_imports_neither_torch_nor_the_hub() -> None:
 def test_help_imports_no_more_than_the_command_line() -> None:
     loaded = imported_by("import surgeon.cli")
     for heavy in ("pydantic", "yaml", "torch", "surgeon.apply", "surgeon.plan"):
+        assert heavy not in loaded, heavy
+
+
+def test_no_public_function_waits_for_torch_before_its_arguments_are_checked() -> None:
+    """What a command refuses, it refuses at once: torch and transformers are imported where work begins."""
+    loaded = imported_by("import surgeon\nfor name in surgeon.__all__: getattr(surgeon, name)")
+    assert {"surgeon.train.train", "surgeon.evaluate.evaluate", "surgeon.report.report"} <= loaded
+    for heavy in ("torch", "transformers", "tokenizers"):
         assert heavy not in loaded, heavy

@@ -83,6 +83,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("french", "german")):
         _adapter(folder / "base-model", folder / "adapters" / name, seed=number)
     words = "It was a bright cold day, and the clocks were striking.\n"
+    chats = ({"instruction": f"Say {n}.", "output": f"{n}, as you wish."} for n in range(40))
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
     for name in ("wiki", "en", "fr", "de", "medicine"):
         (folder / f"{name}.txt").write_text(f"{name}: {words}" * 300)
         lines = (json.dumps({"text": f"{name} {number}: {words * 3}"}) for number in range(40))

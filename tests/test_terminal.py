@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import surgeon
 from surgeon.cli import app
 from surgeon.common.listener import ProgressListener
 from surgeon.plan import shipped
@@ -43,6 +44,59 @@ def test_help_tells_exit_codes() -> None:
     told = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     for words in ("0 done", "1 a bug", "2 bad input or refused", "3 a promise does not hold", "130 interrupted"):
         assert words in told
+
+
+def test_help_has_whole_summaries_and_the_version_its_programs_name() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=60).output.split())
+    assert "..." not in shown.partition("Commands:")[2]
+    for command in COMMANDS.values():
+        assert command.help is not None
+        assert " ".join(command.help.partition("\n\n")[0].split()) in shown
+    assert CliRunner().invoke(app, ["--version"]).output == f"surgeon {surgeon.__version__}\n"
+
+
+def test_a_plan_may_come_from_stdin(base: Path) -> None:
+    plan = "surgeon: 1\noperations: [{op: pmoe_experts}]\n"
+    shown = CliRunner().invoke(app, ["preview", "-", str(base), "--json"], input=plan)
+    named = CliRunner().invoke(app, ["preview", "pmoe", str(base), "--json"])
+    assert json.loads(shown.stdout)["layers"] == json.loads(named.stdout)["layers"]
+    wrong = CliRunner().invoke(app, ["preview", "-", str(base)], input=plan.replace("op:", "opp:"))
+    assert wrong.exit_code == 2 and "surgeon: <stdin>:2: " in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("apply BASE solar out", ["did you swap PLAN and BASE?"]),
+        ("apply solar out BASE", ["did you swap BASE and OUT?"]),
+        ("verify BASE BASE --device gpu", ["--device gpu: unknown; use auto, cpu, cuda or cuda:N"]),
+        ("verify BASE out --text absent.txt", ["absent.txt: cannot read the text (no such file; looked at"]),
+        ("report BASE --routing absent.json", ["absent.json: cannot read the routing record"]),
+        ("report BASE", ["no surgery.json, so this is not an output of surgeon"]),
+        ("routing-report BASE --text a=absent.txt", ["absent.txt: cannot read the text"]),
+        ("evaluate BASE --data absent.txt", ["absent.txt: no such file or folder"]),
+        ("evaluate absent --data absent.txt", ["absent: no such folder, and not a Hub id either"]),
+        ("train BASE --config TRAIN --to out", ["TRAIN:2: unknown key `step`;", "TRAIN:3: `sources` is []"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_each_before_torch_is_asked_for(
+    arguments: str, told: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text("surgeon_train: 1\nstep: 3\nsources: []\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def no_torch(device: str) -> str:
+        raise AssertionError("torch was asked for a device")
+
+    monkeypatch.setattr("surgeon.common.devices.resolve", no_torch)
+    places = {"BASE": str(base), "TRAIN": str(config)}
+    ran = CliRunner().invoke(app, [places.get(word, word) for word in arguments.split()])
+    assert ran.exit_code == 2, ran.output
+    lines = ran.stderr.splitlines()
+    assert len(lines) == len(told)
+    for line, words in zip(lines, told, strict=True):
+        assert line.startswith("surgeon: ") and words.replace("TRAIN", str(config)) in line, line
 
 
 def test_data_on_stdout_is_json_alone(base: Path) -> None:

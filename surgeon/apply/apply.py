@@ -98,7 +98,7 @@ def apply(
     if ranks.leads:
         with ranks.leading():
             check_output(job, located.path, target)
-            for note in shown.notes:
+            for note in shown.notes_on_it:
                 listener.say(note)
             if not shown.blueprint.native:
                 from surgeon.apply.preflight import check_skeleton

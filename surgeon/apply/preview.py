@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Layer
@@ -19,6 +18,7 @@ from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config, without_a_place
 from surgeon.families.dissect import dissect
@@ -51,6 +51,11 @@ class Preview:
     bytes_holes: int
     peak_memory: int
     notes: tuple[str, ...]
+
+    @property
+    def notes_on_it(self) -> tuple[str, ...]:
+        """The notes but for the one that only matters where the output is pushed, which `surgeon push` shows."""
+        return tuple(note for note in self.notes if note != _NO_LICENSE)
 
     def __repr__(self) -> str:
         layers = f"{sum(e.base is not None for e in self.blueprint.layers)} → {len(self.blueprint.layers)} layers"
@@ -269,7 +274,7 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
     blueprint = preview.blueprint
     return Group(
         Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),
-        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes),
+        *(Text(f"note: {printable(note)}", style="yellow") for note in preview.notes_on_it),
         Text(),
         _stack(blueprint),
         Text(),
@@ -279,13 +284,13 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
     )
 
 
-def _stack(blueprint: Blueprint) -> Table:
+def _stack(blueprint: Blueprint) -> FittedTable:
     """Old and new layers side by side, from the top of the stack down; runs of kept layers take one row."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("base", justify="right", style="cyan")
+    table = FittedTable(names=4)
+    table.add_column("base", style="cyan")
     table.add_column("")
-    table.add_column("output", justify="right")
-    table.add_column("")
+    table.add_column("output")
+    table.add_column("", number=False)
     for run in reversed(layer_runs(blueprint.layers)):
         first, last = run[0], run[-1]
         if first.base is not None and last.base is not None:
@@ -320,10 +325,8 @@ def _made(run: list[Layer]) -> Text:
     return _with_grafts(text, first)
 
 
-def _operations(blueprint: Blueprint) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("operation", "matched", "promise", "why", "trains"):
-        table.add_column(column, overflow="fold")
+def _operations(blueprint: Blueprint) -> FittedTable:
+    table = FittedTable("operation", "matched", "promise", "why", "trains")
     for number, record in enumerate(blueprint.operations):
         claim = record.claim
         table.add_row(
@@ -332,8 +335,8 @@ def _operations(blueprint: Blueprint) -> Table:
     return table
 
 
-def _budget(preview: Preview) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+def _budget(preview: Preview) -> FittedTable:
+    table = FittedTable(headings=False)
     grown = preview.parameters_after / preview.parameters_before
     table.add_row("parameters", f"{count(preview.parameters_before)} → {count(preview.parameters_after)}, ×{grown:.3g}")
     table.add_row("new", count(preview.parameters_new))

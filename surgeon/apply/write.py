@@ -127,6 +127,7 @@ class _Share:
     stopwatch: Stopwatch
     ranks: Ranks
     _workshop: Workshop | None = field(default=None, init=False)
+    _layers_done: int = field(default=0, init=False)
 
     @property
     def workshop(self) -> Workshop:
@@ -195,11 +196,18 @@ class _Share:
                 for layer, following in pairwise([*group_by_layer(outputs), then]):
                     if computes:
                         self.workshop.expect(layer, following)
+                        self._show(layer)
                     for output in layer:
                         _write_tensor(self, output, target, *place_of[output.name], shards, behind)
         finally:
             os.close(target)
         return self.workshop.take_reports() if computes else {}
+
+    def _show(self, layer: Sequence[Output]) -> None:
+        """Say which of the layers to compute is under way."""
+        if any(is_computed(output.recipe) for output in layer):
+            self._layers_done += 1
+            self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
 
     def close(self) -> None:
         """Nothing more is computed: what was to be read for it is not."""
@@ -211,6 +219,7 @@ class _Share:
         for output in outputs:
             if is_computed(output.recipe):
                 self.workshop.skip(output)
+        self._layers_done += sum(any(is_computed(o.recipe) for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
         entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
@@ -218,6 +227,12 @@ class _Share:
         # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
         begins = self.job.begins.get(shard.file, 0)
         return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
+
+
+def _computed_layers(shards: Sequence[Shard]) -> int:
+    """How many layers (or groups of tensors outside them) have something to compute."""
+    layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
+    return sum(any(is_computed(output.recipe) for output in layer) for layer in layers)
 
 
 class _Run(_Share):

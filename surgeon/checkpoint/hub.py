@@ -66,7 +66,7 @@ def locate(
         if revision is not None:
             raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
         return Located(Path(base))
-    _check_id(base)
+    check_id(base)
     if offline() or not download:
         return _cached(base, revision)
     repository = _Repository.ask(base, revision)
@@ -82,7 +82,7 @@ def locate_adapter(adapter: str) -> Located:
     Raises BadInput as `locate` does; a pickle is never downloaded.
     """
     repo_id, _, revision = adapter.partition("@")
-    _check_id(repo_id)
+    check_id(repo_id)
     wanted = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     off = offline()
     if not off:
@@ -99,7 +99,7 @@ def locate_delta(delta: str) -> Located:
     if Path(delta).exists():
         return Located(Path(delta))
     repo_id, _, revision = delta.partition("@")
-    _check_id(repo_id)
+    check_id(repo_id)
     if offline():
         return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
     repository = _Repository.ask(repo_id, revision or None)
@@ -119,7 +119,7 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     Everything but the weights is read and checked as by `CheckpointFolder.open`; reading a tensor raises BadInput.
     Offline it is opened from the cache. Raises BadInput as `locate` and `CheckpointFolder.open` do.
     """
-    _check_id(repo_id)
+    check_id(repo_id)
     if offline():
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)
@@ -281,7 +281,8 @@ def is_repo_id(name: str) -> bool:
     return REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
-def _check_id(base: str) -> None:
+def check_id(base: str) -> None:
+    """Raise BadInput for what is no id of the Hub."""
     if not is_repo_id(base):
         raise BadInput(
             f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"

@@ -6,17 +6,24 @@ import re
 
 from surgeon.errors import BadInput, printable
 
+_NAME = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
+
+
+def check(device: str) -> None:
+    """Raise BadInput for a name that is none of a device, before torch is loaded to ask whether it is there."""
+    if device != "auto" and _NAME.fullmatch(device) is None:
+        raise BadInput(f"--device {printable(device)}: unknown; use auto, cpu, cuda or cuda:N")
+
 
 def resolve(device: str) -> str:
     """The torch device that `--device` names. Raises BadInput where the name is unknown or the device is missing."""
+    check(device)
     import torch
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    found = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device)
-    if found is None:
-        raise BadInput(f"--device {printable(device)}: unknown; use auto, cpu, cuda or cuda:N")
-    if device == "cpu":
+    found = _NAME.fullmatch(device)
+    if found is None or device == "cpu":
         return device
     count = torch.cuda.device_count()
     if count == 0:

@@ -9,6 +9,16 @@ from pathlib import Path
 from surgeon.errors import BadInput, printable
 
 
+def check_readable(path: Path, *, what: str) -> None:
+    """BadInput, which names the `what` (in messages), where there is no regular file to read."""
+    shown = printable(str(path))
+    if path.is_dir() or not os.path.lexists(path):
+        why = "a folder" if path.is_dir() else f"no such file; looked at {printable(str(path.absolute()))}"
+        raise BadInput(f"{shown}: cannot read the {what} ({why}); check the path")
+    if not os.access(path, os.R_OK):
+        raise BadInput(f"{shown}: cannot read the {what} (Permission denied); check the path")
+
+
 def read_given(path: Path, *, what: str, most: int) -> bytes:
     """The content of a `what` (in messages) of at most `most` bytes; links are followed. Raises BadInput."""
     shown = printable(str(path))

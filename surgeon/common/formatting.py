@@ -14,6 +14,12 @@ PROMISE_STYLES = {
 }
 
 
+def promise_of(promise: str, *, trained: bool) -> Text:
+    """A promise as it holds now: of a model that was trained since, it is about its birth."""
+    shown = PROMISE_STYLES[promise]
+    return Text("exact at birth", style=shown.style) if trained and promise == "exact" else shown
+
+
 def count(number: int) -> str:
     """A count of parameters: 1,235,814,400 (1.24B)."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):

@@ -1,9 +1,10 @@
-"""Results as plain data: what `--json` shows, and what files of results hold."""
+"""Results as plain data: what `--json` shows, and what files of results hold; and how names with numbers sort."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -50,3 +51,8 @@ def plain_fields(held: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
 def same_json(one: Any, other: Any) -> bool:
     """Whether two values are the same JSON: true is not 1, and NaN is itself."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def by_number(name: str) -> list[str | int]:
+    """A key that sorts the numbers in names as numbers: layer 2 comes before layer 10."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"([0-9]+)", name))]

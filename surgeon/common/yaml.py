@@ -10,9 +10,10 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from surgeon.common.files import read_given
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, bad_input, printable
 
 LARGEST_FILE = 1_000_000  # bytes
 MOST_NODES = 20_000
@@ -31,16 +32,22 @@ _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
 Place = tuple[str | int, ...]
 ModelT = TypeVar("ModelT", bound=BaseModel)
+MOST_PROBLEMS = 20  # shown of one file
+NOTHING_GIVEN: Mapping[Place, str] = MappingProxyType({})
 
 
 def read_text(path: Path, *, what: str) -> str:
     """The text of a regular file. Raises BadInput, which names file and line, where it cannot be read as UTF-8."""
-    raw = read_given(path, what=what, most=LARGEST_FILE)
+    return decoded(read_given(path, what=what, most=LARGEST_FILE), str(path))
+
+
+def decoded(raw: bytes, source: str) -> str:
+    """What was read from `source`, as text. Raises BadInput, which names file and line, where it is not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        where = f"{printable(str(path))}:{line}"
+        where = f"{printable(source)}:{line}"
         raise BadInput(f"{where}: not UTF-8 text (byte {raw[error.start]:#04x}); save it as UTF-8") from None
 
 
@@ -168,6 +175,53 @@ class _Builder:
         return text
 
 
+def override(data: dict[str, Any], settings: Sequence[str]) -> dict[Place, str]:
+    """Set values of a document by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
+
+    Returns for every place that was set the option, as errors name it. Raises BadInput for what is no such setting, and
+    where the path leads through a value or to an entry that is not there; keys that the schema does not know are found
+    with the rest of the document (`check_yaml`).
+    """
+    given: dict[Place, str] = {}
+    for setting in settings:
+        option = f"--set {setting}"
+        path, equals, value = setting.partition("=")
+        steps = path.split(".")
+        if not equals or not all(steps):
+            raise BadInput(f"{printable(option)}: give a key and a value, as in --set optimizer.lr=1e-4")
+        node: Any = data
+        place: Place = ()
+        for number, step in enumerate(steps):
+            key = _key_in(node, step, option, ".".join(steps[:number]))
+            place = (*place, key)
+            if number + 1 == len(steps):
+                node[key] = parse_yaml(f"value: {value}", option, what="value", needs="a value")[0]["value"]
+            elif isinstance(node, dict) and node.get(key) is None:
+                # A section that the file leaves out; of a wrong name it is this option's.
+                node[key] = {}
+                given[place] = option
+            node = node[key]
+        given[place] = option
+    return given
+
+
+def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
+    """The key, or the number of the list's entry, that a step of a dotted path means. Raises BadInput."""
+    if isinstance(node, dict):
+        return step
+    if not isinstance(node, list):
+        raise BadInput(f"{printable(option)}: `{printable(above)}` is a value, which has no keys; set it as it is")
+    names = [str(entry.get("name", entry.get("op", ""))) if isinstance(entry, dict) else "" for entry in node]
+    if step in names:
+        return names.index(step)
+    if step.isdecimal() and int(step) < len(node):
+        return int(step)
+    raise BadInput(
+        f"{printable(option)}: `{printable(above)}` has no entry `{printable(step)}`"
+        f"{did_you_mean(step, [name for name in names if name])}"
+    )
+
+
 def check_yaml(
     model: type[ModelT],
     data: dict[str, Any],
@@ -177,18 +231,42 @@ def check_yaml(
     what: str,
     known_keys: Callable[[ErrorDetails, Place], list[str]],
     tags: Callable[[str], list[str]] = lambda _: [],
+    given: Mapping[Place, str] = NOTHING_GIVEN,
 ) -> ModelT:
     """What `parse_yaml` read, as `model` has it.
 
-    Raises BadInput with the first problem as one line: file, line, key, what is wrong, and the key or value that was
+    Raises BadInput with every problem, a line each: file, line, key, what is wrong, and the key or value that was
     probably meant. `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a
-    discriminator.
+    discriminator; `given` are the options that changed the document after it was read, by the place that they set.
     """
     try:
         # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        raise BadInput(_explained(_most_specific(error), data, lines, source, what, known_keys, tags)) from None
+        problems = {_place_of(problem, data): problem for problem in _problems(error, data)}
+    misspelt = {
+        (*place[:-1], meant)
+        for place, problem in problems.items()
+        if problem["type"] == "extra_forbidden" and (meant := _nearest(str(place[-1]), known_keys(problem, place)))
+    }
+    found = [
+        where(place, lines, source, given) + _explained(problem, place, data, what, known_keys, tags)
+        for place, problem in sorted(problems.items(), key=lambda entry: _line_of(entry[0], lines))
+        if not (problem["type"] == "missing" and place in misspelt)
+    ]
+    raise bad_input(found[:MOST_PROBLEMS])
+
+
+def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[Place, str] = NOTHING_GIVEN) -> str:
+    """How an error about a place of a document begins: its file and line, or the option that set it."""
+    for cut in range(len(place), 0, -1):
+        if (option := given.get(place[:cut])) is not None:
+            return f"{printable(option)}: "
+    return f"{printable(source)}:{_line_of(place, lines)}: "
+
+
+def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
+    return next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
 
 
 def keys_by_section(
@@ -208,31 +286,32 @@ def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     return model.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
 
 
+def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
+    place = _place_in(data, problem["loc"])
+    if problem["type"] == "union_tag_invalid":
+        place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
+    return place
+
+
 def _explained(
     problem: ErrorDetails,
+    place: Place,
     data: dict[str, Any],
-    lines: dict[Place, int],
-    source: str,
     what: str,
     known_keys: Callable[[ErrorDetails, Place], list[str]],
     tags: Callable[[str], list[str]],
 ) -> str:
-    place = _place_in(data, problem["loc"])
-    if problem["type"] == "union_tag_invalid":
-        place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
-    line = next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
-    where = f"{printable(source)}:{line}: "
     match problem["type"]:
         case "extra_forbidden":
             key = str(place[-1])
-            return f"{where}unknown key `{printable(key)}`{_did_you_mean(key, known_keys(problem, place))}"
+            return f"unknown key `{printable(key)}`{did_you_mean(key, known_keys(problem, place))}"
         case "union_tag_not_found":
             name = str(problem["ctx"]["discriminator"]).strip("'")
-            return f"{where}`{_shown_place(place, what)}` needs `{name}:`, one of {', '.join(tags(name))}"
+            return f"`{_shown_place(place, what)}` needs `{name}:`, one of {', '.join(tags(name))}"
         case "value_error":
             # A sentence of ours about several keys, which says all there is to say: only the entry is named.
-            return where + _entry_of(data, place) + problem["msg"].removeprefix("Value error, ")
-    return where + _about_value(problem, _shown_place(place, what))
+            return _entry_of(data, place) + problem["msg"].removeprefix("Value error, ")
+    return _about_value(problem, _shown_place(place, what))
 
 
 def _about_value(problem: ErrorDetails, key: str) -> str:
@@ -243,10 +322,10 @@ def _about_value(problem: ErrorDetails, key: str) -> str:
             return f"`{key}` is missing"
         case "union_tag_invalid":
             tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
-            return f"unknown {name} `{printable(tag)}`{_did_you_mean(tag, _listed(context['expected_tags']))}"
+            return f"unknown {name} `{printable(tag)}`{did_you_mean(tag, _listed(context['expected_tags']))}"
         case "literal_error":
             options = _listed(str(context["expected"]).replace(" or ", ", "))
-            return f"`{key}` is {_shown(problem['input'])}{_did_you_mean(str(problem['input']), options)}"
+            return f"`{key}` is {_shown(problem['input'])}{did_you_mean(str(problem['input']), options)}"
         case _:
             # "Input should be greater than 0", "List should have at least 1 item": the words after the subject.
             _, should, wanted = problem["msg"].partition(" should ")
@@ -273,11 +352,39 @@ def _entry_of(data: Any, place: Place) -> str:
     return f"{printable(str(place[0]))}[{place[1]}]{called}: "
 
 
-def _most_specific(error: ValidationError) -> ErrorDetails:
-    """Of several problems (a union tries every form) the one deepest in the file, unknown keys first."""
-    problems = error.errors(include_url=False)
+def _problems(error: ValidationError, data: dict[str, Any]) -> list[ErrorDetails]:
+    """Every problem once: of those that a union found as it tried its forms, the most specific one."""
+    by_place: dict[Place, list[ErrorDetails]] = {}
+    for problem in error.errors(include_url=False):
+        by_place.setdefault(_tried_at(data, problem), []).append(problem)
+    return [_most_specific(problems) for problems in by_place.values()]
+
+
+def _most_specific(problems: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The one deepest in the file, unknown keys first."""
     order = {"extra_forbidden": 0, "union_tag_invalid": 0}
     return min(problems, key=lambda p: (order.get(p["type"], 1), -len(p["loc"])))
+
+
+def _tried_at(data: Any, problem: ErrorDetails) -> Place:
+    """The place of a problem; of one that a union found in one of its forms, the place of the union's value.
+
+    A step of a location that is no key of the data names a form of a union, unless it is the value of the entry's
+    discriminator (`op`, `kind`), or the last one, which may be a key that is missing.
+    """
+    place: list[str | int] = []
+    *steps, last = problem["loc"] or ("",)
+    for step in steps:
+        if _holds(data, step):
+            data = data[step]
+            place.append(step)
+        elif not (isinstance(data, dict) and step in data.values()):
+            return tuple(place)
+    return (*place, last) if _holds(data, last) or problem["type"] == "missing" else tuple(place)
+
+
+def _holds(data: Any, step: int | str) -> bool:
+    return step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
 
 
 def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
@@ -294,11 +401,15 @@ def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
     return tuple(place)
 
 
-def _did_you_mean(given: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean `{close[0]}`?"
+def did_you_mean(given: str, options: Sequence[str]) -> str:
+    """What to add to an error about `given`: the option that is nearest, or all of them."""
+    if (close := _nearest(given, options)) is not None:
+        return f"; did you mean `{close}`?"
     return f"; known: {', '.join(options)}" if options else ""
+
+
+def _nearest(given: str, options: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=0.5)), None)
 
 
 def _kind_of(value: Any) -> str:

@@ -17,9 +17,10 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
+from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text, where
+from surgeon.data.sources import absent
 from surgeon.data.specs import ORIGINAL, Entry, SourceSpec
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, bad_input, printable
 from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
@@ -62,7 +63,7 @@ class ExpertSettings(Entry):
 class TaskSource(Entry):
     """One source of a task's text."""
 
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
+    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
     name: Annotated[
         str | None, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="default: the task's, numbered from the second")
     ] = None
@@ -77,9 +78,9 @@ class TaskSource(Entry):
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss and performance on the assistant's words alone")
     ] = "text"
-    field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
-        None
-    )
+    field: Annotated[
+        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
+    ] = None
     validation: Annotated[
         float | str,
         Field(description="what performance is measured on: a share of the documents, held out, or a file of its own"),
@@ -96,7 +97,7 @@ class GeneralSource(Entry):
     """Text that no task trains on, by which general ability is measured (ΔR)."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what the table calls it")]
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .txt, .parquet) or folder of such files")]
+    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
     kind: Annotated[Literal["text", "chat"], Field(description="as of a task's source")] = "text"
     field: Annotated[str | None, Field(description="as of a task's source")] = None
 
@@ -350,6 +351,21 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
             # Of the base or the disk, not of what was asked.
             raise
         raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {message}") from None
+
+
+def check_texts(loaded: LoadedTasks) -> None:
+    """Raise BadInput with every text of the tasks file that is not there, by its line."""
+    named: list[tuple[Place, str]] = []
+    for number, task in enumerate(loaded.config.tasks):
+        for nth, source in enumerate(task.sources):
+            place: Place = ("tasks", number, "sources", nth)
+            named.append(((*place, "path"), source.path))
+            if isinstance(source.validation, str):
+                named.append(((*place, "validation"), source.validation))
+    named += [(("general", nth, "path"), source.path) for nth, source in enumerate(loaded.config.general)]
+    found = ((place, absent(loaded.resolve(path), str(place[-1]))) for place, path in named)
+    if wrong := [where(place, loaded.lines, str(loaded.source)) + why for place, why in found if why]:
+        raise bad_input(wrong)
 
 
 def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: CheckpointFolder) -> None:

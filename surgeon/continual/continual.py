@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.apply.preview import preview
@@ -19,7 +18,8 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain
-from surgeon.continual.config import at_line, check_tasks, load_tasks, plans_of
+from surgeon.common.tables import FittedTable
+from surgeon.continual.config import at_line, check_tasks, check_texts, load_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
 
@@ -122,13 +122,12 @@ def continual(
     within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
     BadInput too where the tasks file, its texts or the base changed since.
     """
-    from surgeon.continual.course import Asked, Course, run_course
-
     listener = listener or Quiet()
+    devices.check(device)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
-    device = devices.resolve(device)
+    check_texts(loaded)
     plans = plans_of(loaded)
     assert plans[0] is not None
     with at_line(loaded, 0):
@@ -136,6 +135,10 @@ def continual(
     located = locate(str(base), revision=revision)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, folder)
+
+    from surgeon.continual.course import Asked, Course, run_course
+
+    device = devices.resolve(device)
     asked = Asked(loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener)
 
     def result(course: Course) -> Continued:
@@ -162,12 +165,11 @@ def continual(
 def continued_view(continued: Continued) -> RenderableType:
     """Performance on every task after every task, and what the paper makes of it."""
     names = (*continued.tasks, *continued.general)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("accuracy (loss) after")
+    table = FittedTable("accuracy (loss) after")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name)
     for column in ("OP", "BWT", "ΔR"):
-        table.add_column(column, justify="right", style="bold")
+        table.add_column(column, style="bold")
     for number, row in enumerate(continued.rows):
         cells = [f"{row[name].accuracy:.1%} ({row[name].loss:.3f})" if name in row else "" for name in names]
         judged = ("", "", "")

@@ -27,7 +27,7 @@ class Measure:
         """Raises BadInput for a text that is not as it must be, of whatever task, and for a base without tokenizer."""
         config = loaded.config
         self.notes: list[str] = []
-        self._opened: dict[tuple[str, str, bool], Documents] = {}
+        self._opened: dict[tuple[str, str | None, bool], Documents] = {}
         # Each source by itself: sequences that are scored together are of one length.
         self._held: dict[str, list[list[PackedSequence]]] = {}
         encoder = Encoder(base.path, vocabulary=dissect(base.config, base.tensors).sizes.vocabulary)
@@ -56,7 +56,7 @@ class Measure:
 
     def _documents(self, loaded: LoadedTasks, source: TaskSource | GeneralSource, path: str) -> Documents:
         chat = source.kind == "chat"
-        key = source.field or ("messages" if chat else "text")
+        key = source.field
         if (path, key, chat) not in self._opened:
             self._opened[path, key, chat] = Documents(loaded.resolve(path), key=key, chat=chat)
         return self._opened[path, key, chat]

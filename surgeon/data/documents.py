@@ -1,4 +1,4 @@
-"""Where training text comes from: JSON lines, plain text, parquet; indexed once, then read document by document.
+"""Where training text comes from: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
 
 The index pass reads every file whole, so that a broken line is reported before the first step. It keeps two numbers a
 document; texts stay on disk.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,24 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import first_line
+from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.errors import BadInput, printable
+
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
-_FIELD = "`field:` of the source names another key"
 _AGAIN = "get the file again, or leave it out"
-_KINDS = (".jsonl", ".txt", ".parquet")
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a chat."""
-
-    role: str
-    content: str
-
-
-Document = str | tuple[Message, ...]
+_KINDS = (".jsonl", ".json", ".txt", ".parquet")
 
 
 class Corpus(Protocol):
@@ -60,15 +51,15 @@ class Corpus(Protocol):
 class Documents:
     """The documents of files, by number. A parquet file stays open until another one is read."""
 
-    def __init__(self, path: Path, *, key: str, chat: bool) -> None:
-        """Index `path` (a file, or a folder of files); `key` holds the text or messages.
+    def __init__(self, path: Path, *, key: str | None, chat: bool) -> None:
+        """Index `path` (a file, or a folder of files); `key` holds the text or messages (None: as `layouts` has it).
 
         Raises BadInput for a missing, unreadable or empty file and for the first line that is not a document.
         """
         self.path = path
         self.key = key
         self.chat = chat
-        self.files = _files(path)
+        self.files = files_of(path)
         self.blank = 0
         pieces = [self._index(number, file) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
@@ -106,6 +97,8 @@ class Documents:
             match file.suffix:
                 case ".jsonl":
                     spans = list(self._lines(file))
+                case ".json":
+                    spans = list(self._entries(file))
                 case ".txt":
                     spans = list(_pieces(file))
                 case _:
@@ -138,23 +131,44 @@ class Documents:
             raise BadInput(
                 f"{printable(where)}: not JSON ({printable(str(error))}); expected one object a line"
             ) from None
-        if not isinstance(entry, dict) or self.key not in entry:
-            raise BadInput(
-                f"{printable(where)}: no key `{printable(self.key)}`; `field:` of the source names another one"
-            )
-        return self._document(entry[self.key], where)
+        return self._document(entry, where)
+
+    def _entries(self, file: Path) -> Iterator[tuple[int, int]]:
+        """Begin and end, in bytes, of every object of a JSON file that holds a list of them."""
+        shown = printable(str(file))
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        decoder = json.JSONDecoder()
+        place = _after_space(text, 0)
+        if text[place : place + 1] != "[":
+            raise BadInput(f"{shown}: not a list of objects; one object a line is what .jsonl means")
+        place, counted, length = _after_space(text, place + 1), 0, 0
+        while text[place : place + 1] not in ("]", ""):
+            try:
+                entry, end = decoder.raw_decode(text, place)
+            except (ValueError, RecursionError) as error:
+                raise BadInput(f"{shown}: not JSON ({printable(str(error))}); save it again") from None
+            number = text.count("\n", 0, place) + 1
+            length += len(text[counted:place].encode())
+            begin, counted = length, end
+            length += len(text[place:end].encode())
+            if is_blank(self._document(entry, f"{file}:{number}")):
+                self.blank += 1
+            else:
+                yield begin, length
+            place = _after_space(text, end)
+            if text[place : place + 1] == ",":
+                place = _after_space(text, place + 1)
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
         """Row group and row within it, of every row whose text is not blank."""
         opened = _parquet(file)
-        if self.key not in opened.schema_arrow.names:
-            raise BadInput(
-                f"{printable(str(file))}: no column `{printable(self.key)}`; it has"
-                f" {printable(', '.join(opened.schema_arrow.names))}; `field:` of the source names another one"
-            )
+        columns = self._columns(opened, file)
         for group in range(opened.num_row_groups):
-            for row, value in enumerate(_column(opened, group, self.key, file)):
-                if is_blank(self._document(value, f"{file}, row {row} of group {group}")):
+            for row, entry in enumerate(_rows_of(opened, group, columns, file)):
+                if is_blank(self._document(entry, f"{file}, row {row} of group {group}")):
                     self.blank += 1
                 else:
                     yield group, row
@@ -164,15 +178,19 @@ class Documents:
             while len(self._groups) >= 4:
                 self._groups.pop(next(iter(self._groups)))
             path = self.files[file]
-            self._groups[file, group] = _column(_parquet(path), group, self.key, path)
+            opened = _parquet(path)
+            self._groups[file, group] = _rows_of(opened, group, self._columns(opened, path), path)
         return self._groups[file, group][row]
 
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file, which must be the same when a run is continued."""
         return stamps(self.files)
 
-    def _document(self, value: Any, where: str) -> Document:
-        return document_of(value, where, key=self.key, chat=self.chat)
+    def _columns(self, opened: Any, file: Path) -> list[str]:
+        return columns_of(opened.schema_arrow.names, self.key, chat=self.chat, where=str(file))
+
+    def _document(self, entry: Any, where: str) -> Document:
+        return document_of(entry, where, key=self.key, chat=self.chat)
 
 
 def stamps(files: Sequence[Path]) -> list[Any]:
@@ -180,46 +198,13 @@ def stamps(files: Sequence[Path]) -> list[Any]:
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
-def document_of(value: Any, where: str, *, key: str, chat: bool) -> Document:
-    """The value under an entry's `key`, as a document. Raises BadInput, beginning with `where`, if it is not one."""
-    if not chat:
-        if isinstance(value, str):
-            return checked_text(value, where)
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is {printable(repr(value), 40)}, not a text; {_FIELD}")
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadInput(f"{printable(where)}: `{printable(key)}` is not a list of messages; {_FIELD}")
-    messages: list[Message] = []
-    for nth, message in enumerate(value, 1):
-        ours = isinstance(message, dict) and all(isinstance(message.get(part), str) for part in ("role", "content"))
-        if not ours:
-            raise BadInput(f"{printable(where)}: message {nth} has no `role` and `content` that are text; add them")
-        role, content = (checked_text(message[part], f"{where}, message {nth}") for part in ("role", "content"))
-        messages.append(Message(role, content))
-    if not any(message.role == "assistant" for message in messages):
-        raise BadInput(
-            f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
-        )
-    return tuple(messages)
-
-
-def checked_text(text: str, where: str) -> str:
-    """The text; BadInput, beginning with `where`, for half of a UTF-16 pair in it, which nothing can encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadInput(
-            f"{printable(where)}: character {error.start + 1} of the text is half of a UTF-16 pair"
-            f" ({printable(text[error.start])}), which no tokenizer takes; remove or replace it"
-        ) from None
-    return text
-
-
 def is_blank(document: Document) -> bool:
     """Whether a text has no word in it."""
     return isinstance(document, str) and not document.strip()
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The files of a text: the file itself, or those in a folder. Raises BadInput where there is none to read."""
     shown = printable(str(path))
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file())
@@ -274,14 +259,20 @@ def _parquet(file: Path) -> Any:
         raise BadInput(f"{shown}: not a parquet file that can be read ({first_line(error)}); {_AGAIN}") from None
 
 
-def _column(opened: Any, group: int, key: str, file: Path) -> list[Any]:
-    """The values of one column in a row group; BadInput where they are damaged."""
+def _rows_of(opened: Any, group: int, columns: list[str], file: Path) -> list[Any]:
+    """The rows of a row group, of these columns; BadInput where they are damaged."""
     import pyarrow
 
     try:
-        values: list[Any] = opened.read_row_group(group, columns=[key])[key].to_pylist()
+        rows: list[Any] = opened.read_row_group(group, columns=columns).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise BadInput(
             f"{printable(str(file))}: row group {group} cannot be read ({first_line(error)}); {_AGAIN}"
         ) from None
-    return values
+    return rows
+
+
+def _after_space(text: str, place: int) -> int:
+    """The next place that is no white space of JSON."""
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()

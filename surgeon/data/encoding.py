@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from surgeon.data.documents import Document, Message
+from surgeon.data.layouts import Document, Message
 from surgeon.errors import BadInput, printable
+from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.tokens import check_ids
 
@@ -17,9 +18,12 @@ Encoded = tuple[list[int], list[bool]]
 
 
 class Encoder:
-    """The tokenizer of a checkpoint. `vocabulary` is the model's: a token beyond it is refused."""
+    """The tokenizer of a checkpoint. `vocabulary` is the model's: a token beyond it is refused.
 
-    def __init__(self, folder: Path, *, vocabulary: int) -> None:
+    `template` is how chats are written: the one that was given, else the checkpoint's own (None: it has none).
+    """
+
+    def __init__(self, folder: Path, *, vocabulary: int, template: str | None = None) -> None:
         """Load the folder's tokenizer without running code of the folder. Raises BadInput where none can be loaded."""
         self.folder = folder
         self.vocabulary = vocabulary
@@ -30,14 +34,12 @@ class Encoder:
                 " model's own tokenizer files here"
             )
         self.tokenizer = found
+        self.template = template or found.chat_template
 
     def check_chat(self) -> None:
-        """Raise BadInput where the tokenizer has no chat template."""
-        if not self.tokenizer.chat_template:
-            raise BadInput(
-                f"{printable(str(self.folder))}: its tokenizer has no chat template, which sources of the kind `chat`"
-                " need; add chat_template.jinja, or use `kind: text`"
-            )
+        """Raise BadInput where there is no chat template."""
+        if not self.template:
+            raise BadInput(no_template(self.folder))
 
     def encode(self, document: Document) -> Encoded:
         """Token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
@@ -59,7 +61,7 @@ class Encoder:
     def _chat(self, messages: tuple[Message, ...]) -> Encoded:
         """The template's tokens; the loss is on what the assistant says, to the end of its turn."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        template = self.tokenizer.chat_template
+        template = self.template
         assert template is not None, "check_chat was not asked"
         if _GENERATION.search(template):
             return self._marked(turns, template)
@@ -99,4 +101,4 @@ class Encoder:
     def _templated(self, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
         if not turns:
             return []
-        return self.tokenizer.ids(self.tokenizer.render(turns, prompt=prompt), special=False)
+        return self.tokenizer.ids(self.tokenizer.render(turns, template=self.template, prompt=prompt), special=False)

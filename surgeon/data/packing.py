@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from surgeon.data.documents import Corpus
-from surgeon.data.encoding import Encoded, Encoder
 from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgeon.data.encoding import Encoded, Encoder
 
 IGNORED_LABEL = -100
 Packing = Literal["isolated", "joined"]
@@ -196,6 +198,8 @@ class Batches:
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool) -> dict[str, Tensor]:
     """`input_ids`, `labels` and `position_ids` (sequences, length), and where asked `domain_ids` (sequences); int64."""
+    import torch
+
     batch = {
         "input_ids": torch.tensor([sequence.ids for sequence in sequences]),
         "labels": torch.tensor([sequence.labels for sequence in sequences]),

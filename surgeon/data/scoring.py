@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.documents import Document
 from surgeon.data.encoding import Encoder
+from surgeon.data.layouts import Document
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable

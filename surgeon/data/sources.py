@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
-from surgeon.data.documents import Corpus, Document, Documents, document_of, is_blank, stamps
+from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
+from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
@@ -43,6 +46,34 @@ class OpenedSource:
     text: Corpus
     held_out: Corpus | None = None
     commit: str | None = None
+
+
+def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
+    """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
+    wrong: list[tuple[str, str]] = []
+    paths = [("path", source.path)]
+    if source.repo_id is not None:
+        paths = []
+        if find_spec("datasets") is None:
+            wrong.append(("path", str(_no_library(f"source {source.name}: {source.path}"))))
+    if isinstance(source, SourceSpec) and isinstance(source.validation, str) and source.validation_split is None:
+        paths.append(("validation", source.validation))
+    for key, given in paths:
+        path = named_by.resolve(given)
+        if not (key == "path" and is_saved(path)) and (why := absent(path, key)):
+            wrong.append((key, f"source {source.name}: {why}"))
+    return wrong
+
+
+def absent(path: Path, key: str) -> str:
+    """Why there is no text at the path that `key` of a config names; empty where there is one."""
+    if not os.path.lexists(path):
+        return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
+    try:
+        files_of(path)
+    except BadInput as error:
+        return str(error)
+    return ""
 
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
@@ -87,19 +118,17 @@ class HeldOut:
 class Table:
     """The rows of one split as documents, by number."""
 
-    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str, chat: bool) -> None:
-        """Index column `key` of `rows`, a `datasets.Dataset`. Raises BadInput where it is missing or has no text."""
+    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str | None, chat: bool) -> None:
+        """Index `rows`, a `datasets.Dataset`, by column `key`, or the columns of a known layout.
+
+        Raises BadInput where they are missing or have no text.
+        """
         self._shown = shown
         self._identity = identity
         self.key = key
         self.chat = chat
         self.blank = 0
-        if key not in rows.column_names:
-            raise BadInput(
-                f"{printable(shown)}: no column `{printable(key)}`; it has {printable(', '.join(rows.column_names))};"
-                " `field:` of the source names another one"
-            )
-        self._rows = rows.select_columns([key]).with_format(None)
+        self._rows = rows.select_columns(columns_of(rows.column_names, key, chat=chat, where=shown)).with_format(None)
         self._numbers = self._index()
         if not len(self._numbers):
             raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
@@ -116,7 +145,7 @@ class Table:
     def read(self, number: int) -> Document:
         """One document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
-        return self._document(self._rows[row][self.key], row)
+        return self._document(self._rows[row], row)
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
@@ -126,20 +155,16 @@ class Table:
         kept: list[NDArray[np.int64]] = []
         begin = 0
         for batch in self._rows.iter(batch_size=_BATCH):
-            values = batch[self.key]
-            said = [not is_blank(self._document(value, begin + nth)) for nth, value in enumerate(values)]
+            entries = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
             kept.append(begin + np.flatnonzero(np.array(said, dtype=bool)))
-            begin += len(values)
+            begin += len(entries)
         found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
         self.blank = begin - len(found)
         return found
 
-    def _document(self, value: Any, row: int) -> Document:
-        if self.chat and isinstance(value, dict) and value.keys() >= {"role", "content"}:
-            # A feature `Sequence` of structs is kept as a struct of lists.
-            turns = zip(value["role"], value["content"], strict=True)
-            value = [{"role": role, "content": content} for role, content in turns]
-        return document_of(value, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
+    def _document(self, entry: Any, row: int) -> Document:
+        return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
 
 
 def is_saved(folder: Path) -> bool:
@@ -149,7 +174,7 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def saved_table(folder: Path, split: str | None, *, key: str, chat: bool) -> Table:
+def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool) -> Table:
     """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
     library = _library(str(folder))
     with _quiet(library):
@@ -211,7 +236,7 @@ class HubDataset:
             )
         self.commit = str(self._builder.hash)
 
-    def table(self, split: str | None, *, key: str, chat: bool) -> Table:
+    def table(self, split: str | None, *, key: str | None, chat: bool) -> Table:
         """One split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
@@ -252,11 +277,15 @@ def _library(shown: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise BadInput(
-            f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
-            " surgeon[datasets]"
-        ) from None
+        raise _no_library(shown) from None
     return datasets
+
+
+def _no_library(shown: str) -> BadInput:
+    return BadInput(
+        f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
+        " surgeon[datasets]"
+    )
 
 
 @contextlib.contextmanager

@@ -28,16 +28,20 @@ class TextSpec(Entry):
         str,
         Field(
             min_length=1,
-            description="file (.jsonl, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            description="file (.jsonl, .json, .txt, .parquet), folder of such files or saved by `datasets`, or"
             " dataset:USER/NAME of the Hub",
         ),
     ]
     kind: Annotated[
-        Literal["text", "chat"], Field(description="text, or chat: loss on the assistant's words alone")
+        Literal["text", "chat"],
+        Field(
+            description="text, or chat: loss on the assistant's words alone; messages, ShareGPT, Alpaca and prompt"
+            " with completion are recognised"
+        ),
     ] = "text"
-    field: Annotated[str | None, Field(description="key of the text or the messages; default `text` or `messages`")] = (
-        None
-    )
+    field: Annotated[
+        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
+    ] = None
     config: Annotated[str | None, Field(min_length=1, description="config of a Hub dataset that has several")] = None
     split: Annotated[str | None, Field(min_length=1, description="split of a dataset; default `train`")] = None
     revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
@@ -57,9 +61,9 @@ class TextSpec(Entry):
         return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
 
     @property
-    def key(self) -> str:
-        """The key of a document's text or messages."""
-        return self.field or ("messages" if self.kind == "chat" else "text")
+    def key(self) -> str | None:
+        """The key of a document's text or messages; None: where texts and the known layouts of chats have them."""
+        return self.field
 
 
 class SourceSpec(TextSpec):

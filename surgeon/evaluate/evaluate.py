@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import check_id
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
-from surgeon.data.scoring import Ratio
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.evaluate.models import Candidate, Evaluation, SourceScores, evaluate_models
 from surgeon.evaluate.sources import open_sources
+
+if TYPE_CHECKING:
+    from surgeon.data.scoring import Ratio
+    from surgeon.evaluate.models import Evaluation, SourceScores
 
 
 def evaluate(
@@ -46,12 +51,16 @@ def evaluate(
     given_models = [models] if isinstance(models, str | Path) else list(models)
     if not given_models:
         raise BadInput("no model to evaluate: give a folder or a Hub id")
-    device = devices.resolve(device)
-    candidates = [
-        Candidate.open(model, trust_remote_code=trust_remote_code)
-        for model in [*([base] if base is not None else []), *given_models]
-    ]
+    devices.check(device)
+    given_models = [*([base] if base is not None else []), *given_models]
+    for model in given_models:
+        check_model(model, trust_remote_code=trust_remote_code)
     held = open_sources(data, only=sources or (), most=most, say=listener.say)
+
+    from surgeon.evaluate.models import Candidate, evaluate_models
+
+    device = devices.resolve(device)
+    candidates = [Candidate.open(model, trust_remote_code=trust_remote_code) for model in given_models]
     return evaluate_models(
         candidates,
         held,
@@ -63,16 +72,23 @@ def evaluate(
     )
 
 
+def check_model(model: str | Path, *, trust_remote_code: bool) -> None:
+    """Raise BadInput for a model that cannot be one, before torch is loaded; the Hub is asked later."""
+    name = str(model)
+    if Path(name).exists():
+        CheckpointFolder.open(Path(name), trust_remote_code=trust_remote_code)
+    else:
+        check_id(name.partition("@")[0])
+
+
 def evaluation_view(evaluation: Evaluation) -> RenderableType:
     """One row for each source and model: scores with intervals, and differences to the first model."""
     compared = len(evaluation.models) > 1
-    table = Table(box=None, pad_edge=False)
-    table.add_column("source")
-    table.add_column("model", overflow="fold")
+    table = FittedTable("source", "model", names=2)
     for column in ("loss", "perplexity", "bits/byte", "right"):
-        table.add_column(column, justify="right")
+        table.add_column(column)
     if compared:
-        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}", justify="right", overflow="fold")
+        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}")
     for number, first in enumerate(evaluation.models[0].sources):
         if number and compared:
             table.add_row()

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text
+from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text, where
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import generator, split
-from surgeon.data.sources import HeldOut, Naming, open_source
+from surgeon.data.sources import HeldOut, Naming, check_there, open_source
 from surgeon.data.specs import Entry, SourceSpec, TextSpec
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, bad_input, printable
 from surgeon.train.config import load_config
 
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
@@ -117,6 +117,13 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
         return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
     known_keys = keys_by_section(DataConfig, {"sources": TextSpec})
     texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
+    wrong = [
+        where(("sources", number, key), lines, str(path)) + why
+        for number, spec in enumerate(texts.sources)
+        for key, why in check_there(spec, _Named(path))
+    ]
+    if wrong:
+        raise bad_input(wrong)
     return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
 
 

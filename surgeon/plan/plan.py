@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,12 @@ def _known_keys(problem: ErrorDetails, data: Any, place: Place) -> list[str]:
         for name in definition.get("properties", {})
         if problem["loc"][-2] in (definition["properties"].get("kind", {}).get("const"), definition.get("title"))
     }
+    if not names:
+        # Of a part that has one spec for all its kinds, what the operation's own field refers to.
+        schema = spec.model_json_schema()
+        field = json.dumps(schema["properties"].get(place[2], {}))
+        named = [definition for name, definition in schema.get("$defs", {}).items() if f'"#/$defs/{name}"' in field]
+        names = {name for definition in named for name in definition.get("properties", {})}
     return sorted(names)
 
 

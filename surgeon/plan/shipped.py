@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from surgeon.common.plain import by_number
 from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
 def folder() -> Path:
@@ -18,7 +29,31 @@ def folder() -> Path:
 def names() -> list[str]:
     """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
     plans = folder()
-    return sorted(str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml"))
+    return sorted((str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml")), key=by_number)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A shipped plan: its name, its operations, and the first sentence of its file, which says what it is."""
+
+    name: str
+    operations: tuple[str, ...]
+    about: str
+
+
+def described() -> list[Described]:
+    """The shipped plans, those of one operation together."""
+    # Here and below, as the shell, which completes names, does not wait for it.
+    from surgeon.operations import OPERATIONS
+
+    found = []
+    for name in names():
+        text = (folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        operations = tuple(dict.fromkeys(_OPERATION.findall(text)))
+        comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        about = " ".join(line.lstrip("# ") for line in comment)
+        found.append(Described(name, operations, re.split(r"(?<=\.) ", about)[0]))
+    return sorted(found, key=lambda plan: list(OPERATIONS).index(plan.operations[0]))
 
 
 def find_plan(plan: str | Path) -> Path:
@@ -30,6 +65,37 @@ def find_plan(plan: str | Path) -> Path:
     known = names()
     if str(plan) in known:
         return folder() / f"{plan}.yaml"
-    close = difflib.get_close_matches(str(plan), known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else "`surgeon plans` lists the names, a plan file ends in .yaml"
-    raise BadInput(f"{printable(str(plan))}: neither a plan file nor the name of a shipped plan; {hint}")
+    what = "a folder, not a plan" if path.is_dir() else "neither a plan file nor the name of a shipped plan"
+    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, known)}")
+
+
+def _hint(path: Path, known: list[str]) -> str:
+    """The three plans that may be meant: files of a folder, plans of a group, names alike."""
+    from surgeon.checkpoint.kinds import kind_of
+
+    beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
+    name = path.as_posix()
+    group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
+    near = (beside or group or difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.4))[:3]
+    if not near:
+        return "`surgeon plans` lists the names, a plan file ends in .yaml"
+    shown = [f"`{printable(plan)}`" for plan in near]
+    return f"did you mean {' or '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))}?"
+
+
+def plans_view(plans: Sequence[Described]) -> RenderableType:
+    """The shipped plans under their operations, a line each."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from surgeon.common.tables import FittedTable
+
+    parts: list[RenderableType] = []
+    for operation in dict.fromkeys(plan.operations[0] for plan in plans):
+        table = FittedTable(headings=False)
+        for plan in plans:
+            if plan.operations[0] == operation:
+                table.add_row(plan.name, plan.about)
+        parts += [*([Text()] if parts else []), Text(operation, style="bold"), Padding(table, (0, 0, 0, 2))]
+    return Group(*parts)

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.apply.preview import open_headers, prove_on_twin
@@ -21,6 +20,7 @@ from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import PROMISE_STYLES
 from surgeon.common.plain import plain_fields
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import Anatomy, LayerKind
@@ -201,9 +201,7 @@ def families_view(found: Families | KnownBase) -> RenderableType:
 
 
 def _overview_view(found: Families) -> RenderableType:
-    table = Table(box=None, pad_edge=False)
-    for column in ("model type", "is", "operations"):
-        table.add_column(column, overflow="fold")
+    table = FittedTable("model type", "is", "operations")
     for is_a, known in (("a decoder", found.decoders), ("an encoder", found.encoders)):
         for model_type, operations in known.items():
             table.add_row(model_type, is_a, "all" if len(operations) == len(OPERATIONS) else ", ".join(operations))
@@ -211,24 +209,22 @@ def _overview_view(found: Families) -> RenderableType:
 
 
 def _base_view(found: KnownBase) -> RenderableType:
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts = FittedTable(headings=False)
     facts.add_row("model type", printable(found.model_type))
     facts.add_row("known", Text(found.evidence))
     if found.period is not None and found.period > 1:
         facts.add_row("pattern", f"repeats every {found.period} layers")
     for note in found.notes:
         facts.add_row("note", Text(printable(note), style="yellow"))
-    kinds = Table(box=None, pad_edge=False)
     partly = any(kind.experts or kind.unaligned for kind in found.kinds)
-    for column in ("kind of layer", "layers", "numbers", "adds nothing to the stream when", *["ot_fusion"] * partly):
-        kinds.add_column(column, overflow="fold")
+    kinds = FittedTable(
+        "kind of layer", "layers", "numbers", "adds nothing to the stream when", *["ot_fusion"] * partly
+    )
     for kind in found.kinds:
         silence = Text(_silence(kind)) if not kind.refusal else Text(f"never: {printable(kind.refusal)}", "yellow")
         fusion = [printable(_aligned(kind), 400)] if partly else []
         kinds.add_row(printable(kind.title), str(len(kind.layers)), show([*kind.layers]), silence, *fusion)
-    trials = Table(box=None, pad_edge=False)
-    for column in ("operation", "options", "promise", "why not"):
-        trials.add_column(column, overflow="fold")
+    trials = FittedTable("operation", "options", "promise", "why not")
     earlier = ""
     for trial in found.trials:
         promise = Text("refused", "bold red") if trial.promise is None else PROMISE_STYLES[trial.promise]

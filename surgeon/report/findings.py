@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener
-from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, layer_history, parameter_budget
-from surgeon.report.measurements import Probing, Spectrum, branch_alignment, gate_spectra
-from surgeon.report.routing import RoutingReport, read_routing, routing_report
+from surgeon.report.routing import routing_report
+from surgeon.report.routing_record import RoutingReport, read_routing
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
 from surgeon.verify.verify import Verification
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from surgeon.report.measurements import Probing, Spectrum
 
 # A heat map in the page has at most this many cells a side.
 _CELLS = 192
@@ -99,8 +100,6 @@ def gather(
     listener: Listener,
 ) -> Findings:
     """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
-    if texts and routing is not None:
-        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
     device = devices.resolve(device)
     # Files are read first, so that a wrong path is reported before any work.
     recorded = read_routing(Path(routing)) if routing is not None else None
@@ -123,9 +122,11 @@ def gather(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
+    from surgeon.report.measurements import branch_alignment, gate_spectra
+
     surgery = folder.config.get("surgery")
     branches = isinstance(surgery, dict) and bool(surgery.get("control"))
-    probing = branch_alignment(folder, device, listener.say) if branches else None
+    probing = branch_alignment(folder, device, listener) if branches else None
     history = layer_history(folder, manifest)
     return Findings(
         name=folder.path.resolve().name,
@@ -135,7 +136,7 @@ def gather(
         history=history,
         budget=parameter_budget(folder, manifest, history),
         maps=map_facts(history),
-        spectra=gate_spectra(folder, anatomy, listener.say),
+        spectra=gate_spectra(folder, anatomy, listener),
         verification=verification,
         heat_maps=tuple(heat_maps),
         routing=recorded,

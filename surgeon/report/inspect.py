@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, listed
+from surgeon.common.formatting import at_revision, count, listed, promise_of
+from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
@@ -65,7 +65,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     """Family and sizes, then base, operations, grafts and training."""
     anatomy, folder = inspection.anatomy, inspection.folder
     sizes = anatomy.sizes
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts = FittedTable(headings=False)
     facts.add_row("family", anatomy.family.model_type)
     facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
     facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
@@ -80,7 +80,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         return facts
     facts.add_row("base", printable(at_revision(manifest.base.id, manifest.base.revision)))
     facts.add_row("base's digest", manifest.base_digest)
-    facts.add_row("promise", PROMISE_STYLES[manifest.promise])
+    facts.add_row("promise", promise_of(manifest.promise, trained=bool(manifest.training)))
     facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
     for number, entry in enumerate(manifest.operations):
         facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")

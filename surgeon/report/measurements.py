@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Listener
 from surgeon.families.anatomy import Anatomy
 from surgeon.models.load import load_model, stored_dtype
 from surgeon.models.tokenizer import open_tokenizer
@@ -69,7 +70,7 @@ class Probing:
     missing: str = ""
 
 
-def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, progress: Callable[[str], None]) -> tuple[Spectrum, ...]:
+def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> tuple[Spectrum, ...]:
     """Spectra of at most eight adapters, spread evenly over the layers (Neutral Residues, Figure 3)."""
     held = [
         (layer, inner)
@@ -80,14 +81,16 @@ def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, progress: Callable[
     count = min(len(held), _LAYERS)
     chosen = [held[round(nth * (len(held) - 1) / max(1, count - 1))] for nth in range(count)]
     found = []
+    if chosen:
+        listener.begin("singular values of gating matrices", len(chosen), "layers")
     for layer, inner in chosen:
         part, rows = _gate_part(anatomy, layer)
-        progress(f"singular values of layer {layer}'s gating matrices")
         adapter = _read(folder, anatomy.grafted[layer][f"{inner}{_GATE}"].name)
         own = anatomy.grafted[layer] if inner else anatomy.layers[layer]
         # Experts have no one gating matrix.
         backbone = _spectrum(_read(folder, own[f"{inner}{part}"].name)[rows]) if part else ()
         found.append(Spectrum(layer, bool(inner), _spectrum(adapter), backbone))
+        listener.advance(1)
     return tuple(found)
 
 
@@ -122,7 +125,7 @@ def sentences() -> tuple[str, ...]:
     return tuple(f"{first} is to {second}" for first, _, second in pairs)
 
 
-def branch_alignment(folder: CheckpointFolder, device: str, progress: Callable[[str], None]) -> Probing:
+def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) -> Probing:
     """Run the probe sentences through the checkpoint and compare the branches of its control blocks.
 
     Control LLM, appendix B, Figures 3 and 8. Raises BadInput where the checkpoint cannot be loaded.
@@ -135,8 +138,9 @@ def branch_alignment(folder: CheckpointFolder, device: str, progress: Callable[[
     vocabulary = folder.config.get("vocab_size", 0)
     if any(not row or max(row) >= vocabulary for row in ids):
         return Probing((), probes, "the probe sentences were not run: the tokenizer is not this model's")
-    progress("comparing the branches of control blocks on probe sentences")
-    model = load_model(folder, device=device, say=progress)
+    listener.say("comparing the branches of control blocks on probe sentences")
+    model = load_model(folder, device=device, say=listener.say)
+    listener.begin("probe sentences", len(ids), "sentences")
     heard: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, layer in enumerate(model.base_model.layers):
         if getattr(layer, "interpolator", None) is not None:
@@ -144,6 +148,7 @@ def branch_alignment(folder: CheckpointFolder, device: str, progress: Callable[[
     with torch.inference_mode():
         for row in ids:
             model(torch.tensor([row], device=device), use_cache=False, logits_to_keep=1)
+            listener.advance(1)
     return Probing(tuple(_alignment(layer, states) for layer, states in heard.items()), probes)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surgeon.errors import BadInput, printable
+from surgeon.errors import printable
 from surgeon.report.curves import Curve
 from surgeon.report.files import save_picture
 from surgeon.report.findings import Findings
 from surgeon.report.history import History
 from surgeon.report.page.stack import origin_words
-from surgeon.report.routing import RouterPlace, RoutingReport
+from surgeon.report.routing_record import RouterPlace, RoutingReport
 
 _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
 
@@ -20,12 +20,8 @@ _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": 
 def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
     """Draw the stack, and routing and gates where they were recorded; returns the files.
 
-    Raises BadInput without matplotlib, or where the folder cannot be written.
+    Raises BadInput where the folder cannot be written.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError:
-        raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
     drawn = {"stack": _stack(findings.history)}
     routing = findings.routing
     if routing is not None and routing.router is not None:

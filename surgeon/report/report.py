@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.names import check_new_name
+from surgeon.common import devices
+from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import manifest_of
 from surgeon.report.files import write_text
-from surgeon.report.findings import Findings, gather
 from surgeon.verify.verify import verify
+
+if TYPE_CHECKING:
+    from surgeon.report.findings import Findings
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,22 @@ def report(
     sentences of Control LLM. Raises BadInput where an option or file is wrong, PromiseBroken where `verify` cannot run
     `out`; a check that fails is shown in the page and the result.
     """
-    from surgeon.report.page.document import render
-
     listener = listener or Quiet()
+    devices.check(device)
     if logits and base is None:
         raise BadInput("--verify compares logits with the base's; give --base DIR")
     if html is not None:
         check_place(Path(html))
     if png is not None:
         check_new_name(Path(png))
+        if find_spec("matplotlib") is None:
+            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
+    if texts and routing is not None:
+        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
+    given = [("text", text) for text in (texts or {}).values()]
+    for what, file in (*given, ("routing record", routing), ("log of losses", log)):
+        if file is not None:
+            check_readable(Path(file), what=what)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
     verification = None
@@ -85,6 +97,8 @@ def report(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
+    from surgeon.report.findings import gather
+
     findings = gather(
         folder,
         manifest,
@@ -105,6 +119,8 @@ def report(
 
         pictures = draw_pictures(findings, Path(png))
     if html is not None:
+        from surgeon.report.page.document import render
+
         write_text(render(findings), Path(html))
     return Reported(None if html is None else Path(html), pictures, findings)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Draft
@@ -25,6 +24,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
@@ -381,11 +381,10 @@ def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
 
 def transport_view(report: TransportReport) -> RenderableType:
     """A row for each module: entropies, the largest possible, and the worst marginal error of its maps."""
-    table = Table(box=None, pad_edge=False)
+    table = FittedTable("module")
     after = any(found.trained is not None for found in report.maps)
-    columns = ["module", "entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "module" else "right")
+    for column in ("entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"):
+        table.add_column(column)
     for module in report.modules:
         maps = [found for found in report.maps if found.group == module]
         trained = report.mean(module, trained=True)

@@ -45,6 +45,9 @@ class AppliedDelta:
     nbytes: int
     seconds: dict[str, float]
 
+    def __repr__(self) -> str:
+        return f"AppliedDelta({str(self.path)!r}, {self.tensors} of {self.whole} tensors from the delta)"
+
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         return plain_fields(self, without=("manifest",))

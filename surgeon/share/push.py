@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
@@ -25,6 +24,7 @@ from surgeon.checkpoint.working import working_in, write_durably
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
@@ -295,7 +295,7 @@ def _room_beside(out: Path) -> Iterator[Path]:
 
 def pushed_view(pushed: Pushed) -> RenderableType:
     """What went up (or would), how much of it is new, and the commit to pin."""
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = FittedTable(headings=False)
     styles = {"new": "green", "changed": "yellow", "there": "dim"}
     for file in pushed.files:
         table.add_row(Text(file.state, style=styles[file.state]), size(file.nbytes), printable(file.name))

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from surgeon.common.plain import plain_fields
-from surgeon.common.yaml import check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
+from surgeon.common.yaml import (
+    Place,
+    check_yaml,
+    editor_schema,
+    keys_by_section,
+    override,
+    parse_yaml,
+    read_text,
+    where,
+)
 from surgeon.data.specs import NEW, ORIGINAL, Entry, SourceSpec
-from surgeon.errors import BadInput, printable
+from surgeon.errors import bad_input, printable
+from surgeon.models.templates import TemplateName
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults
 
@@ -57,6 +67,10 @@ class TrainConfig(Entry):
         Literal["isolated", "joined"],
         Field(description="isolated: no attention across documents in a sequence; joined: one text after the other"),
     ] = "isolated"
+    chat_template: Annotated[
+        TemplateName | None,
+        Field(description="for a base without one: how sources of the kind `chat` are written; goes into the output"),
+    ] = None
     optimizer: OptimizerSpec = OptimizerSpec()
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
@@ -109,22 +123,35 @@ def first_doubled(names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and the file it came from; relative paths in it start at the file's folder."""
+    """A config and the file it came from; relative paths in it start at the file's folder.
+
+    `lines` are those of its keys, `given` the options that set some of them instead.
+    """
 
     config: TrainConfig
     source: Path
+    lines: Mapping[Place, int] = field(default_factory=dict)
+    given: Mapping[Place, str] = field(default_factory=dict)
+
+    def where(self, *place: str | int) -> str:
+        """How an error about a key begins: the file and line, or the option that set it."""
+        if not self.lines and place not in self.given:
+            return f"{printable(str(self.source))}: "
+        return where(place, self.lines, str(self.source), self.given)
 
     def resolve(self, path: str) -> Path:
         """A path that the config names."""
         return self.source.parent / path
 
 
-def load_config(path: Path) -> LoadedConfig:
-    """Read and check a config file; BadInput names file and line."""
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` and `sources:`")
     known_keys = keys_by_section(TrainConfig, {"sources": SourceSpec, "optimizer": OptimizerSpec})
-    return LoadedConfig(check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys), path)
+    given = override(data, overrides)
+    config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
+    return LoadedConfig(config, path, lines, given)
 
 
 def json_schema() -> dict[str, Any]:
@@ -167,29 +194,35 @@ def settle(
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
     config, paper = loaded.config, _defaults_for(operations)
-    where = f"{loaded.source}: "
+    wrong: list[str] = []
     if not isinstance(context, int):
         context = sys.maxsize
     length = config.length or min(paper.length, context)
     if length > context:
-        raise BadInput(f"{where}`length` is {length}, the model's context {context}; use {context} at most")
-    batch = config.batch or paper.batch
-    if batch % processes:
-        raise BadInput(
-            f"{where}a batch of {batch} sequences is no multiple of the {processes} processes; change `batch`"
+        wrong.append(
+            f"{loaded.where('length')}`length` is {length}, the model's context {context}; use {context} at most"
         )
-    share = batch // processes
+    batch = config.batch or paper.batch
+    share = max(1, batch // processes)
+    if batch % processes:
+        wrong.append(
+            f"{loaded.where('batch')}a batch of {batch} sequences is no multiple of the {processes} processes; change"
+            " `batch`"
+        )
     micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
-    if share % micro_batch:
-        raise BadInput(
-            f"{where}`micro_batch` {micro_batch} does not divide the {share} sequences a step of each process; use a"
-            " divisor, or leave it out"
+    if share % micro_batch and not batch % processes:
+        wrong.append(
+            f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
+            " each process; use a divisor, or leave it out"
         )
     asked = config.optimizer
     lr = paper.lr if asked.lr is None else asked.lr
     min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
     if min_lr > lr:
-        raise BadInput(f"{where}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g} at most")
+        wrong.append(
+            f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
+            " at most"
+        )
     warmup = paper.warmup if asked.warmup is None else asked.warmup
     warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
     notes = [f"settings that the config leaves out are the paper's ({paper.source})"]
@@ -197,7 +230,12 @@ def settle(
         warmup_steps = config.steps // 10
         notes.append(f"the paper's warm-up is as long as this run; {warmup_steps} steps instead")
     elif warmup_steps > config.steps:
-        raise BadInput(f"{where}`optimizer.warmup` is {warmup_steps} steps, the run only {config.steps}; use fewer")
+        wrong.append(
+            f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
+            f" {config.steps}; use fewer"
+        )
+    if wrong:
+        raise bad_input(wrong)
     notes += _about_original(config, paper)
     decay = paper.weight_decay + paper.decay_of_rate * lr
     return Settings(

@@ -119,11 +119,12 @@ def publishing_job(
     held: Mapping[str, str],
     changes: Mapping[str, Change],
     entry: dict[str, Any],
+    added: Mapping[str, bytes],
 ) -> Job:
     """The job that writes the run: every tensor in its shard of the output, trained ones from `work`'s FINAL_FILE.
 
     `held` is what each tensor of the output holds, by digests; `entry` is what the manifest says of the run but for
-    its tensors.
+    its tensors, `added` are small files that the output has not.
     """
     final = LocalSource(work)
     trained = {info.name: Origin(final, info) for info in final.headers([FINAL_FILE])[FINAL_FILE].tensors}
@@ -155,7 +156,7 @@ def publishing_job(
         shards=shards,
         origins=origins_in(out, shards) | trained,
         begins=begins_in(out, shards),
-        files=model_files(out.config, shards, code),
+        files=model_files(out.config, shards, code) | dict(added),
         carried=out,
         finish=finish,
         # Trained values are known by their digest: their file is another one after each call.

@@ -20,7 +20,6 @@ from transformers import TrainerCallback
 from surgeon._version import __version__
 from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.room import check_room, writing
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.checkpoint.working import WorkFolder, working_in
@@ -31,11 +30,10 @@ from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
-from surgeon.manifest.lineage import TrainableSet, trainable_set
+from surgeon.manifest.lineage import TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.models.load import load_model
+from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
     KEPT,
     RUN_FILE,
@@ -45,10 +43,12 @@ from surgeon.train.checkpoints import (
     newest_checkpoint,
     step_of,
 )
-from surgeon.train.config import LoadedConfig, Settings, settle
+from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
+from surgeon.train.launching import Sharding
+from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.publishing import Trained, publishing_job, write_final
-from surgeon.train.sharding import Sharding, let_go, shard, sharded_here, sharding_asked
+from surgeon.train.sharding import let_go, shard, sharded_here
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -78,46 +78,18 @@ def run_training(
     *,
     device: str,
     listener: Listener,
+    prepared: Prepared | None = None,
     deliver: Callable[[Path], object] | None = None,
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
-    Raises BadInput, WrongSet, Diverged, PromiseBroken. With `deliver` the run is published in the work folder
+    `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
+    PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that.
     """
-    ranks = Ranks.of_environment()
-    say = listener.say if ranks.leads else lambda _: None
-    sharding = sharding_asked(loaded.config)
-    if sharding is not None and ranks.size == 1:
-        say("one process: nothing is sharded")
-        sharding = None
-    if device.startswith("cuda:"):
-        raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
-    device = devices.resolve(device)
-    wanted = trainable_set(out, manifest, loaded.config.what)
-    anatomy = dissect(out.config, out.tensors)
-    _check_trainable(out, anatomy, wanted, loaded.config.dtype)
-    context = out.config.get("max_position_embeddings")
-    settings, notes = settle(loaded, wanted.operations, context=context, processes=ranks.size)
-    check_destination(target, out.path)
-    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
-    data = TrainingData.open(loaded, settings, Encoder(out.path, vocabulary=anatomy.sizes.vocabulary), say)
+    run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
+    settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = _check_as_left(out, manifest, listener)
-    run = _Run(
-        out,
-        manifest,
-        loaded,
-        settings,
-        wanted,
-        data,
-        target,
-        device,
-        ranks,
-        sharding,
-        trackers,
-        listener,
-        say,
-    )
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
     with (
         writing(run.work, kept=kept),
@@ -125,7 +97,7 @@ def run_training(
     ):
         # Another run may have made it before this one held the folder.
         check_destination(target, out.path)
-        for note in (*out.notes, *notes, *data.notes):
+        for note in (*out.notes, *run.notes, *data.notes):
             say(note)
         for why in drop_what_does_not_count(run.work) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
@@ -146,8 +118,8 @@ def run_training(
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What a run is of: settled, checked, and with its data opened."""
+class Run:
+    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers."""
 
     out: CheckpointFolder
     manifest: Manifest
@@ -162,6 +134,8 @@ class _Run:
     trackers: Sequence[TrainerCallback]
     listener: Listener
     say: Callable[[str], None]
+    encoder: Encoder
+    notes: Sequence[str]
 
     @property
     def work(self) -> Path:
@@ -169,7 +143,51 @@ class _Run:
         return work_folder(self.target)
 
 
-def _train(run: _Run) -> Trained:
+def opened_run(
+    out: CheckpointFolder,
+    manifest: Manifest,
+    loaded: LoadedConfig,
+    target: Path,
+    *,
+    device: str,
+    listener: Listener,
+    prepared: Prepared | None,
+) -> Run:
+    """A run whose texts are opened and read through. Raises BadInput."""
+    ranks = Ranks.of_environment()
+    say = listener.say if ranks.leads else lambda _: None
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
+    settings, wanted, sharding = prepared.settings, prepared.wanted, prepared.sharding
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
+    device = devices.resolve(device)
+    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
+    named = loaded.config.chat_template
+    template = None if named is None else TEMPLATES[named]
+    encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
+    data = TrainingData.open(loaded, settings, encoder, say)
+    return Run(
+        out,
+        manifest,
+        loaded,
+        settings,
+        wanted,
+        data,
+        target,
+        device,
+        ranks,
+        sharding,
+        trackers,
+        listener,
+        say,
+        encoder,
+        prepared.notes,
+    )
+
+
+def _train(run: Run) -> Trained:
     """Train from the newest checkpoint, or from the beginning, to the last step.
 
     Its manifest and changes are known once it is published.
@@ -210,17 +228,17 @@ def _train(run: _Run) -> Trained:
         resumed_at=done,
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
-        peak_memory=_peak_memory(run.device),
+        peak_memory=peak_memory(run.device),
     )
 
 
-def _trainer(run: _Run, done: int) -> SurgeonTrainer:
+def _trainer(run: Run, done: int) -> SurgeonTrainer:
     """The model with exactly what is wanted set to train, and the trainer that goes on after step `done`."""
     config, settings, ranks = run.loaded.config, run.settings, run.ranks
     args = training_arguments(
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
-    model, names = _model(run)
+    model, names = loaded_model(run)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
@@ -232,8 +250,8 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
         processes=ranks.size,
         domains=hasattr(model, "surgery"),
     )
-    cadence = Cadence(config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
-    fused = _fused(run, model)
+    cadence = Cadence(settings, config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
+    fused = fused_head(run, model)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -251,7 +269,7 @@ def _trainer(run: _Run, done: int) -> SurgeonTrainer:
     return trainer
 
 
-def _model(run: _Run) -> tuple[Any, list[str]]:
+def loaded_model(run: Run) -> tuple[Any, list[str]]:
     """The model, of which the wanted parameters train, and their names."""
     config = run.loaded.config
     model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
@@ -269,7 +287,7 @@ def _model(run: _Run) -> tuple[Any, list[str]]:
     return model, names
 
 
-def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) -> Trained:
+def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
     last = run.work / f"checkpoint-{run.settings.steps}"
     record = RunRecord.read(run.work)
@@ -290,13 +308,15 @@ def _publish(trained: Trained, run: _Run, target: Path, held: dict[str, str]) ->
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
-    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry)
+    named = run.loaded.config.chat_template
+    added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
+    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry, added=added)
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
     execute(job, target, run.listener, Stopwatch())
     return replace(trained, manifest=written_manifest(target), changes=changes)
 
 
-def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
+def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
     """Held-out losses before the first step; of a run that is continued, as they were then."""
     record = RunRecord.read(run.work)
     if record is not None and record.first is not None:
@@ -317,11 +337,15 @@ def _first_losses(trainer: SurgeonTrainer, run: _Run) -> dict[str, float]:
     return losses
 
 
-def _check_room(run: _Run, trainer: SurgeonTrainer) -> None:
+def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
+    """Bytes of AdamW's state: two moments in float32, and a master where the parameter is narrower."""
+    return sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+
+
+def _check_room(run: Run, trainer: SurgeonTrainer) -> None:
     """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    # Two moments in float32, and a master where the parameter is narrower.
-    optimizer = sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+    optimizer = optimizer_bytes(trained)
     checkpoint = sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer
     published = sum(info.nbytes for info in run.out.tensors.values())
     final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
@@ -331,27 +355,6 @@ def _check_room(run: _Run, trainer: SurgeonTrainer) -> None:
         (KEPT + 1) * checkpoint + final + published - there,
         what=f" ({KEPT + 1} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
     )
-
-
-def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
-    """BadInput for an encoder, and for float16 that would be trained as it is."""
-    if anatomy.family.encoder:
-        raise BadInput(
-            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
-            " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
-        )
-    packed = next((info for name in wanted.names if (info := out.tensors[name]).dtype in QUANTISED_DTYPES), None)
-    if packed is not None:
-        raise BadInput(
-            f"{printable(packed.name)}: stored in {packed.dtype}, whose few values cannot train; operate on the"
-            " full-precision weights, train, and quantise the result"
-        )
-    narrow = [name for name in wanted.names if out.tensors[name].dtype == "F16"]
-    if narrow and dtype == "auto":
-        raise BadInput(
-            f"{printable(narrow[0])}: is float16, whose gradients under- and overflow; say `dtype: bfloat16` or"
-            " `dtype: float32` (the run is saved as float16 again)"
-        )
 
 
 def _check_as_left(out: CheckpointFolder, manifest: Manifest, listener: Listener) -> dict[str, str]:
@@ -420,7 +423,7 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
             raise
 
 
-def _fused(run: _Run, model: Any) -> FusedHead | None:
+def fused_head(run: Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = run.settings.micro_batch * run.settings.length
@@ -438,7 +441,7 @@ def _packed(packing: str, model: Any) -> str:
     return f"without attention across them ({how})"
 
 
-def _peak_memory(device: str) -> int:
+def peak_memory(device: str) -> int:
     """Bytes: of the GPU where there is one, else of this process."""
     if device == "cuda":
         return int(torch.cuda.max_memory_allocated())

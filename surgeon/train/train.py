@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size
 from surgeon.common.listener import Listener, Quiet
-from surgeon.errors import printable
+from surgeon.common.plain import by_number
+from surgeon.common.tables import FittedTable
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.manifest import manifest_of
-from surgeon.rework.make_delta import make_delta_of
+from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.train.config import LoadedConfig, load_config
 
 if TYPE_CHECKING:
+    from surgeon.train.preparing import Prepared
     from surgeon.train.publishing import Change, Trained
+    from surgeon.train.rehearsal import Rehearsal
 
 
 def train(
@@ -27,6 +33,7 @@ def train(
     config: str | Path,
     to: str | Path,
     *,
+    overrides: Sequence[str] = (),
     delta_only: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -34,49 +41,112 @@ def train(
 ) -> Trained | None:
     """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
 
+    `overrides` are values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
+
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
     checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. The
     same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
     """
-    from surgeon.train.config import load_config
-    from surgeon.train.session import run_training
-
-    loaded = load_config(Path(config))
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    asked = _asked(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
 
+    from surgeon.train.session import run_training
+
     def as_delta(whole: Path) -> None:
+        from surgeon.rework.make_delta import make_delta_of
+
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, Path(to), None, metadata_of(run), listener)
+        make_delta_of(run, asked.target, None, metadata_of(run), listener)
 
     return run_training(
-        folder,
-        manifest_of(folder),
-        loaded,
-        Path(to),
+        asked.out,
+        asked.manifest,
+        asked.loaded,
+        asked.target,
         device=device,
         listener=listener,
+        prepared=asked.prepared,
         deliver=as_delta if delta_only else None,
     )
 
 
+def rehearse(
+    out: str | Path,
+    config: str | Path,
+    to: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Rehearsal:
+    """What `train` of the same arguments would see, and about what it would cost; nothing is written.
+
+    The texts are read through and tokens counted, a few micro-batches are run and timed. Raises BadInput as `train`,
+    and where a micro-batch does not fit into memory.
+    """
+    asked = _asked(out, config, to, overrides, device, trust_remote_code)
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
+
+    from surgeon.train.rehearsal import measured
+    from surgeon.train.session import opened_run
+
+    return measured(
+        opened_run(
+            asked.out,
+            asked.manifest,
+            asked.loaded,
+            asked.target,
+            device=device,
+            listener=listener or Quiet(),
+            prepared=asked.prepared,
+        )
+    )
+
+
+class _Asked(NamedTuple):
+    """A run whose config and output were read, and fit each other."""
+
+    out: CheckpointFolder
+    manifest: Manifest
+    loaded: LoadedConfig
+    target: Path
+    prepared: Prepared
+
+
+def _asked(
+    out: str | Path, config: str | Path, to: str | Path, overrides: Sequence[str], device: str, trust_remote_code: bool
+) -> _Asked:
+    """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
+    loaded = load_config(Path(config), overrides)
+
+    from surgeon.train.preparing import prepare
+
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest, target = manifest_of(folder), Path(to)
+    processes = Ranks.of_environment().size
+    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
+    return _Asked(folder, manifest, loaded, target, prepared)
+
+
 def trained_view(trained: Trained) -> RenderableType:
     """What was learned and forgotten, what changed by how much, and what it took."""
-    losses = Table(box=None, pad_edge=False)
-    for column in ("source", "before", "after", "change"):
-        losses.add_column(column, justify="left" if column == "source" else "right")
+    losses = FittedTable("source")
+    for column in ("before", "after", "change"):
+        losses.add_column(column)
     for name, (before, after) in trained.losses.items():
         style = "green" if after < before else "yellow"
         losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
     groups: dict[str, list[Change]] = {}
-    for name, change in trained.changes.items():
+    for name, change in sorted(trained.changes.items(), key=lambda entry: by_number(entry[0])):
         place = layer_of(name)
         groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
-    tensors = Table(box=None, pad_edge=False)
-    for column in ("tensors", "count", "max |Δ|", "‖Δ‖ / ‖before‖"):
-        tensors.add_column(column, justify="left" if column == "tensors" else "right")
+    tensors = FittedTable("tensors")
+    for column in ("count", "max |Δ|", "‖Δ‖ / ‖before‖"):
+        tensors.add_column(column)
     for where, changes in groups.items():
         relative = [change.relative_change for change in changes if change.relative_change is not None]
         tensors.add_row(
@@ -85,13 +155,58 @@ def trained_view(trained: Trained) -> RenderableType:
             f"{max(change.max_change for change in changes):.3g}",
             f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
         )
-    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts = FittedTable(headings=False)
     facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
     speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
     facts.add_row("tokens", f"{trained.tokens:,}{speed}")
     facts.add_row("peak memory", size(trained.peak_memory))
-    parts: list[RenderableType] = [losses, Text(), tensors, Text(), facts]
+    parts: list[RenderableType] = [losses, Text()] if trained.losses else []
+    parts += [tensors, Text(), facts]
     if trained.unchanged:
         parts.append(Text(f"did not change: {listed(trained.unchanged)}", style="bold yellow"))
     done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
     return Group(*parts, Text(), Text.assemble(done, style="bold green"))
+
+
+def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
+    """The sources and what the run takes of them, a sample of each with what the loss counts, memory and time."""
+    sources = FittedTable("source")
+    for column in ("share", "documents", "tokens each", "the loss counts", "tokens in the run", "passes"):
+        sources.add_column(column)
+    for source in rehearsal.sources:
+        sources.add_row(
+            source.name,
+            f"{source.share:.3g}",
+            f"{source.documents:,}",
+            f"{source.tokens_a_document:,.0f}",
+            f"{source.counted:.0%}",
+            f"{source.run_tokens:,}",
+            f"{source.passes:.2g}",
+        )
+    parts: list[RenderableType] = [Text(printable(note, 2000), style="yellow") for note in rehearsal.notes]
+    parts += [sources, Text()]
+    for sample in rehearsal.samples:
+        shown = FittedTable(headings=False)
+        for text, counted in sample.parts:
+            style = "green" if counted else "dim"
+            shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
+        parts += [Text(f"a document of {sample.source}; the loss counts what is marked"), shown, Text()]
+    facts = FittedTable(headings=False)
+    settings = rehearsal.settings
+    facts.add_row("trains", f"{count(rehearsal.trained)} of {count(rehearsal.parameters)}, {rehearsal.tensors} tensors")
+    facts.add_row(
+        "a step",
+        f"{settings['batch']} × {settings['length']:,} tokens, {settings['micro_batch']} sequences at a time:"
+        f" {rehearsal.seconds_a_step:.3g} s on {rehearsal.device}",
+    )
+    whole = datetime.timedelta(seconds=round(rehearsal.seconds))
+    facts.add_row("time", f"about {whole} for {settings['steps']:,} steps, {rehearsal.tokens:,} tokens")
+    facts.add_row(
+        "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
+    )
+    return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
+
+
+def _on_a_line(text: str) -> str:
+    """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
+    return printable(text.replace("\n", "⏎"), 2000)

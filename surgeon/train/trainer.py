@@ -6,8 +6,10 @@ The parameters that train are set on the model here, and checked before the firs
 from __future__ import annotations
 
 import contextlib
+import datetime
 import difflib
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,17 +177,30 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 class Cadence(TrainerCallback):  # type: ignore[misc]
     """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
 
-    `done` steps were made before; `listener` shows progress (None: another process does).
+    `done` steps were made before; `listener` shows progress (None: another process does). The speed and the time that
+    is left are taken from the steps since this call began, without those in which something was measured or saved.
     """
 
-    def __init__(self, evaluate_every: int, say: Callable[[str], None], listener: Listener | None, done: int) -> None:
+    def __init__(
+        self, settings: Settings, evaluate_every: int, say: Callable[[str], None], listener: Listener | None, done: int
+    ) -> None:
+        self.settings = settings
         self.evaluate_every = evaluate_every
         self.say = say
         self.listener = listener
         self.done = done
+        self._begun = 0.0
+        self._steps = 0
+        self._seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The step's clock begins."""
+        self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """What is due after this step."""
+        self._steps += 1
+        self._seconds += time.perf_counter() - self._begun
         last = state.global_step >= state.max_steps
         control.should_evaluate = last or state.global_step % self.evaluate_every == 0
         control.should_log = control.should_log or control.should_save or control.should_evaluate or last
@@ -199,13 +214,24 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            self.say(f"step {state.global_step}: loss {logs['loss']:.4f}, rate {logs['learning_rate']:.3g}")
+            said = f"step {state.global_step}: loss {logs['loss']:.4f}, rate {logs['learning_rate']:.3g}"
+            self.say(said + self._pace(state, logs))
         held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
         if held:
             shown = ", ".join(f"{name} {loss:.4f}" for name, loss in held.items())
             self.say(f"step {state.global_step}: held-out loss {shown}")
             if self.listener is not None:
                 self.listener.rename(f"training ({shown})")
+
+    def _pace(self, state: Any, logs: dict[str, Any]) -> str:
+        """The gradient's norm, tokens a second and the time that is left, where they are known."""
+        found = f", gradient norm {float(logs['grad_norm']):.3g}" if logs.get("grad_norm") is not None else ""
+        if not self._steps:
+            return found
+        step = self._seconds / self._steps
+        tokens = self.settings.batch * self.settings.length
+        left = datetime.timedelta(seconds=round(step * (state.max_steps - state.global_step)))
+        return f"{found}, {tokens / step:,.0f} tokens/s, {left} left"
 
 
 def training_arguments(

@@ -35,6 +35,7 @@ from surgeon.common.plain import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
 from surgeon.manifest.manifest import Base, Manifest, adapters_of
+from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check, some
@@ -160,7 +161,9 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
     # A record of measurements stays with the run that was measured: a state taken back is without it.
     held = {name: digest for name, digest in manifest.files.items() if name != RECORD_FILE or name in found}
     wrong = [name for name, digest in held.items() if found.get(name) != digest]
-    wrong += [name for name in beside.names ^ manifest.files.keys() if name != RECORD_FILE]
+    # A run's chat template is known by its digest, as it was in no base.
+    added = {TEMPLATE_FILE} if any(run.config.get("chat_template") for run in manifest.training) else set()
+    wrong += [name for name in beside.names ^ manifest.files.keys() if name not in (RECORD_FILE, *added)]
     wrong += [name for name, digest in beside.from_base.items() if found.get(name) != digest]
     if SINGLE_FILE not in out.shards and not _index_fits(out):
         wrong.append(INDEX_FILE)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
@@ -21,6 +20,7 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import listed, size, span
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields, same_json
+from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of, renumbered
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, manifest_of, parse
@@ -212,7 +212,7 @@ def _by_layer(values: Mapping[str, _Value]) -> dict[int, set[tuple[str, _Value]]
 
 def difference_view(difference: Difference) -> RenderableType:
     """What differs, by kind and layers; the names are in `--json`."""
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = FittedTable(headings=False)
     before, after = difference.sizes
     kinds: tuple[tuple[str, str, Mapping[str, str], dict[str, int]], ...] = (
         ("same", "dim", {name: name for name in difference.same}, before),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
+from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.dissect import dissect
@@ -99,6 +100,9 @@ def verify(
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
         raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    devices.check(device)
+    if logits and text is not None:
+        check_readable(text, what="text")
     if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
         raise BadInput(f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from")
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
@@ -109,6 +113,8 @@ def verify(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
             " --streamed"
         )
+    # What this is no output of is refused before any tensor is read, and before torch is loaded.
+    manifest_of(out_folder)
     for folder in (base_folder, out_folder):
         for note in folder.notes:
             listener.say(f"{folder.source.shown}: {note}")
@@ -135,7 +141,14 @@ def verify(
         elif streamed:
             from surgeon.models.compare import compare_streamed
 
-            layered = compare_streamed(*folders, tokens.ids, dtype=dtype, layer_of_base=proof.layer_of_base, **options)
+            layered = compare_streamed(
+                *folders,
+                tokens.ids,
+                dtype=dtype,
+                layer_of_base=proof.layer_of_base,
+                progress=_shown(listener, dtype),
+                **options,
+            )
             found.streamed.append(layered)
             found.comparisons.extend(layered.logits)
         else:
@@ -143,6 +156,17 @@ def verify(
 
             found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, **options))
     return found
+
+
+def _shown(listener: Listener, dtype: str) -> Callable[[int, int], None]:
+    """Layers run, of both models and all passes, as a stage of the listener."""
+
+    def show(done: int, total: int) -> None:
+        if done == 1:
+            listener.begin(f"comparing ({dtype}), layer by layer", total, "layers")
+        listener.advance(1)
+
+    return show
 
 
 class _Static(NamedTuple):
@@ -168,11 +192,11 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
 
 def verification_view(verification: Verification) -> RenderableType:
     """Checks and comparisons, and the verdict in one line."""
-    checks = Table(box=None, show_header=False, pad_edge=False)
+    checks = FittedTable(headings=False)
     for check in verification.checks:
         style = "yellow" if check.note else "green" if check.holds else "bold red"
         mark = Text("note" if check.note else "holds" if check.holds else "FAILS", style=style)
-        checks.add_row(mark, check.name, Text(check.detail, overflow="fold"))
+        checks.add_row(mark, check.name, check.detail)
     parts: list[RenderableType] = [checks]
     if verification.comparisons:
         parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
@@ -197,11 +221,10 @@ def verdict(verification: Verification) -> Text:
     return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
 
 
-def _comparisons(verification: Verification) -> Table:
-    table = Table(box=None, pad_edge=False)
-    measured = ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss")
-    for column in ("mode", "dtype", *measured):
-        table.add_column(column, justify="left" if column in ("mode", "dtype") else "right")
+def _comparisons(verification: Verification) -> FittedTable:
+    table = FittedTable("mode", "dtype", names=2)
+    for measured in ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss"):
+        table.add_column(measured)
     for c in verification.comparisons:
         table.add_row(
             c.mode,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.data.documents import PIECE, Documents, Message
+from surgeon.data.documents import PIECE, Documents
 from surgeon.data.encoding import Encoder
+from surgeon.data.layouts import Message
 from surgeon.data.packing import (
     IGNORED_LABEL,
     Batches,
@@ -45,7 +46,7 @@ def stream(documents: Documents, encoder: Encoder, **options: Any) -> SourceStre
     "line, told",
     [
         (b'{"text": "a"', ":2: not JSON (Expecting ',' delimiter"),
-        (b'{"txt": "a"}', ":2: no key `text`; `field:` of the source names another one"),
+        (b'{"txt": "a"}', ":2: no key `text`; it has txt; `field:` of the source names another one"),
         (b'["a"]', ":2: no key `text`"),
         (b'{"text": 5}', ":2: `text` is 5, not a text"),
         (b'{"text": "\xff"}', ":2: not UTF-8 text (byte 10 of the line)"),
@@ -83,9 +84,9 @@ def test_sources_that_are_no_sources(tmp_path: Path) -> None:
     for name, told in (
         ("empty.jsonl", "no document with text"),
         ("blank.txt", "no document with text"),
-        ("a.csv", "ends in none of .jsonl, .txt, .parquet"),
+        ("a.csv", "ends in none of .jsonl, .json, .txt, .parquet"),
         ("latin.txt", "latin.txt:2: not UTF-8 text"),
-        ("folder", "no .jsonl, .txt, .parquet in this folder"),
+        ("folder", "no .jsonl, .json, .txt, .parquet in this folder"),
         ("absent", "no such file or folder"),
     ):
         with pytest.raises(BadInput, match=told):

@@ -15,7 +15,7 @@ import yaml
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.data.documents import Message
+from surgeon.data.layouts import Message
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.errors import BadInput
 from surgeon.train.config import load_config

@@ -232,7 +232,7 @@ def test_a_bug_is_one_line_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_version_needs_no_command() -> None:
     for arguments in (["--version"], ["--debug", "--version"]):
         shown = CliRunner().invoke(app, arguments)
-        assert (shown.exit_code, shown.stdout) == (0, f"{__version__}\n"), shown.output
+        assert (shown.exit_code, shown.stdout) == (0, f"surgeon {__version__}\n"), shown.output
 
 
 def test_preview_of_405b_shape_from_sparse_shards(tmp_path: Path) -> None:

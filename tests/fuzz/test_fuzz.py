@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.yaml import MOST_PROBLEMS
 from tests import tiny
 from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_shard, mutated_text
 from tests.models.test_tokens import byte_tokenizer
@@ -71,14 +72,15 @@ def fuzzed(examples: int) -> Callable[[Any], Any]:
 
 
 def run(*arguments: object, codes: tuple[int, ...]) -> int:
-    """Run the command line; it must end with one of `codes`, and with one line where it refuses."""
+    """Run the command line; it must end with one of `codes`, and with a line for each mistake where it refuses."""
     begun = time.process_time()
     ran = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert time.process_time() - begun < LIMIT_SECONDS, arguments
     assert ran.exit_code in codes, (arguments, ran.exit_code, ran.stdout[-500:], ran.stderr[-2000:])
     if ran.exit_code == 2:
         lines = [line for line in ran.stderr.splitlines() if line.startswith("surgeon: ")]
-        assert len(lines) == 1, ran.stderr
+        # Beside them there may be notes, which are said before.
+        assert 1 <= len(lines) <= MOST_PROBLEMS and ran.stderr.rstrip().splitlines()[-len(lines) :] == lines, ran.stderr
     return ran.exit_code
 
 

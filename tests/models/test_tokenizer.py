@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.data.documents import Message
 from surgeon.data.encoding import Encoder
+from surgeon.data.layouts import Message
 from surgeon.errors import BadInput
 from surgeon.models import tokenizer
 from surgeon.models.tokenizer import open_tokenizer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, Mistakes
 from surgeon.plan.plan import load_plan, parse_plan
+from surgeon.plan.shipped import find_plan
 
 GOOD = """\
 surgeon: 1
@@ -114,6 +116,56 @@ def test_files_that_cannot_be_a_plan(tmp_path: Path) -> None:
 
 
 def test_control_characters_of_a_plan_do_not_reach_the_terminal() -> None:
-    message = refused('surgeon: 1\n"\\e[31mred": 1\noperations: []\n')
+    message = refused('surgeon: 1\n"\\e[31mred": 1\noperations: [{op: pmoe_experts}]\n')
     assert "\x1b" not in message
     assert "\\x1b[31mred" in message
+
+
+def test_every_mistake_is_named_at_once_each_by_its_line() -> None:
+    wrong = """\
+surgeon: 1
+sed: 3
+operations:
+  - op: insert_layers
+    where: {evry: 2}
+    init: {kind: ot_fusionn}
+    zero_init: maybe
+  - op: control_lm
+  - op: gated_adapters
+    layer: all
+  - op: control_llm
+    layer: all
+    interpolator: {kind: lerp, alpah: 0.5, alpha: 3}
+"""
+    with pytest.raises(Mistakes) as caught:
+        parse_plan(wrong, source="plan.yaml")
+    assert list(caught.value.lines) == [
+        "plan.yaml:2: unknown key `sed`; did you mean `seed`?",
+        "plan.yaml:5: unknown key `evry`; did you mean `every`?",
+        "plan.yaml:6: unknown kind `ot_fusionn`; did you mean `ot_fusion`?",
+        'plan.yaml:7: `operations.0.zero_init` is "maybe"; it should be a valid boolean',
+        "plan.yaml:8: unknown op `control_lm`; did you mean `control_llm`?",
+        "plan.yaml:10: unknown key `layer`; did you mean `layers`?",
+        "plan.yaml:12: unknown key `layer`; did you mean `layers`?",
+        "plan.yaml:13: `operations.3.interpolator.alpha` is 3; it should be less than or equal to 1",
+        "plan.yaml:13: unknown key `alpah`; did you mean `alpha`?",
+    ]
+    assert str(caught.value).splitlines() == list(caught.value.lines)
+    assert pickle.loads(pickle.dumps(caught.value)).lines == caught.value.lines
+
+
+def test_at_most_three_plans_are_suggested(tmp_path: Path) -> None:
+    def told(plan: str) -> str:
+        with pytest.raises(BadInput) as caught:
+            find_plan(plan)
+        return str(caught.value)
+
+    assert "did you mean `opt-deus`, `opt-deus/emd` or `opt-deus/" in told("opt-dues")
+    assert "did you mean `control-llm`, `control-llm/" in told("Control_LLM")
+    assert "did you mean `ablation/average`, `ablation/copy` or `ablation/random`?" in told("ablation")
+    assert "`surgeon plans` lists the names" in told("zzz")
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.yaml").write_text(GOOD, encoding="utf-8")
+    (tmp_path / "train.yaml").write_text("surgeon_train: 1\n", encoding="utf-8")
+    mine = f"a folder, not a plan; did you mean `{tmp_path}/mine.yaml` or `{tmp_path}/other.yaml`?"
+    assert told(str(tmp_path)).endswith(mine)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.errors import BadInput
+from surgeon.data.sources import check_there
+from surgeon.errors import BadInput, Mistakes
 from surgeon.train.config import LoadedConfig, load_config, settle
 
 SMALLEST = """\
@@ -99,3 +100,55 @@ def test_what_is_wrong_is_named_by_line(tmp_path: Path, change: tuple[str, str],
 def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, added: str, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         settle(written(tmp_path, SMALLEST + added), ["insert_layers"], context=64, processes=2)
+
+
+def test_all_numbers_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST + "length: 65\noptimizer:\n  lr: 1e-4\n  min_lr: 1e-3\n  warmup: 101\n")
+    with pytest.raises(Mistakes) as caught:
+        settle(loaded, ["insert_layers"], context=64, processes=1)
+    assert [line.partition(": `")[0] for line in caught.value.lines] == [
+        f"{tmp_path}/train.yaml:{number}" for number in (6, 9, 10)
+    ]
+
+
+def test_options_replace_values_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(SMALLEST, encoding="utf-8")
+    settings = ["optimizer.lr=1e-4", "steps=7", "sources.fr.share=0.5", "sources.1.share=.5", "what=[0, 1]"]
+    config = load_config(path, settings).config
+    assert (config.optimizer.lr, config.steps, config.what) == (1e-4, 7, [0, 1])
+    assert [source.share for source in config.sources] == [0.5, 0.5]
+    assert load_config(path).config.steps == 100
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("optimizer.lrr=1", "--set optimizer.lrr=1: unknown key `lrr`; did you mean `lr`?"),
+        ("optimiser.lr=1", "--set optimiser.lr=1: unknown key `optimiser`; did you mean `optimizer`?"),
+        ("steps=ten", '--set steps=ten: `steps` is "ten"; it should be a valid integer'),
+        ("sources.fe.share=0.5", "--set sources.fe.share=0.5: `sources` has no entry `fe`; did you mean `fr`?"),
+        ("steps.more=1", "--set steps.more=1: `steps` is a value, which has no keys; set it as it is"),
+        ("steps", "--set steps: give a key and a value, as in --set optimizer.lr=1e-4"),
+    ],
+)
+def test_an_option_that_sets_nothing_is_named(tmp_path: Path, setting: str, told: str) -> None:
+    (tmp_path / "train.yaml").write_text(SMALLEST, encoding="utf-8")
+    with pytest.raises(BadInput) as caught:
+        load_config(tmp_path / "train.yaml", [setting])
+    assert str(caught.value) == told
+
+
+def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_path: Path) -> None:
+    text = SMALLEST.replace("share: 0.9", "share: 0.9, validation: aside.jsonl")
+    loaded = written(tmp_path, text)
+    (tmp_path / "en.jsonl").mkdir()
+    wrong = [
+        (loaded.where("sources", n, key), why)
+        for n in (0, 1)
+        for key, why in check_there(loaded.config.sources[n], loaded)
+    ]
+    assert [where for where, _ in wrong] == [f"{tmp_path}/train.yaml:{line}: " for line in (4, 4, 5)]
+    assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check `path`"
+    assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check `validation`"
+    assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]

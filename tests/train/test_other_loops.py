@@ -119,9 +119,12 @@ import contextlib, logging
 from datasets import Dataset
 from transformers import AutoTokenizer
 from transformers.utils.logging import warning_once
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+preferences = Dataset.from_list(
+    [{"prompt": f"w{n} w{n + 1}", "chosen": " w60 w61", "rejected": " w70 w71"} for n in range(32)]
+)
 texts = Dataset.from_list(json.loads(Path(sys.argv[2]).read_text()))
 heard = []
 
@@ -147,10 +150,21 @@ def run(out, saved, trainer_class):
     new = freeze(model, out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     grafted = hasattr(model, "freeze_base")
+    common = dict(
+        output_dir=saved + "-trl", per_device_train_batch_size=4, learning_rate=1e-2, bf16=True, use_cpu=True,
+        max_length=24, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )
+    if trainer_class == "dpo":
+        # Born identical, the output is its own reference: a second copy, or the base.
+        trainer = DPOTrainer(
+            model=model, ref_model=load(out, "bfloat16"), args=DPOConfig(**common, max_steps=10),
+            train_dataset=preferences, processing_class=tokenizer,
+        )
+        trainer.train()
+        margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
+        return {"new": new, "margins": margins, "same": round_trip(model, saved)}
     args = SFTConfig(
-        output_dir=saved + "-trl", max_steps=25, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-2, bf16=True, use_cpu=True, max_length=24, logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, remove_unused_columns=not grafted,
+        **common, max_steps=25, gradient_accumulation_steps=2, remove_unused_columns=not grafted,
     )
     trainer = {"own": ModelsOwnLoss, "trl": SFTTrainer}[trainer_class](
         model=model, args=args, train_dataset=texts, processing_class=tokenizer,
@@ -232,7 +246,10 @@ def test_a_plain_loop(name: str, dtype: str, looped: Trained) -> None:
     check_saved(out, saved, new, getattr(torch, dtype))
 
 
-TRL_JOBS = [("gated_adapters", "own"), ("control_llm", "own"), ("insert_layers", "trl"), ("gated_adapters", "trl")]
+TRL_JOBS = [
+    *(("gated_adapters", "own"), ("control_llm", "own"), ("insert_layers", "trl"), ("gated_adapters", "trl")),
+    *(("insert_layers", "dpo"), ("gated_adapters", "dpo")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +285,16 @@ def test_trl_as_it_is_drops_the_auxiliary_losses_and_the_model_says_so(by_trl: T
     assert "auxiliary losses have no part in this training" in told["heard"][0]
     own = by_trl["gated_adapters", "own"][0]["auxiliary"]["local_l1_loss"]
     assert 0 < own < 0.8 * told["auxiliary"]["local_l1_loss"]
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["insert_layers", "gated_adapters"])
+def test_trls_preferences(name: str, by_trl: Trained) -> None:
+    """DPO: the chosen answers gain on the rejected ones, from the reference's own difference, by what is new alone."""
+    told, out, saved, new = by_trl[name, "dpo"]
+    assert set(told["new"]) == new
+    assert told["same"]
+    assert abs(told["margins"][0]) < 0.01
+    assert min(told["margins"][-3:]) > 0.03
+    check_saved(out, saved, new, torch.bfloat16)

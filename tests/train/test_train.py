@@ -25,12 +25,14 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
+from surgeon.models.templates import TEMPLATES
 from surgeon.train import session, trainer
 from surgeon.train.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
 from surgeon.train.session import work_folder
-from surgeon.train.train import trained_view
+from surgeon.train.train import rehearsal_view, trained_view
 from surgeon.train.trainer import Diverged, losses_by_source
 from tests import tiny
+from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
 from tests.warm import kill, warm
 
@@ -530,3 +532,32 @@ def test_two_processes_are_as_one(tmp_path: Path) -> None:
         assert told["losses"][name]["before"] == pytest.approx(alone.losses[name][0], rel=1e-6)
         assert told["losses"][name]["after"] == pytest.approx(after, rel=1e-4)
     assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
+
+
+def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
+    """A base without a template learns chats as ChatML writes them; a rehearsal shows them, and writes nothing."""
+    out = grown(tmp_path)
+    chats = [{"instruction": text(8, n), "output": text(6, n + 50)} for n in range(12)]
+    (tmp_path / "chat.json").write_text(json.dumps(chats), encoding="utf-8")
+    source = {"name": "chat", "path": "chat.json", "kind": "chat", "share": 1.0, "validation": 0.2}
+    asked = config(tmp_path, steps=2, sources=[source], chat_template="chatml")
+    there = sorted(tmp_path.rglob("*"))
+    shown = surgeon.rehearse(out, asked, tmp_path / "run", overrides=["batch=2"], device="cpu")
+    assert sorted(tmp_path.rglob("*")) == there
+    check_json(shown)
+    assert (shown.settings["batch"], shown.tokens, shown.sources[0].documents) == (2, 2 * 2 * 24, 10)
+    assert shown.seconds == 2 * shown.seconds_a_step > 0
+    assert shown.optimizer_bytes == 12 * shown.trained, "two moments and a master of what is bfloat16"
+    asking, answering = shown.samples[0].parts
+    assert not asking[1] and answering[1], "the loss is on the answer alone"
+    told = io.StringIO()
+    Console(file=told, width=80).print(rehearsal_view(shown))
+    assert "dry run: nothing was written" in told.getvalue() and "<unk>" in told.getvalue()
+    trained = surgeon.train(out, asked, tmp_path / "run", device="cpu")
+    assert trained is not None
+    check_json(trained)
+    assert (tmp_path / "run" / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATES["chatml"]
+    assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
+    # What is trained further has the template now, and needs no name for it; another one's is refused.
+    with pytest.raises(BadInput, match="--set chat_template=gemma: `chat_template` is for a base"):
+        surgeon.train(tmp_path / "run", asked, tmp_path / "more", overrides=["chat_template=gemma"])

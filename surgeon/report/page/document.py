@@ -238,7 +238,7 @@ def operations_section(findings: Findings) -> Markup:
         "Operations",
         table(
             "Operations in order",
-            ("surgery", "operation", "matched", "base's function", "why", "trains"),
+            ("surgery", "operation", "matched", "base's function at birth", "why", "trains"),
             rows,
             numbers=(0,),
             words=(2, 4),

@@ -9,7 +9,7 @@ from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
 from surgeon.report.page.charts import Bar, Series, bars, grid, heat_image, heat_range, lines, points
 from surgeon.report.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
-from surgeon.report.routing import RouterPlace, RoutingReport
+from surgeon.report.routing_record import RouterPlace, RoutingReport
 from surgeon.report.transport import MapFact
 
 # How many styles there are of lines, and colours of slots.

@@ -1,0 +1,181 @@
+"""Tables of the terminal that fit its width: no number is cut, no word is broken.
+
+Columns stand side by side where they can, the prose among them folded at words. In a narrower terminal each row is a
+small block of its own: the first cell, then the others with their headings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+# Prose in a narrower column than this is hard to read; between columns stand two spaces.
+_NARROWEST = 20
+_GAP = 2
+_INDENT = 2
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    number: bool
+    style: str
+
+
+class FittedTable:
+    """Rows under headings, or without (`headings=False`: names and values, the last cell of a row being prose).
+
+    The first `names` columns say what a row is. A column of numbers is aligned on the right, and never folded. A column
+    in which no row has anything is left out.
+    """
+
+    def __init__(self, *columns: str, headings: bool = True, names: int = 1) -> None:
+        self._columns = [_Column(heading, False, "") for heading in columns]
+        self._headings = headings
+        self._names = names
+        self._rows: list[list[Text]] = []
+
+    def add_column(self, heading: str, *, number: bool = True, style: str = "") -> None:
+        """A column to the right of those there are; by default of numbers."""
+        self._columns.append(_Column(heading, number, style))
+
+    def add_row(self, *cells: str | Text) -> None:
+        """A row; without cells an empty line between two rows."""
+        self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
+        while len(self._columns) < len(cells):
+            self._columns.append(_Column("", False, ""))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """The narrowest that the longest word allows, and the width of all columns side by side."""
+        shown = self._shown()
+        words = max((self._least(number) for number in shown), default=0)
+        whole = self._width([self._natural(number) for number in shown])
+        return Measurement(min(words, options.max_width), min(whole, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Side by side where that fits the width, else stacked."""
+        shown = self._shown()
+        if not shown:
+            return
+        least = [self._least(number) for number in shown]
+        if self._width(least) <= options.max_width:
+            yield self._side_by_side(self._rows, shown, least, options.max_width)
+        elif self._headings:
+            for cells in self._rows:
+                yield self._stacked(cells, shown, options.max_width)
+        else:
+            yield from self._named(shown, options.max_width)
+
+    def _shown(self) -> list[int]:
+        """The columns in which some row has something."""
+        return [
+            number
+            for number in range(len(self._columns))
+            if any(number < len(cells) and cells[number].plain for cells in self._rows)
+        ]
+
+    def _width(self, widths: Sequence[int]) -> int:
+        return sum(widths) + _GAP * (len(widths) - 1)
+
+    def _cells(self, number: int) -> list[str]:
+        heading = [self._columns[number].heading] if self._headings else []
+        return heading + [cells[number].plain for cells in self._rows if number < len(cells)]
+
+    def _natural(self, number: int) -> int:
+        return max((cell_len(line) for cell in self._cells(number) for line in cell.splitlines()), default=0)
+
+    def _least(self, number: int) -> int:
+        """The narrowest that a column may be: numbers and names as they are, prose as wide as its longest word."""
+        natural = self._natural(number)
+        if self._columns[number].number:
+            return natural
+        return min(natural, max(_NARROWEST, _longest_word(self._cells(number))))
+
+    def _named(self, shown: Sequence[int], room: int) -> Iterator[RenderableType]:
+        """Names beside values; a value with a word that does not fit there (a digest) goes below its name."""
+        *names, last = shown
+        widths = [self._natural(number) for number in names]
+        left = room - self._width(widths) - _GAP
+        for fits, rows in itertools.groupby(self._rows, lambda cells: _longest_word([cells[last].plain]) <= left):
+            if fits and left >= _NARROWEST:
+                yield self._side_by_side(list(rows), shown, [*widths, left], room)
+                continue
+            for cells in rows:
+                head = Text("  ").join(cells[number] for number in names if cells[number].plain)
+                yield Group(head, _indented(cells[last]))
+
+    def _side_by_side(
+        self, rows: Sequence[Sequence[Text]], shown: Sequence[int], least: Sequence[int], room: int
+    ) -> Table:
+        widths = [self._natural(number) for number in shown]
+        while self._width(widths) > room:
+            # From the widest of those that may give.
+            widest = max((n for n in range(len(widths)) if widths[n] > least[n]), key=lambda n: widths[n])
+            widths[widest] -= 1
+        table = Table(box=None, pad_edge=False, show_header=self._headings)
+        for number, width in zip(shown, widths, strict=True):
+            column = self._columns[number]
+            table.add_column(
+                Text(column.heading),
+                justify="right" if column.number else "left",
+                style=column.style,
+                width=width,
+                overflow="fold",
+            )
+        for cells in rows:
+            table.add_row(*(cells[number] if number < len(cells) else "" for number in shown))
+        return table
+
+    def _stacked(self, cells: Sequence[Text], shown: Sequence[int], room: int) -> RenderableType:
+        """One row: the cells that name it, then the others with their headings, indented."""
+        there = [number for number in shown if number < len(cells) and cells[number].plain]
+        if not there:
+            return Text()
+        rest = [number for number in there if number >= self._names]
+        parts: list[RenderableType] = [Text("  ").join(cells[number] for number in there if number < self._names)]
+        prose = [number for number in rest if not self._columns[number].number]
+        width = max((cell_len(self._columns[number].heading) for number in prose), default=0) + _GAP
+        for number in prose:
+            heading = Text(self._columns[number].heading, style="dim")
+            if _longest_word([cells[number].plain]) > room - _INDENT - width:
+                parts += [_indented(heading), _indented(cells[number], 2 * _INDENT)]
+                continue
+            pair = Table.grid(padding=(0, _GAP, 0, 0))
+            pair.add_column(width=width - _GAP)
+            pair.add_column(overflow="fold")
+            pair.add_row(heading, cells[number])
+            parts.append(_indented(pair))
+        pairs = [
+            Text.assemble((self._columns[number].heading, "dim"), " ", cells[number])
+            for number in rest
+            if self._columns[number].number
+        ]
+        parts += [_indented(line) for line in _flowed(pairs, room - _INDENT)]
+        return Group(*parts)
+
+
+def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
+    return Padding(content, (0, 0, 0, by))
+
+
+def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
+    """As many pairs on a line as fit."""
+    lines: list[Text] = []
+    for pair in pairs:
+        if lines and lines[-1].cell_len + 3 + pair.cell_len <= room:
+            lines[-1] = Text.assemble(lines[-1], "   ", pair)
+        else:
+            lines.append(pair)
+    return lines
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    return max((cell_len(word) for text in texts for word in text.split()), default=0)

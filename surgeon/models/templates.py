@@ -1,0 +1,106 @@
+"""Chat templates by name, for bases that have none; what a base has is looked up without loading its tokenizer.
+
+Each writes turns as the models do that are known for it; none changes an earlier turn once later ones follow, so the
+loss mask needs no `{% generation %}` blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import printable
+
+TEMPLATE_FILE = "chat_template.jinja"
+_FILES = (TEMPLATE_FILE, "chat_template.json")
+_SETTINGS = "tokenizer_config.json"
+
+TemplateName = Literal["chatml", "llama3", "gemma", "mistral", "phi3", "zephyr", "alpaca"]
+
+# Gemma and Mistral have no role `system`: its words come before the first user's.
+_SYSTEM_FIRST = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n\\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
+)
+
+TEMPLATES: dict[TemplateName, str] = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
+        " + message['content'] | trim + '<|eot_id|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}" + _SYSTEM_FIRST + "{% for message in turns %}"
+        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n'"
+        " + (first if loop.first else '') + message['content'] | trim + '<end_of_turn>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}" + _SYSTEM_FIRST + "{% for message in turns %}{% if message['role'] == 'assistant' %}"
+        "{{ ' ' + message['content'] | trim + eos_token }}{% else %}"
+        "{{ '[INST] ' + (first if loop.first else '') + message['content'] | trim + ' [/INST]' }}"
+        "{% endif %}{% endfor %}"
+    ),
+    "phi3": (
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    ),
+    "zephyr": (
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    ),
+    "alpaca": (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + '\\n\\n' }}"
+        "{% elif message['role'] == 'assistant' %}{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}"
+        "{% else %}{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
+    ),
+}
+
+# The marks of each that its models have as tokens of their own.
+MARKS: dict[TemplateName, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "zephyr": (),
+    "alpaca": (),
+}
+
+
+def no_template(folder: Path) -> str:
+    """The error for chats where nothing says how they are written."""
+    return (
+        f"{printable(str(folder))}: its tokenizer has no chat template, which sources of the kind `chat` need; say"
+        " `chat_template: chatml` (or another one's name) in the training config, add chat_template.jinja, or use"
+        " `kind: text`"
+    )
+
+
+def template_of(folder: CheckpointFolder) -> str | None:
+    """The chat template (of several, the first) that a checkpoint brings, by its files alone; None: there is none."""
+    if TEMPLATE_FILE in folder.side_files:
+        return folder.read_side_file(TEMPLATE_FILE).decode("utf-8", "replace")
+    for name in (*_FILES[1:], _SETTINGS):
+        if name not in folder.side_files:
+            continue
+        try:
+            settings = json.loads(folder.read_side_file(name))
+        except (ValueError, RecursionError):
+            continue
+        found = settings.get("chat_template") if isinstance(settings, dict) else None
+        if isinstance(found, list):
+            found = next((one.get("template") for one in found if isinstance(one, dict)), None)
+        if found:
+            return str(found)
+    return None

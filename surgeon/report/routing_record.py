@@ -1,0 +1,137 @@
+"""What routers and gates chose, as a record: written to a file by `surgeon routing-report --to`, and read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.files import read_given
+from surgeon.errors import BadInput, printable
+
+_MAX_BYTES = 64_000_000
+
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0)]
+Site = tuple[Index, Literal["attention", "ffn"]]
+
+
+class _Entry:
+    """A record's part; its annotations are what a file of it must hold, and nothing more."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+@dataclass(frozen=True)
+class RouterChoices(_Entry):
+    """PMoE's router on one text: mean weight of each slot, share of tokens it is the largest for, and some tokens.
+
+    `examples` are (token, its slot of largest weight).
+    """
+
+    mean: tuple[Share, ...]
+    largest: tuple[Share, ...]
+    examples: tuple[tuple[str, Index], ...]
+
+
+@dataclass(frozen=True)
+class GateChoices(_Entry):
+    """A gate on one text: its mean value (α of an interpolator), and the share of tokens for which it is zero.
+
+    `loudness` is the mean of what an adapter adds, ‖·‖₁ over the width; None for an interpolator.
+    """
+
+    mean: Number
+    closed: Share
+    loudness: Number | None
+
+
+@dataclass(frozen=True)
+class TextChoices(_Entry):
+    """The choices on one text of `tokens` tokens.
+
+    `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
+    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`).
+    """
+
+    tokens: Index
+    router: RouterChoices | None
+    states: tuple[tuple[Share, ...], ...]
+    gates: dict[str, GateChoices]
+
+
+@dataclass(frozen=True)
+class RouterPlace(_Entry):
+    """A router: the number of layers below it, and its slots."""
+
+    layer: Index
+    slots: Annotated[int, Field(ge=1, le=10_000)]
+
+
+@dataclass(frozen=True)
+class RoutingReport(_Entry):
+    """The choices of routers and gates, text by text; `sites` are (layer, block) of the control states.
+
+    `surgeon_routing` is the version of the format in which it is written.
+    """
+
+    surgeon_routing: Literal[1]
+    model: str
+    router: RouterPlace | None
+    sites: tuple[Site, ...]
+    texts: dict[str, TextChoices]
+
+    def __repr__(self) -> str:
+        return f"RoutingReport({self.model!r}, {self.slots} slots, {len(self.sites)} sites, texts {list(self.texts)})"
+
+    @property
+    def slots(self) -> int:
+        """How many slots the router weighs; 0 without one."""
+        return self.router.slots if self.router else 0
+
+    @property
+    def gates(self) -> list[str]:
+        """The names of all gates."""
+        return list(dict.fromkeys(gate for text in self.texts.values() for gate in text.gates))
+
+    def most_used(self, text: TextChoices, most: int) -> str:
+        """The control states that get most of a text's weight, with their shares of it, as words."""
+        sums = [sum(row[state] for row in text.states) for state in range(len(self.sites))]
+        total = sum(sums) or 1.0
+        order = sorted(range(len(sums)), key=lambda state: -sums[state])[:most]
+        return ", ".join(f"{self.sites[s][0]}.{self.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data: the file's content and `--json`."""
+        plain: dict[str, Any] = TypeAdapter(RoutingReport).dump_python(self, mode="json")
+        return plain
+
+
+def read_routing(file: Path) -> RoutingReport:
+    """The report in `file`. Raises BadInput, which names the first thing that is missing or wrong."""
+    shown = printable(str(file))
+    content = read_given(file, what="routing record", most=_MAX_BYTES)
+    try:
+        read = TypeAdapter(RoutingReport).validate_python(
+            parse_json_strict(content, file=str(file), max_bytes=_MAX_BYTES, constants=True)
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
+        raise BadInput(
+            f"{shown}: not a routing report ({where}: {printable(problem['msg'])}); `surgeon routing-report --to FILE`"
+            " writes one"
+        ) from None
+    for name, text in read.texts.items():
+        if text.states and {len(text.states), *map(len, text.states)} != {len(read.sites)}:
+            raise BadInput(f"{shown}: states of {printable(name)} are not {len(read.sites)} × {len(read.sites)}")
+        router = text.router
+        if router and (
+            {len(router.mean), len(router.largest)} != {read.slots} or any(s >= read.slots for _, s in router.examples)
+        ):
+            raise BadInput(f"{shown}: the router of {printable(name)} has other slots than the {read.slots} named")
+    return read

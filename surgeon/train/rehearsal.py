@@ -1,0 +1,177 @@
+"""`surgeon train --dry-run`: what a run would cost and see, from a few micro-batches; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surgeon.common.plain import plain_fields
+from surgeon.data.encoding import Encoded, Encoder
+from surgeon.data.packing import Batches, SourceStream, generator
+from surgeon.errors import BadInput
+from surgeon.train.session import Run, fused_head, loaded_model, optimizer_bytes, peak_memory
+
+# Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
+_COUNTED = 200
+_SHOWN = 160
+_TIMED = 2
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """One source: its documents, how many tokens one has in the mean, how many the loss counts, what the run takes.
+
+    The means are over at most 200 documents; `passes` is how often the run goes through the source.
+    """
+
+    name: str
+    share: float
+    documents: int
+    tokens_a_document: float
+    counted: float
+    run_tokens: int
+    passes: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The begin of one document as the model sees it: parts, and whether the loss counts them."""
+
+    source: str
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would train, on what, and an estimate of its cost.
+
+    `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints;
+    `peak_memory` is in bytes, that of the micro-batches and `optimizer_bytes` for AdamW's state, which is made at the
+    first step.
+    """
+
+    settings: dict[str, Any]
+    device: str
+    parameters: int
+    trained: int
+    tensors: int
+    sources: tuple[SourceTokens, ...]
+    samples: tuple[Sample, ...]
+    seconds_a_step: float
+    seconds: float
+    tokens: int
+    optimizer_bytes: int
+    peak_memory: int
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Rehearsal({self.trained:,} of {self.parameters:,} numbers, {self.tokens:,} tokens, about"
+            f" {self.seconds:.0f} s, {self.peak_memory:,} bytes)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self, without=("samples",)) | {
+            "samples": [
+                {"source": one.source, "parts": [{"text": text, "counted": counted} for text, counted in one.parts]}
+                for one in self.samples
+            ]
+        }
+
+
+def measured(run: Run) -> Rehearsal:
+    """Count and show the data, then time micro-batches. Raises BadInput as a run does, and where memory is short."""
+    settings, encoder, listener = run.settings, run.encoder, run.listener
+    mixture = run.data.mixture
+    streams = list(zip(mixture.streams, mixture.shares, strict=True))
+    listener.begin("counting tokens", len(streams), "sources")
+    sources: list[SourceTokens] = []
+    samples: list[Sample] = []
+    total = settings.steps * settings.batch * settings.length
+    for stream, share in streams:
+        encoded = _some(stream, encoder)
+        sources.append(_tokens_of(stream, share, encoded, total))
+        if share:
+            samples.append(Sample(stream.name, _parts(encoded[0], encoder)))
+        listener.advance(1)
+    try:
+        model, names = loaded_model(run)
+        model.to(run.device).train()
+        seconds = _seconds_a_micro_batch(run, model, listener.say) * settings.accumulation
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise BadInput(
+            f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
+            " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
+        ) from error
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = optimizer_bytes(trained)
+    return Rehearsal(
+        settings=settings.to_json(),
+        device=run.device,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in trained),
+        tensors=len(names),
+        sources=tuple(sources),
+        samples=tuple(samples),
+        seconds_a_step=seconds,
+        seconds=seconds * settings.steps,
+        tokens=total,
+        optimizer_bytes=optimizer,
+        peak_memory=peak_memory(run.device) + optimizer,
+        notes=(*run.out.notes, *run.notes, *run.data.notes),
+    )
+
+
+def _some(stream: SourceStream, encoder: Encoder) -> list[Encoded]:
+    """Some of the documents that the source would train on: the same ones at every call."""
+    drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
+    return [encoder.encode(stream.documents.read(int(number))) for number in drawn]
+
+
+def _tokens_of(stream: SourceStream, share: float, encoded: Sequence[Encoded], total: int) -> SourceTokens:
+    tokens = sum(len(ids) for ids, _ in encoded)
+    counted = sum(sum(counts) for _, counts in encoded)
+    documents = len(stream.numbers)
+    mean = tokens / len(encoded)
+    return SourceTokens(
+        name=stream.name,
+        share=share,
+        documents=documents,
+        tokens_a_document=mean,
+        counted=counted / tokens if tokens else 0.0,
+        run_tokens=round(share * total),
+        passes=share * total / (mean * documents) if mean else 0.0,
+    )
+
+
+def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
+    """The first tokens of a document, in runs of those that the loss counts and those that it does not."""
+    ids, counted = (part[:_SHOWN] for part in encoded)
+    runs = itertools.groupby(zip(ids, counted, strict=True), key=lambda pair: pair[1])
+    return tuple((encoder.tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs)
+
+
+def _seconds_a_micro_batch(run: Run, model: Any, say: Callable[[str], None]) -> float:
+    """Mean wall seconds of forward and backward, after one that is not counted."""
+    settings = run.settings
+    domains = hasattr(model, "surgery")
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, domains=domains))
+    fused = fused_head(run, model)
+    say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
+    begun = 0.0
+    for number in range(_TIMED + 1):
+        batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
+        if number == 1:
+            begun = time.perf_counter()
+        with contextlib.nullcontext() if fused is None else fused.armed():
+            model(**batch).loss.backward()
+        if run.device == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / _TIMED

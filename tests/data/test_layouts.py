@@ -1,0 +1,144 @@
+"""Texts and chats as people have them: every layout reads as the same messages, what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from surgeon.data.documents import Documents
+from surgeon.data.encoding import Encoder
+from surgeon.data.layouts import CHATS, Message, columns_of
+from surgeon.errors import BadInput
+from surgeon.models.templates import MARKS, TEMPLATES, TemplateName
+from tests.train.texts import add_tokenizer
+
+ASKED, ANSWERED = Message("user", "w1 w2"), Message("assistant", "w3")
+SYSTEM = Message("system", "w9")
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[Message, ...]]] = {
+    "messages": (
+        {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]},
+        (ASKED, ANSWERED),
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w3"}], "system": "w9"},
+        (SYSTEM, ASKED, ANSWERED),
+    ),
+    "Alpaca": (
+        {"instruction": "w1 w2", "input": "", "output": "w3", "text": "the whole prompt again"},
+        (ASKED, ANSWERED),
+    ),
+    "prompt and completion": ({"prompt": "w1 w2", "completion": "w3"}, (ASKED, ANSWERED)),
+}
+
+
+def chats(folder: Path, *entries: Any, name: str = "a.jsonl", key: str | None = None) -> Documents:
+    lines = "\n".join(json.dumps(entry) for entry in entries)
+    (folder / name).write_text(lines if name.endswith("l") else json.dumps(entries, indent=2), encoding="utf-8")
+    return Documents(folder / name, key=key, chat=True)
+
+
+def test_every_layout_is_recognised(tmp_path: Path) -> None:
+    assert LAYOUTS.keys() == {layout.name for layout in CHATS}
+    for name in ("a.jsonl", "a.json"):
+        found = chats(tmp_path, *(entry for entry, _ in LAYOUTS.values()), name=name)
+        assert [found.read(number) for number in range(len(found))] == [read for _, read in LAYOUTS.values()]
+    for entry, _ in LAYOUTS.values():
+        wanted = set(entry) - {"text"}
+        assert set(columns_of([*entry, "id"], None, chat=True, where="table")) == wanted
+
+
+def test_variants_of_layouts(tmp_path: Path) -> None:
+    listed = [{"role": "user", "content": "w1 w2"}]
+    found = chats(
+        tmp_path,
+        {"instruction": "w1", "input": "w2", "output": "w3"},
+        {"prompt": listed, "completion": [{"role": "assistant", "content": "w3"}]},
+        {"messages": [{"from": "Human", "value": "w1 w2"}, {"from": "GPT", "value": "w3"}]},
+    )
+    assert found.read(0) == (Message("user", "w1\n\nw2"), ANSWERED)
+    assert found.read(1) == found.read(2) == (ASKED, ANSWERED)
+    own = chats(tmp_path, {"turns": LAYOUTS["messages"][0]["messages"]}, key="turns")
+    assert own.read(0) == (ASKED, ANSWERED)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"prompt": "w1"}, "no key `completion`, which a chat with `prompt` (prompt and completion) needs; add it"),
+        ({"output": "w1"}, "no key `instruction`, which a chat with `output` (Alpaca) needs; add it"),
+        ({"body": "w1"}, "no chat (messages: messages; ShareGPT: conversations; Alpaca: instruction, output;"),
+        ({"instruction": "w1", "output": 3}, "`output` is 3, not a text; make it one"),
+        ({"conversations": [{"from": "robot", "value": "w1"}]}, "message 1 is from `robot`, which is none of human,"),
+        ({"messages": "w1"}, "`messages` is not a list of messages"),
+        ({"messages": {"role": "user", "content": "w1 w2"}}, "`messages` is not a list of messages"),
+        ({"messages": {"role": ["user"], "content": ["w1", "w2"]}}, "no message of the role `assistant`"),
+        ({"conversations": [{"from": "human", "value": "w1"}]}, "no message of the role `assistant`"),
+    ],
+)
+def test_what_is_missing_is_named(entry: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        chats(tmp_path, entry)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and told in str(caught.value)
+
+
+def test_a_chat_that_is_taken_for_text_is_recognised(tmp_path: Path) -> None:
+    for name, (entry, _) in LAYOUTS.items():
+        entry = {key: value for key, value in entry.items() if key != "text"}
+        (tmp_path / "a.jsonl").write_text(json.dumps(entry), encoding="utf-8")
+        with pytest.raises(BadInput, match=rf"a chat \({name}\): write `kind: chat`"):
+            Documents(tmp_path / "a.jsonl", key=None, chat=False)
+
+
+def test_json_files_of_texts(tmp_path: Path) -> None:
+    texts = ["wörter\n", " ", "w2 ✓", "w3"]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False), encoding="utf-8")
+    found = Documents(path, key=None, chat=False)
+    assert [found.read(number) for number in range(len(found))] == [texts[0], *texts[2:]]
+    assert found.blank == 1
+    for content, told in (
+        ('{"text": "w1"}', "a.json: not a list of objects"),
+        ('[{"text": "w1"},\n{"text" "w2"}]', "a.json: not JSON"),
+        ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no key `text`; it has txt"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(BadInput, match=told):
+            Documents(path, key=None, chat=False)
+
+
+# As the models' own templates write it, by their cards.
+WRITTEN: dict[TemplateName, str] = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+    "U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>",
+    "gemma": "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n",
+    "mistral": "<s>[INST] S\n\nU [/INST] A</s>",
+    "phi3": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n",
+    "alpaca": "S\n\n### Instruction:\nU\n\n### Response:\nA</s>\n\n",
+}
+
+
+def test_templates_write_what_their_models_read(tmp_path: Path) -> None:
+    tokenizer = Encoder(add_tokenizer(tmp_path), vocabulary=128).tokenizer
+    turns = [{"role": role, "content": role[0].upper()} for role in ("system", "user", "assistant", "user")]
+    assert WRITTEN.keys() == TEMPLATES.keys() == MARKS.keys() == set(get_args(TemplateName))
+    for name, template in TEMPLATES.items():
+        whole = tokenizer.render(turns[:3], template=template)
+        assert whole == WRITTEN[name]
+        assert all(mark in tokenizer.render(turns, template=template, prompt=True) for mark in MARKS[name])
+        # What the loss counts begins where the prompt ends, and later turns change nothing.
+        prompt = tokenizer.render(turns[:2], template=template, prompt=True)
+        assert whole.startswith(prompt) and whole[len(prompt) :].strip().startswith("A")
+        assert tokenizer.render(turns, template=template).startswith(whole)
+
+
+def test_a_template_that_is_given_takes_the_place_of_none(tmp_path: Path) -> None:
+    spaced = "{% for m in messages %}<{{ m.role }}> {{ m.content }} </s> {% endfor %}"
+    spaced += "{% if add_generation_prompt %}<assistant> {% endif %}"
+    encoder = Encoder(add_tokenizer(tmp_path), vocabulary=128, template=spaced)
+    ids, counted = encoder.encode((ASKED, ANSWERED))
+    assert [token for token, count in zip(ids, counted, strict=True) if count] == [13, 2]
