@@ -104,11 +104,12 @@ class DerivedGrafted(GraftedLayer):
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in; `index` is the layer's, of trunk or tail."""
         for name, native, role, kind in self.sites:
-            block: Any = self._modules.get(name)
             beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
-            if type(block) is not native or not beside:
+            found = self._modules.get(name)
+            if type(found) is not native or not beside:
                 continue
-            block.__class__ = kind
+            found.__class__ = kind
+            block: Any = found
             seat = block if name == role else Seat()
             setattr(self, role, seat)
             vars(seat)["activation_field"] = self.activation_field
