@@ -91,7 +91,7 @@ DERIVED: dict[str, tuple[dict[str, Any], int | None, dict[str, str], dict[str, s
             "JambaAttention, JambaMLP": "self_attn.o_proj.weight",
         },
         {
-            "insert_layers": "JambaMLP in place of JambaSparseMoeBlock",
+            "insert_layers": "would be another kind",
             "merge_branches": "no control block to merge",
         },
     ),
