@@ -26,6 +26,7 @@ _CLASS = re.compile(
 # Fields that are lists of names.
 _LISTS = ("autos", "path", "layers")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 AUTOS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 
 
@@ -71,6 +72,8 @@ class Composition:
         for told in (*classes, *(site.native for site in self.sites)):
             if _CLASS.fullmatch(told) is None:
                 raise ValueError(f"config.anatomy: `{told}` names no class of transformers' models")
+        if _MODEL_TYPE.fullmatch(self.model_type) is None:
+            raise ValueError(f"config.model_type: `{self.model_type}` is no name of a model type")
         blocks = (site.block for site in self.sites)
         for name in (self.stack, *self.path, *blocks, *((self.activation,) if self.activation else ())):
             if _NAME.fullmatch(name) is None:
