@@ -37,7 +37,7 @@ GRAFT_TENSORS = ("*mlp.adapter.*", "*interpolator.*", "*expert_router.*", "*cont
 
 class _Forward(threading.local):
     flow: Flow | None = None
-    rest: tuple[Any, ...] | None = None
+    rest: Any = None
 
 
 _forward = _Forward()
@@ -54,9 +54,19 @@ def in_flow(flow: Flow | None) -> Iterator[None]:
         _forward.flow = previous
 
 
-def one_tensor(made: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+Rest = tuple[Any, ...] | list[Any] | None
+
+
+def one_tensor(made: Any) -> tuple[Tensor, Rest]:
     """A module's output, and what came with it; None where it came alone."""
-    return (made[0], tuple(made[1:])) if isinstance(made, tuple | list) else (made, None)
+    return (made[0], made[1:]) if isinstance(made, tuple | list) else (made, None)
+
+
+def with_rest(output: Tensor, rest: Rest) -> Any:
+    """The output in the form in which it came."""
+    if rest is None:
+        return output
+    return [output, *rest] if isinstance(rest, list) else (output, *rest)
 
 
 class DerivedSite(Site):
@@ -85,8 +95,7 @@ class DerivedSite(Site):
         output = output.reshape(x.shape)
         for graft in self.grafts:
             output = graft.beside(self.seat, x, output, frame)
-        output = output.reshape(shape)
-        return output if rest is None else (output, *rest)
+        return with_rest(output.reshape(shape), rest)
 
 
 class Seat(nn.Module):
@@ -164,7 +173,7 @@ class DerivedLayer(DerivedGrafted, UpcycledLayer):
         else:
             output = super().__call__(hidden_states, *args, surgery_flow=_forward.flow, **kwargs)
         rest, _forward.rest = _forward.rest, None
-        return output if rest is None else (output, *rest)
+        return with_rest(output, rest)
 
 
 def copied(layer: nn.Module) -> nn.Module:
