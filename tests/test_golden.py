@@ -37,6 +37,8 @@ def structure(shown: Preview) -> str:
     drawn = shown.blueprint
     told = shown.to_json()
     del told["notes"]
+    if not told["texts"]:
+        del told["texts"]
     for operation in told["operations"]:
         del operation["matched"], operation["reason"]
     for layer in told["layers"]:

@@ -130,5 +130,9 @@ def base_for(plan: str, folder: Path) -> Path:
         return folder / "base"
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
+    if plan.startswith("grow-vocabulary"):
+        from tests.vocabularies import byte_level
+
+        return byte_level(checkpoint(folder / "base", "llama", vocab_size=320))
     layers = {"num_hidden_layers": 8} if plan.startswith("control-llm") else {}
     return checkpoint(folder / "base", "llama", **layers)

@@ -126,10 +126,13 @@ def surgery_job(
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
     texts = {name: _digest(path) for name, path in texts_of(blueprint, loaded).items()}
     metadata = metadata_of(base)
+    grown = shown.vocabularies.files
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         layers = len(blueprint.layer_of_base)
-        found = base_entry(base, base_id, layers=layers, digests=proof.digests_of(base), files=proof.files)
+        # Files that grew were the base's before.
+        files = {**proof.files, **{name: _digest_of(base.read_side_file(name)) for name in grown}}
+        found = base_entry(base, base_id, layers=layers, digests=proof.digests_of(base), files=files)
         for adapter in adapters.values():
             adapter.check_unchanged()
         manifest = compose(
@@ -142,6 +145,7 @@ def surgery_job(
             texts=texts,
             adapters={name: adapter.facts for name, adapter in adapters.items()},
             files=beside_weights(proof.files),
+            vocabularies=shown.vocabularies.facts,
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 
@@ -149,8 +153,9 @@ def surgery_job(
         shards=shards,
         origins=origins_in(base, shards),
         begins=begins_in(base, shards),
-        files=model_files(blueprint.config, shards, code),
+        files={**model_files(blueprint.config, shards, code), **grown},
         carried=base,
+        carried_names=tuple(name for name in base.side_files if name not in grown),
         finish=finish,
         identity={
             "plan": loaded.plan.model_dump(mode="json"),
@@ -166,6 +171,10 @@ def surgery_job(
         else None,
         read_back=read_back,
     )
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _digest(text: Path) -> str:

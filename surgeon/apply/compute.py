@@ -25,6 +25,7 @@ from surgeon.blueprint.recipes import (
     Copy,
     Coupling,
     Dequantised,
+    Extended,
     Fused,
     Imported,
     Interpolated,
@@ -187,6 +188,8 @@ class Workshop:
                 return self._imported(recipe).to(stored_dtype(recipe.dtype))
             case Dequantised():
                 return self._dequantise(recipe).to(stored_dtype(recipe.dtype))
+            case Extended(of, made_of):
+                return _extended(self._read(of.source), made_of)
             case Average(first, second):
                 lower, upper = self._working(first), self._working(second)
                 return lower.add_(upper).mul_(0.5).to(stored_dtype(recipe.dtype))
@@ -436,6 +439,19 @@ def _read_whole(recipe: Recipe) -> Iterator[str]:
     elif not (isinstance(recipe, OneExpert) and isinstance(recipe.of, Copy)):
         for source in sources(recipe):
             yield from _read_whole(source)
+
+
+# Rows that are added up in float64 at once.
+_ROWS_AT_ONCE = 8192
+
+
+def _extended(rows: Tensor, made_of: Sequence[Sequence[int]]) -> Tensor:
+    """`rows` with more below: each the mean of those named, or of all; in float64, rounded once."""
+    total = sum(part.double().sum(0) for part in torch.split(rows, _ROWS_AT_ONCE))
+    assert isinstance(total, Tensor)
+    everything = (total / len(rows)).to(rows.dtype)
+    made = [rows[list(named)].double().mean(0).to(rows.dtype) if named else everything for named in made_of]
+    return torch.cat([rows, torch.stack(made)]) if made else rows
 
 
 def activations(

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer
-from surgeon.blueprint.recipes import Constant, Copy, Recipe, Stacked, is_computed, leaves, numel
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Recipe, Stacked, is_computed, leaves, numel
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
+from surgeon.common.plain import plain
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, native_config, without_a_place
+from surgeon.families.anatomy import Anatomy, native_config, with_vocabulary, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.card import layer_runs
@@ -51,6 +54,7 @@ class Preview:
     bytes_holes: int
     peak_memory: int
     notes: tuple[str, ...]
+    vocabularies: Vocabularies = field(default_factory=Vocabularies)
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
@@ -101,7 +105,13 @@ class Preview:
             "peak_memory": self.peak_memory,
             "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
             "notes": list(self.notes),
+            "texts": plain(self.measured),
         }
+
+    @property
+    def measured(self) -> list[MeasuredText]:
+        """What a growth of the vocabulary makes of texts."""
+        return [text for grown in self.vocabularies.facts.values() for text in grown.measured]
 
 
 # What a process that only moves bytes takes, interpreter included.
@@ -149,7 +159,8 @@ def preview_of(
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
     anatomy = dissect(folder.config, folder.tensors)
     known = {name: adapter.facts for name, adapter in adapters.items()}
-    blueprint = draw(loaded, anatomy, folder.config, known)
+    vocabularies = vocabularies_of(loaded.plan.operations, loaded.source, folder, anatomy)
+    blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts)
     prove_on_twin(blueprint, anatomy)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
@@ -158,10 +169,11 @@ def preview_of(
     broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers]) if blueprint.native else None
     notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
+    notes += _of_vocabularies(vocabularies, folder)
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)
     outputs = blueprint.outputs
-    new = sum(numel(output.recipe) for output in outputs if output.new)
+    new = sum(_new_numbers(output.recipe) for output in outputs if output.new)
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
@@ -179,7 +191,26 @@ def preview_of(
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),
         notes=tuple(notes),
+        vocabularies=vocabularies,
     )
+
+
+def _new_numbers(recipe: Recipe) -> int:
+    """How many numbers of a new tensor are new."""
+    return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended) else 0)
+
+
+# Tokenizer files of other programs, which hold a vocabulary of their own.
+_OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+
+
+def _of_vocabularies(vocabularies: Vocabularies, folder: CheckpointFolder) -> list[str]:
+    """Of a vocabulary that grows, the files that do not grow with it."""
+    others = [name for name in folder.side_files if name.endswith(_OTHER_VOCABULARIES)] if vocabularies.facts else []
+    return [
+        f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
+        for name in others
+    ]
 
 
 def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
@@ -190,9 +221,13 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
     layers = blueprint.layers
     if anatomy.derivation is None or blueprint.promise != "exact":
         return
-    trunk = native_config(blueprint.config)
+    config = blueprint.config
+    if blueprint.more_rows:
+        # A twin has words of its own.
+        config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
+    trunk = native_config(config)
     if not blueprint.native:
-        anatomy.derivation.prove_grafts(trunk, blueprint.config)
+        anatomy.derivation.prove_grafts(trunk, config)
     if len(layers) == anatomy.sizes.layers:
         return
     constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
@@ -280,6 +315,7 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
         Text(),
         _operations(blueprint),
         Text(),
+        *_measured(preview),
         _budget(preview),
     )
 
@@ -333,6 +369,20 @@ def _operations(blueprint: Blueprint) -> FittedTable:
             f"{number} {record.op}", record.matched, PROMISE_STYLES[claim.promise], claim.reason, record.trains
         )
     return table
+
+
+def _measured(preview: Preview) -> list[RenderableType]:
+    """What a growth of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
+    if not preview.measured:
+        return []
+    table = FittedTable("use", "text")
+    for heading in ("tokens a word", "now", "documents", "as before"):
+        table.add_column(heading)
+    for text in preview.measured:
+        before, after = text.fertility
+        counts = (f"{text.documents:,}", f"{text.unchanged:,}")
+        table.add_row(text.use, printable(text.text), f"{before:.3f}", f"{after:.3f}", *counts)
+    return [table, Text()]
 
 
 def _budget(preview: Preview) -> FittedTable:

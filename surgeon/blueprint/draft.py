@@ -20,11 +20,22 @@ from surgeon.blueprint.grafts import (
     settings_of,
     twins_of,
 )
-from surgeon.blueprint.recipes import Constant, Copy, Coupling, Dequantised, Recipe, is_computed, numel, sources
+from surgeon.blueprint.recipes import (
+    Constant,
+    Copy,
+    Coupling,
+    Dequantised,
+    Extended,
+    Recipe,
+    is_computed,
+    numel,
+    sources,
+)
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_vocabulary
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
 
@@ -166,6 +177,11 @@ class Blueprint:
         return "exact" if all(record.claim.promise == "exact" for record in self.operations) else "none"
 
     @property
+    def more_rows(self) -> int:
+        """How many rows the embeddings have that the base's have not."""
+        return max((len(o.recipe.made_of) for o in self.outputs if isinstance(o.recipe, Extended)), default=0)
+
+    @property
     def layer_of_base(self) -> tuple[int, ...]:
         """For every base layer, its number in the output."""
         kept = [layer for layer in self.layers if layer.base is not None]
@@ -182,11 +198,18 @@ class Draft:
         *,
         seed: int,
         adapters: Mapping[str, Adapter] | None = None,
+        vocabularies: Mapping[int, GrownVocabulary] | None = None,
     ) -> None:
         self.anatomy = anatomy
         self.seed = seed
         # What is known of the PEFT adapters that the plan names, by the plan's names.
         self.adapters = adapters or {}
+        # What is known of the tokens that the plan's operations add, by their numbers.
+        self.vocabularies = vocabularies or {}
+        # Tensors outside the layers that have more rows than the base's, and the operation that gave them those.
+        self.extended: dict[str, tuple[Extended, int]] = {}
+        # Rows of the embeddings as they will be.
+        self.rows = anatomy.sizes.vocabulary
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}
@@ -288,14 +311,22 @@ class Draft:
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
-        return sum(numel(recipe) for recipe in held) + sum(info.numel for info in self.anatomy.outer.values())
+        outer = sum(numel(recipe) for recipe, _ in self._outer())
+        return sum(numel(recipe) for recipe in held) + outer
+
+    def _outer(self) -> list[tuple[Recipe, int | None]]:
+        """The tensors outside the layers, in their order, and the operation that gave one more rows."""
+        return [self.extended.get(name, (_copied(info), None)) for name, info in self.anatomy.outer.items()]
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
         config = self._finished_config(grafted=grafted)
         self._check_outer(config)
-        outputs = [Output(info.name, _copied(info), None) for info in self.anatomy.outer.values()]
+        if self.extended:
+            config = with_vocabulary(config, self.anatomy, self.rows)
+        named = zip(self.anatomy.outer.values(), self._outer(), strict=True)
+        outputs = [Output(info.name, recipe, operation) for info, (recipe, operation) in named]
         for index, layer in enumerate(self.layers):
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)

@@ -225,6 +225,27 @@ class Interpolated(_OfTwo):
     alpha: float | Recipe
 
 
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The tensor `of` with more rows below its own, each the mean of rows of `of`: those named, or of all of them.
+
+    `made_of` says which, one entry for each new row; an empty one means all. The bytes of `of` come first.
+    """
+
+    of: Copy
+    made_of: tuple[tuple[int, ...], ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what is extended."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape with the new rows."""
+        return (self.of.shape[0] + len(self.made_of), *self.of.shape[1:])
+
+
 Recipe = (
     Copy
     | Constant
@@ -239,6 +260,7 @@ Recipe = (
     | Stacked
     | Shuffled
     | Interpolated
+    | Extended
 )
 
 
@@ -317,7 +339,7 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
         case Dequantised(weight, scales):
             yield weight
             yield scales
-        case Shuffled(of, _) | OneExpert(of):
+        case Shuffled(of, _) | OneExpert(of) | Extended(of, _):
             yield of
         case Matched(experts, number):
             yield experts[number]
@@ -382,6 +404,9 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"stacked": [describe(expert) for expert in experts]}
         case Shuffled(of, key):
             return {"shuffled": describe(of), "key": key}
+        case Extended(of, made_of):
+            # Which rows is said by the vocabulary's own entry in the manifest.
+            return {"extended": describe(of), "rows": len(made_of), "named": sum(map(bool, made_of))}
         case Interpolated(first, second, alpha):
             share = alpha if isinstance(alpha, float) else {"sigmoid": describe(alpha)}
             return {"interpolated": [describe(first), describe(second)], "alpha": share}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +200,21 @@ class ReadAhead:
 
     def _bytes(self, names: Sequence[str] | dict[str, Future[bytearray]]) -> int:
         return sum(self._base.tensors[name].nbytes for name in names)
+
+
+def digests_of_rows(folder: CheckpointFolder, rows: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Hex sha256 of tensors' first rows, which `rows` describes by the tensors' names (`TensorInfo.first`).
+
+    Raises BadInput where a shard has changed or was truncated.
+    """
+    found: dict[str, str] = {}
+    for name, info in rows.items():
+        handle = folder.open_shard(info.file)
+        try:
+            found[name] = sha256_range(handle, info.begin, info.end)
+        finally:
+            os.close(handle)
+    return found
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:

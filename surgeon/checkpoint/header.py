@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -99,6 +99,14 @@ class TensorInfo:
         for size in self.shape:
             count *= size
         return count
+
+    def first(self, shape: tuple[int, ...]) -> TensorInfo | None:
+        """Its first rows as a tensor of `shape`; None where no such rows begin it."""
+        if self.shape == shape:
+            return self
+        fits = bool(shape) and self.shape[1:] == shape[1:] and 0 < shape[0] < self.shape[0]
+        nbytes = self.nbytes // self.shape[0] * shape[0] if fits else 0
+        return replace(self, shape=shape, end=self.begin + nbytes) if fits else None
 
 
 @dataclass(frozen=True)

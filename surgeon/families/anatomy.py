@@ -106,6 +106,16 @@ class Derivation(ABC):
         """Have a twin of the `trunk` get its grafts. Raises BadInput where a logit differs, or none of them learns."""
 
     @abstractmethod
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """The tensors with a row for each of the vocabulary's `rows`; True where rows are embeddings of what is read.
+
+        Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
+        """
+
+    # Where the fields of the text decoder stand in config.json.
+    path: tuple[str, ...]
+
+    @abstractmethod
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """The axis along which a tensor outside the layers holds a part for each layer, if it has one."""
 
@@ -232,6 +242,53 @@ class Anatomy:
         if self.derivation is not None:
             return self.derivation.linear(layer)
         return {part.suffix.removesuffix(".weight"): part.shape for part in self.parts if part.kind == "weight"}
+
+
+def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
+    """The tensors outside the layers with a row for each id; True where rows are embeddings of what is read.
+
+    Raises BadInput where they are not known, or something else than embeddings and output head has such rows.
+    """
+    rows = anatomy.sizes.vocabulary
+    if anatomy.derivation is not None:
+        found = anatomy.derivation.vocabulary_tensors(rows)
+    else:
+        suffixes = {anatomy.outer_name(f"{_EMBEDDING}.weight"): True} | {f"lm_head.{part}": False for part in _PARTS}
+        found = {name: reads for name, reads in suffixes.items() if name in anatomy.outer}
+    odd = next((name for name in found if anatomy.outer[name].shape[0] != rows), None)
+    if odd is not None or True not in found.values():
+        shape = list(anatomy.outer[odd].shape) if odd else []
+        raise BadInput(
+            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary; it cannot grow"
+            if odd
+            else "config.json: no embedding with a row for each id is found in this model, so it cannot grow"
+        )
+    for tensors in anatomy.beyond:
+        for info in tensors.values():
+            if info.shape[:1] == (rows,):
+                raise BadInput(
+                    f"{printable(info.name)}: a layer that predicts further tokens has rows for the vocabulary of its"
+                    " own, which surgeon cannot extend yet; take these layers out first"
+                )
+    return found
+
+
+def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> dict[str, Any]:
+    """The config with so many ids, in the text decoder's part of it and, where it says the same, at its top."""
+    made = copy.deepcopy(dict(config))
+    before = anatomy.sizes.vocabulary
+    part = made
+    for key in anatomy.derivation.path if anatomy.derivation is not None else ():
+        if part.get(_WORDS) == before:
+            part[_WORDS] = rows
+        part = part.setdefault(key, {})
+    part[_WORDS] = rows
+    return made
+
+
+_EMBEDDING = "embed_tokens"
+_PARTS = ("weight", "bias")
+_WORDS = "vocab_size"
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:

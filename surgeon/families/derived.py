@@ -45,6 +45,8 @@ from surgeon.runtime.composition import Composition, upcycled
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
 
+# Ids by which a model is built larger to see what grows with its vocabulary.
+_MORE_WORDS = 1024
 # A twin has two heads; some code wants more.
 _HEADS = (2, 4, 8)
 
@@ -260,6 +262,53 @@ class _Found(Derivation):
             )
         told = json.dumps([self.config, grown, [*order], [*kept], in_memory, self.derived.heads], sort_keys=True)
         _prove(told)
+
+    @property
+    def path(self) -> tuple[str, ...]:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.derived.skeleton.path
+
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """As `Derivation` says: the model is built once more, with more ids, and what grew is compared."""
+        before = self.derived.skeleton
+        more = copy.deepcopy(dict(self.config))
+        part = more
+        for key in self.path:
+            part = part.setdefault(key, {})
+        # As many as keep any padding inside the model as it was.
+        part["vocab_size"] = rows + _MORE_WORDS
+        after = build(more).model.state_dict(keep_vars=True)
+        held = before.model.state_dict(keep_vars=True)
+        wider = {
+            name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
+        }
+        reads = before.model.get_input_embeddings()
+        writes = before.model.get_output_embeddings()
+        known = {
+            id(value): module is reads
+            for module in (writes, reads)
+            if module is not None
+            for value in module.parameters()
+        }
+        found: dict[str, bool] = {}
+        for name, target in self.names.outer.items():
+            if target not in wider:
+                continue
+            wider.discard(target)
+            grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
+            if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
+                raise BadInput(
+                    f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
+                    " output head, so it cannot be extended; this model's vocabulary cannot grow"
+                )
+            found[name] = known[id(held[target])]
+        # What is tied to the embedding is not stored.
+        if left := sorted(wider - set(before.model.all_tied_weights_keys)):
+            raise BadInput(
+                f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
+                " this model's vocabulary cannot grow"
+            )
+        return found
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""

@@ -6,6 +6,7 @@ Manifest and base are written by anybody: their words stand in code spans and bl
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.errors import printable
 from surgeon.families.periods import broken_pattern
-from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
 from surgeon.operations import papers_of
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
@@ -124,11 +125,16 @@ def _title(manifest: Manifest, base_model: str | None, repo_id: str | None) -> s
 
 
 def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
-    new = sum(sizes.get(name, 0) for name in manifest.new_tensors)
+    new = sum(sizes.get(name, 0) - _kept_numbers(manifest, made) for name, made in manifest.new_tensors.items())
     return (
         f"{len(manifest.layers)} layers (the base: {manifest.base.layers}), {sum(sizes.values()):,} parameters,"
         f" {new:,} of them new.\n"
     )
+
+
+def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
+    """How many numbers of a new tensor are the base's."""
+    return 0 if made.extends is None else math.prod(manifest.base.tensors[made.extends].shape)
 
 
 def _done(manifest: Manifest) -> str:
@@ -148,12 +154,28 @@ def _done(manifest: Manifest) -> str:
             ]
             losses = f"; loss by source, first and last: {', '.join(told[:_MOST_NAMED])}" if told else ""
             lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
+    for grown in manifest.vocabularies.values():
+        lines += ["", *_vocabulary(grown)]
     lines += ["", "The layers, top of the stack first:", "", _fenced("\n".join(_stack(manifest.layers)), "text")]
     plan = manifest.plan
     cut = len(plan) > _LONGEST_PLAN
     shown = "\n".join(printable(line, 400) for line in plan[:_LONGEST_PLAN].splitlines())
     lines += ["", "The plan" + (f" (its beginning; whole in `{MANIFEST_FILE}`):" if cut else ":"), ""]
     return "\n".join([*lines, _fenced(shown, "yaml"), ""])
+
+
+def _vocabulary(grown: VocabularyEntry) -> list[str]:
+    """What a growth of the vocabulary makes of texts."""
+    head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."
+    if not grown.measured:
+        return [head]
+    rows = [
+        f"| {_code(text.use)} | {_code(text.text)} | {text.before / max(1, text.words):.3f} |"
+        f" {text.after / max(1, text.words):.3f} | {text.unchanged:,} of {text.documents:,} |"
+        for text in grown.measured[:_MOST_NAMED]
+    ]
+    columns = "| use | text | tokens a word before | after | documents that tokenise as before |"
+    return [head, "", columns, "|---|---|---|---|---|", *rows]
 
 
 def _stack(layers: list[LayerEntry]) -> list[str]:
@@ -199,9 +221,10 @@ def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
 def _proof(manifest: Manifest, verified: list[str]) -> str:
     lines = ["## What is promised, and the proof", ""]
     if manifest.promise == "exact":
+        of = " of the base's tokens" if manifest.vocabularies else ""
         lines.append(
-            "At birth, before any training, this model computes what its base computes: every logit bit-identical, in"
-            " the checkpoint's dtype, with and without cache. Why:"
+            f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
+            " in the checkpoint's dtype, with and without cache. Why:"
         )
     else:
         lines.append("This surgery does **not** preserve the base's function. What each operation says:")
@@ -252,6 +275,11 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
     head = "## How to train on\n\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
+    rows = {
+        name: manifest.base.tensors[of].shape[0] for name, new in manifest.new_tensors.items() if (of := new.extends)
+    }
+    if rows:
+        return f"{head}`surgeon train` trains what is new: of {_listed(rows)} the rows from {max(rows.values())} on.\n"
     if not manifest.native:
         code = "model.freeze_base()  # leaves exactly the last surgery's tensors trainable"
         return (
@@ -268,6 +296,10 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         '["new_tensors"]\nfor name, parameter in model.named_parameters():\n    parameter.requires_grad_(name in new)'
     )
     return f"{head}Only what is new, so that the base stays what it is:\n\n{_fenced(code, 'python')}\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(_code, names))
 
 
 def _undoing(manifest: Manifest) -> str:

@@ -12,6 +12,7 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import describe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.common.plain import plain_fields
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import is_grafted, native_config
@@ -21,11 +22,13 @@ from surgeon.manifest.manifest import (
     ImportedAdapter,
     LayerEntry,
     Manifest,
+    MeasuredEntry,
     NewTensor,
     OperationEntry,
     StoredTensor,
     Surgery,
     Tool,
+    VocabularyEntry,
     manifest_of,
     sealed,
 )
@@ -78,8 +81,11 @@ def compose(
     texts: Mapping[str, str],
     adapters: Mapping[str, Adapter],
     files: Mapping[str, str],
+    vocabularies: Mapping[int, GrownVocabulary],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
+    # A field that only plans which grow a vocabulary have.
+    grown = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
     return sealed(
         {
             "surgeon_manifest": 1,
@@ -127,7 +133,22 @@ def compose(
             "training": [],
             "lineage": lineage,
         }
+        | grown
     )
+
+
+def _vocabulary_entries(vocabularies: Mapping[int, GrownVocabulary]) -> dict[str, VocabularyEntry]:
+    return {
+        str(number): VocabularyEntry(
+            kind=grown.kind,
+            how=grown.how,
+            rows=grown.rows,
+            made_of=[" ".join(map(str, named)) for named in grown.made_of],
+            inserted={name: [list(place) for place in where] for name, where in grown.inserted.items()},
+            measured=[MeasuredEntry(**plain_fields(text)) for text in grown.measured],
+        )
+        for number, grown in vocabularies.items()
+    }
 
 
 def plugins_of(blueprint: Blueprint) -> dict[str, str]:

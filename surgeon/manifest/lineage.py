@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
@@ -94,26 +95,37 @@ class Lineage:
         own = self.surgeries[number - 1] if number else None
         undone = self.since(number)
         config = undone[0].base.config
-        places = self._kept(number)
+        places, extended = self._kept(number)
+        held: dict[str, TensorInfo] = {}
+        more: dict[str, int] = {}
         for name, place in places.items():
             if place not in out.tensors:
                 raise BadInput(
                     f"{shown_name(name, place)}: no shard of {printable(str(out.path))} has it; {instead_of(undone[0])}"
                 )
             there, then = out.tensors[place], undone[0].base.tensors[name]
-            if (there.dtype, list(there.shape)) != (then.dtype, then.shape):
+            # Of one that got more rows since, the first are what it was.
+            rows = there.first(tuple(then.shape)) if name in extended else there
+            if rows is None or (rows.dtype, list(rows.shape)) != (then.dtype, then.shape):
                 raise BadInput(
                     f"{shown_name(name, place)}: {there.dtype} {list(there.shape)} now, {printable(then.dtype)}"
                     f" {then.shape} then; {instead_of(undone[0])}"
                 )
-        dissect(config, {name: dataclasses.replace(out.tensors[place], name=name) for name, place in places.items()})
-        return State(number, self, own, undone, places, config, _code(config, undone[0], out))
+            held[name] = rows
+            if rows != there:
+                more[name] = there.shape[0] - rows.shape[0]
+        dissect(config, {name: dataclasses.replace(info, name=name) for name, info in held.items()})
+        return State(number, self, own, undone, places, config, _code(config, undone[0], out), held, more)
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
-    def _kept(self, number: int) -> dict[str, str]:
-        """Where the tensors of state `number` stand in the output; BadInput where a surgery found or left another."""
+    def _kept(self, number: int) -> tuple[dict[str, str], set[str]]:
+        """Where the tensors of state `number` stand in the output, and which of them have more rows there.
+
+        Raises BadInput where a surgery found or left another.
+        """
+        extended: set[str] = set()
         undone = self.since(number)
         found = undone[0].base.tensors
         places = {name: name for name in found}
@@ -121,7 +133,7 @@ class Lineage:
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
             for name, place in places.items():
                 there = manifest.base.tensors.get(place)
-                if there != found[name]:
+                if there is None or (there != found[name] and name not in extended):
                     how = "gone" if there is None else "trained or edited"
                     raise BadInput(
                         f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
@@ -129,13 +141,17 @@ class Lineage:
                     )
                 places[name] = moved[place]
                 made = manifest.new_tensors.get(places[name])
+                if made is not None and made.extends == place:
+                    # Whether the first rows still are what it was, its bytes will show.
+                    extended.add(name)
+                    continue
                 # One that only trains on begins as what it was; whether it still is, its bytes will show.
                 if made is not None and made.recipe != {"copy": place}:
                     raise BadInput(
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
                         f" it another value, so what stood there is lost; {instead_of(manifest)}"
                     )
-        return places
+        return places, extended
 
 
 @dataclass(frozen=True)
@@ -143,7 +159,8 @@ class State:
     """State `number` of an output.
 
     `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `places`
-    maps that state's tensors to their names in the output. `code` are the files of code that lie beside its weights.
+    maps that state's tensors to their names in the output, `held` to what holds them there: all of a tensor, or its
+    first rows where it got `more` since. `code` are the files of code that lie beside its weights.
     """
 
     number: int
@@ -153,6 +170,8 @@ class State:
     places: Mapping[str, str]
     config: dict[str, Any]
     code: Mapping[str, bytes]
+    held: Mapping[str, TensorInfo]
+    more: Mapping[str, int]
 
     @property
     def base(self) -> Base:
@@ -225,10 +244,14 @@ What = Literal["last", "all"] | Sequence[int]
 
 @dataclass(frozen=True)
 class TrainableSet:
-    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order."""
+    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
+
+    `rows` says of those that train in part how many rows, from the first, stay as they are.
+    """
 
     names: tuple[str, ...]
     operations: tuple[str, ...]
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
@@ -241,6 +264,7 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
     chosen: dict[str, None] = {}
     operations: list[str] = []
     everything = False
+    rows: dict[str, int] = {}
     lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)) if what == "all" else None
     surgeries = (manifest,) if lineage is None else lineage.since(0)
     for nth, surgery in enumerate(surgeries, 1):
@@ -257,14 +281,18 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
             operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
         made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
-        now = made if lineage is None else lineage.places(nth, made).values()
+        now = list(made if lineage is None else lineage.places(nth, made).values())
+        for name, place in zip(made, now, strict=True):
+            if (of := surgery.new_tensors[name].extends) is not None:
+                # Where a vocabulary grew twice, all that came after the first base trains.
+                rows.setdefault(place, surgery.base.tensors[of].shape[0])
         # A later merge may have folded an earlier surgery's branches away.
         chosen |= dict.fromkeys(name for name in now if surgery is manifest or name in out.tensors)
     if everything:
-        chosen = dict.fromkeys(out.tensors)
+        chosen, rows = dict.fromkeys(out.tensors), {}
     missing = [name for name in chosen if name not in out.tensors]
     if missing:
         raise BadInput(f"{shown}: names the new tensor {printable(missing[0])}, which no shard has; download it again")
     if not chosen:
         raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
-    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations))
+    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations), rows)

@@ -19,6 +19,7 @@ from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
+from surgeon.checkpoint.tokenizer_files import GrownVocabulary, MeasuredText
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, renumbered
 
@@ -109,6 +110,13 @@ class NewTensor(StoredTensor):
     operation: int
     recipe: dict[str, Any]
 
+    @property
+    def extends(self) -> str | None:
+        """The base's tensor that its first rows are, where it has that and more rows."""
+        of = self.recipe.get("extended")
+        source = of.get("copy") if isinstance(of, dict) else None
+        return source if isinstance(source, str) else None
+
 
 class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
@@ -142,6 +150,33 @@ class ImportedAdapter(Entry):
     tensors: dict[str, StoredTensor]
 
 
+class MeasuredEntry(Entry):
+    """What a growth of the vocabulary makes of a text (`MeasuredText`)."""
+
+    use: str
+    text: str
+    sha256: Sha256
+    documents: Annotated[int, Field(ge=0)]
+    unchanged: Annotated[int, Field(ge=0)]
+    words: Annotated[int, Field(ge=0)]
+    before: Annotated[int, Field(ge=0)]
+    after: Annotated[int, Field(ge=0)]
+
+
+class VocabularyEntry(Entry):
+    """A growth of the vocabulary: everything that drawing the plan again needs (`GrownVocabulary`).
+
+    `made_of` has a line for each new token: the old ids that the old tokenizer made of it (none: it knew none).
+    """
+
+    kind: str
+    how: str
+    rows: Annotated[int, Field(ge=1)]
+    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,255})?$")]]
+    inserted: dict[str, list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]]
+    measured: list[MeasuredEntry]
+
+
 class Surgery(Entry):
     """One applied plan: the base, what was done to it, and what training made of the result since.
 
@@ -165,11 +200,17 @@ class Surgery(Entry):
     adapters: dict[str, ImportedAdapter]
     plugins: dict[str, str]
     training: list[TrainingEntry]
+    vocabularies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], VocabularyEntry] = {}
 
     @property
     def own(self) -> dict[str, Any]:
         """The fields of this surgery alone, as they are; those that came after it was written are not among them."""
         return {name: getattr(self, name) for name in Surgery.model_fields if name in self.model_fields_set}
+
+    @property
+    def inserted(self) -> dict[str, list[list[int]]]:
+        """Of the tokenizer files that grew, where bytes were inserted, and how many."""
+        return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
 
     @property
     def code(self) -> dict[str, Sha256]:
@@ -241,6 +282,26 @@ def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
     return adapters
 
 
+def vocabularies_of(manifest: Surgery, *, file: str) -> dict[int, GrownVocabulary]:
+    """What the manifest's plan added to the vocabulary, by operation; BadInput where that is no base's."""
+    found: dict[int, GrownVocabulary] = {}
+    for number, entry in manifest.vocabularies.items():
+        made_of = tuple(tuple(map(int, line.split())) for line in entry.made_of)
+        if any(token >= entry.rows for named in made_of for token in named):
+            raise BadInput(f"{printable(file)}: `vocabularies` names a token beyond the base's; was it edited by hand?")
+        found[int(number)] = GrownVocabulary(
+            kind=entry.kind,
+            how=entry.how,
+            rows=entry.rows,
+            made_of=made_of,
+            inserted={
+                name: tuple((begin, length) for begin, length in where) for name, where in entry.inserted.items()
+            },
+            measured=tuple(MeasuredText(**text.model_dump()) for text in entry.measured),
+        )
+    return found
+
+
 def parse(data: object, *, file: str) -> Manifest:
     """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be.
 
@@ -256,7 +317,21 @@ def parse(data: object, *, file: str) -> Manifest:
                 f"{printable(file)}{which}: not what its sha256 says, so it was edited since surgeon wrote it; use the"
                 " file as it was"
             )
+    for surgery in (*manifest.lineage, manifest):
+        _check_extended(surgery, file)
     return manifest
+
+
+def _check_extended(surgery: Surgery, file: str) -> None:
+    """Raise BadInput where a tensor is said to begin with rows of the base's that it cannot begin with."""
+    for name, made in surgery.new_tensors.items():
+        old = surgery.base.tensors.get(made.extends or "")
+        fits = old is not None and old.shape[1:] == made.shape[1:] and 0 < len(old.shape) == len(made.shape)
+        if made.extends is not None and not (fits and old is not None and 0 < old.shape[0] <= made.shape[0]):
+            raise BadInput(
+                f"{printable(file)}: {printable(name)} is said to have the rows of the base's"
+                f" {printable(made.extends)} and more, which it cannot; was it edited by hand?"
+            )
 
 
 def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:

@@ -26,13 +26,29 @@ _NO_TARGET = -100
 
 
 @dataclass(frozen=True)
+class GrownLoss:
+    """What `added` new tokens cost the old ones, token by token, where the output has more of them than the base.
+
+    `rise` is the largest, over all positions, of what the loss on an old token rose by, in nats: log(1 + Σ e^l_new / Σ
+    e^l_old), the same for every old token of a position. `bound` is log(1 + added / old). `kept`: at no position did it
+    rise above that by more than the rounding of logits in their dtype allows, 2 ε max |l| in the exponent.
+    """
+
+    added: int
+    rise: float
+    bound: float
+    kept: bool
+
+
+@dataclass(frozen=True)
 class LogitComparison:
     """The result of comparing every logit of `base` and `out` over the same tokens, in one mode.
 
     `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in
     nats per position. `top1_agreement`: share of positions with the same most probable token.
     `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
-    that is not a number counts as infinite.
+    that is not a number counts as infinite. Of an output with more tokens than the base `identical` and
+    `max_abs_difference` are of the base's tokens, and `grown` says what the others cost.
     """
 
     mode: str
@@ -44,6 +60,7 @@ class LogitComparison:
     top1_agreement: float
     base_loss: float
     out_loss: float
+    grown: GrownLoss | None = None
 
     @property
     def next_token(self) -> tuple[float, float, float, float]:
@@ -60,6 +77,7 @@ def compare_logits(
     device: str = "cpu",
     decode_tokens: int = 16,
     batch_size: int = 4,
+    more: int = 0,
 ) -> list[LogitComparison]:
     """Load `base` and `out` whole and compare their logits on `ids` (windows, window).
 
@@ -77,7 +95,9 @@ def compare_logits(
         attention=attention_of(base_model),
         failure=PromiseBroken,
     )
-    return compare_models(base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size)
+    return compare_models(
+        base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size, more=more
+    )
 
 
 def compare_models(
@@ -88,11 +108,13 @@ def compare_models(
     device: str = "cpu",
     decode_tokens: int = 16,
     batch_size: int = 4,
+    more: int = 0,
     after_pass: Callable[[str], None] | None = None,
 ) -> list[LogitComparison]:
     """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
 
-    `after_pass(mode)` is called whenever base and then out have run the same forward.
+    `more` is how many tokens the output has that the base has not. `after_pass(mode)` is called whenever base and then
+    out have run the same forward.
     """
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
@@ -101,7 +123,7 @@ def compare_models(
     dtype = str(base.dtype).removeprefix("torch.")
     results = []
     for mode in (PREFILL, CACHED_DECODE) if steps > 0 else (PREFILL,):
-        tally = _Tally(mode, dtype)
+        tally = _Tally(mode, dtype, more)
         for batch_BT in torch.split(ids.to(device), batch_size):
             with torch.inference_mode():
                 if mode == PREFILL:
@@ -148,18 +170,22 @@ def _decode(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
 class _Tally:
     """Running sums over batches of logits; `result` turns them into a LogitComparison."""
 
-    def __init__(self, mode: str, dtype: str) -> None:
+    def __init__(self, mode: str, dtype: str, more: int) -> None:
         self.mode, self.dtype = mode, dtype
         self.tokens = self.targets = self.agreed = 0
         self.identical = True
         self.difference = self.kl = self.base_loss = self.out_loss = 0.0
+        self.more, self.old = more, 1
+        self.rise, self.within = 0.0, True
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
         """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
-        if base_BTV.shape != out_BTV.shape:
+        if base_BTV.shape[:-1] != out_BTV.shape[:-1] or base_BTV.shape[-1] + self.more != out_BTV.shape[-1]:
             raise PromiseBroken(
                 f"the output gives logits of shape {tuple(out_BTV.shape)}, the base {tuple(base_BTV.shape)};"
-                " expected the same vocabulary"
+                f" expected {self.more} tokens more"
+                if self.more
+                else " expected the same vocabulary"
             )
         base_NV, out_NV, targets_N = base_BTV.flatten(0, 1), out_BTV.flatten(0, 1), targets_BT.flatten()
         rows = max(1, _CHUNK_ELEMENTS // base_NV.shape[1])
@@ -183,16 +209,30 @@ class _Tally:
             self.agreed += len(base_CV)
             self.out_loss += base_loss
             return
-        self.identical = False
-        out_log_CV = _log_probabilities(out_CV)
+        old = base_CV.shape[1]
+        # In terms of what the base knows; new tokens take their share of every probability.
+        out_log_CV = _log_probabilities(out_CV)[:, :old]
+        if self.more:
+            self._add_rise(base_CV, out_CV)
+        self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
+        out_CV = out_CV[:, :old]
+        self.identical = self.identical and torch.equal(base_CV, out_CV)
         wide = _wide(base_CV) - _wide(out_CV)
         apart_CV = torch.where(base_CV == out_CV, 0.0, wide.abs())
         self.difference = max(self.difference, _finite(apart_CV.nan_to_num(nan=math.inf).max()))
         # A token of probability zero under the base adds nothing, for any probability under the output.
         terms_CV = torch.where(base_log_CV > -math.inf, base_log_CV.exp() * (base_log_CV - out_log_CV), 0.0)
         self.kl += _finite(terms_CV.sum())
-        self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
         self.out_loss += _loss(out_log_CV, targets_C)
+
+    def _add_rise(self, base_CV: Tensor, out_CV: Tensor) -> None:
+        """What new tokens take from every old one at these positions."""
+        rise_C = torch.logsumexp(_wide(out_CV), -1) - torch.logsumexp(_wide(base_CV), -1)
+        slack_C = 2 * torch.finfo(out_CV.dtype).eps * _wide(out_CV).abs().amax(-1).clamp(min=1.0)
+        most_C = torch.log1p(self.more / base_CV.shape[1] * torch.exp(slack_C))
+        self.rise = max(self.rise, _finite(rise_C.max()))
+        self.within = self.within and bool((rise_C <= most_C).all())
+        self.old = base_CV.shape[1]
 
     def result(self) -> LogitComparison:
         return LogitComparison(
@@ -206,6 +246,7 @@ class _Tally:
             top1_agreement=self.agreed / self.tokens,
             base_loss=self.base_loss / self.targets,
             out_loss=self.out_loss / self.targets,
+            grown=GrownLoss(self.more, self.rise, math.log1p(self.more / self.old), self.within) if self.more else None,
         )
 
 
@@ -274,6 +315,7 @@ def compare_streamed(
     layer_of_base: Sequence[int],
     decode_tokens: int = 4,
     batch_size: int = 8,
+    more: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> StreamedComparison:
     """Compare `base` and `out` on `ids` (windows, window), one unit of weights in memory at a time.
@@ -314,6 +356,7 @@ def compare_streamed(
         device=device,
         decode_tokens=decode_tokens,
         batch_size=batch_size,
+        more=more,
         after_pass=compare_hidden_states,
     )
     if not found:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import struct
 import warnings
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Never
@@ -67,6 +69,27 @@ class Tokenizer:
         flat: list[int] = self._ask("offsets", text, special)
         count = len(flat) // 3
         return flat[:count], list(zip(flat[count : 2 * count], flat[2 * count :], strict=True))
+
+    def many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of many texts, without those that the tokenizer adds of its own. Only where `is_fast`."""
+        return _cut(self._ask("many", list(texts)))
+
+    def words(self, texts: Sequence[str]) -> dict[str, int]:
+        """What texts are cut into before the model sees them, as its vocabulary writes it, and how often.
+
+        Only where `is_fast`.
+        """
+        found: dict[str, int] = self._ask("words", list(texts))
+        return found
+
+    def pieces(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens that the model makes of words as `words` gives them. Only where `is_fast`."""
+        return _cut(self._ask("pieces", list(words)))
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, added ones among them, as the vocabulary writes it, and its id."""
+        found: dict[str, int] = self._ask("vocabulary")
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
@@ -132,6 +155,35 @@ def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
         return None, "there is no tokenizer in the folder"
     found = Tokenizer(folder, find_tokenizer)
     return (None, found.why_not) if found.why_not else (found, "")
+
+
+def _cut(flat: list[int]) -> list[list[int]]:
+    """Lists that came as their number, their lengths, and their members one after the other."""
+    count, found = flat[0], []
+    at = 1 + count
+    for length in flat[1:at]:
+        found.append(flat[at : at + length])
+        at += length
+    return found
+
+
+def _joined(lists: Sequence[Sequence[int]]) -> bytes:
+    flat = array("I", [len(lists), *(len(each) for each in lists)])
+    for each in lists:
+        flat.extend(each)
+    return flat.tobytes()
+
+
+# A word as SentencePiece writes it, with the mark that stands for the white space before it.
+_MARKED = re.compile("▁*[^▁]+|▁+")
+
+
+def _words(backend: Any, text: str) -> list[str]:
+    """What the model of a tokenizer of `tokenizers` is given; where nothing cuts a text, its words by their marks."""
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    cut = [text] if backend.pre_tokenizer is None else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    return [word for whole in cut for word in (_MARKED.findall(whole) if "▁" in whole[1:] else [whole])]
 
 
 def _what(method: str) -> str:
@@ -262,6 +314,17 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             whole = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
             ids, places = whole["input_ids"], whole["offset_mapping"]
             return b"i", array("I", [*ids, *(begin for begin, _ in places), *(end for _, end in places)]).tobytes()
+        case "many", [texts]:
+            encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            return b"i", _joined([each.ids for each in encoded])
+        case "words", [texts]:
+            backend = tokenizer.backend_tokenizer
+            return b"j", json.dumps(Counter(word for text in texts for word in _words(backend, text))).encode()
+        case "pieces", [words]:
+            model = tokenizer.backend_tokenizer.model
+            return b"i", _joined([[piece.id for piece in model.tokenize(word)] for word in words])
+        case "vocabulary", []:
+            return b"j", json.dumps(tokenizer.get_vocab()).encode()
         case "decode", [ids]:
             return b"j", json.dumps(tokenizer.decode(ids)).encode()
         case "render", [turns, template, prompt]:

@@ -59,7 +59,7 @@ def token_batches(
     if text is not None:
         # Read before the tokenizer is loaded, so that a wrong path is reported at once.
         shown = printable(str(text))
-        documents = _documents(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
+        documents = documents_of(text, None if limit is None else limit * _CHARACTERS_A_TOKEN)
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
             raise BadInput(
@@ -108,8 +108,11 @@ def _token_stream(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[in
         yield from encoded
 
 
-def _documents(path: Path, characters: int | None) -> Iterator[str]:
-    """The documents of a text file; of a plain text at most the first `characters`."""
+def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
+    """The documents of a text file: UTF-8, .jsonl with a "text" a line, or plain text.
+
+    Of a plain one at most the first `characters`. Raises BadInput, also while it is read.
+    """
     shown = printable(str(path))
     try:
         mode = path.stat().st_mode

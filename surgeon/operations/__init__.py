@@ -17,6 +17,7 @@ from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.gated_adapters import GatedAdapters
+from surgeon.operations.grow_vocabulary import GrowVocabulary
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
@@ -33,6 +34,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     PMoEExperts,
     MixtureOfControl,
     MergeBranches,
+    GrowVocabulary,
 )
 
 

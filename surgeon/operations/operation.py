@@ -112,6 +112,22 @@ class Spec(BaseModel):
         return str(value)
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that an operation asks for: `words`, or those in `file`, or `count` that are learned; paths as in plans.
+
+    `measure` are texts on which is measured what tokenises otherwise.
+    """
+
+    words: tuple[str, ...] = ()
+    file: str | None = None
+    learn: tuple[str, ...] = ()
+    count: int = 0
+    keep: tuple[str, ...] = ()
+    how: Literal["unseen", "appended", "non_ascii"] = "unseen"
+    measure: tuple[str, ...] = ()
+
+
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
@@ -154,6 +170,11 @@ class Operation(Spec):
     def adapters(self) -> tuple[str, ...]:
         """Names of the PEFT adapters that it imports: folders, seen from the plan's, or Hub ids."""
         return ()
+
+    @property
+    def new_tokens(self) -> NewTokens | None:
+        """What it adds to the tokenizer; None where that stays as it is."""
+        return None
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
@@ -72,12 +73,14 @@ def draw(
     anatomy: Anatomy,
     config: Mapping[str, Any],
     adapters: Mapping[str, Adapter] | None = None,
+    vocabularies: Mapping[int, GrownVocabulary] | None = None,
 ) -> Blueprint:
     """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
 
-    `adapters` are those that the plan imports, by its names for them.
+    `adapters` are those that the plan imports, by its names for them, `vocabularies` what its operations add to the
+    tokenizer, by their numbers.
     """
-    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters)
+    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters, vocabularies=vocabularies)
     for number, operation in enumerate(loaded.plan.operations):
         try:
             carry_out(operation, draft, number)

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.preview import open_headers, prove_on_twin
+from surgeon.apply.vocabulary import vocabularies_of
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.formatting import PROMISE_STYLES
@@ -183,8 +184,9 @@ def _tried(
             f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
         )
         return Trial(name, options, None, f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}")
-    draft = Draft(anatomy, folder.config, seed=0)
     try:
+        grown = vocabularies_of([asked], "", folder, anatomy)
+        draft = Draft(anatomy, folder.config, seed=0, vocabularies=grown.facts)
         carry_out(asked, draft, 0)
         blueprint = draft.finish()
         prove_on_twin(blueprint, anatomy)

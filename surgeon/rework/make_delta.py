@@ -239,7 +239,7 @@ def make_delta_of(
     digests = digests_of(folder, folder.tensors, listener.advance)
     shards = _shards(folder, manifest, digests)
     files = _small_files(folder, manifest)
-    from_base = _side_files(folder, base, files)
+    from_base = _side_files(folder, base, manifest, files)
     index = _index(folder, shards, files, from_base, digests)
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
     own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
@@ -328,12 +328,17 @@ def _index(
 _TERMS = re.compile(r"(LICENSE|LICENCE|NOTICE|USE_POLICY).*")
 
 
-def _side_files(out: CheckpointFolder, base: CheckpointFolder | None, files: dict[str, bytes]) -> dict[str, str]:
+def _side_files(
+    out: CheckpointFolder, base: CheckpointFolder | None, manifest: Manifest, files: dict[str, bytes]
+) -> dict[str, str]:
     """Digests of the side files that the base brings; the others, terms among them, are added to `files`."""
     from_base: dict[str, str] = {}
     for name in out.side_files:
         content = out.read_side_file(name)
-        brought = base is None or (name in base.side_files and base.read_side_file(name) == content)
+        if base is None:
+            brought = name not in manifest.inserted
+        else:
+            brought = name in base.side_files and base.read_side_file(name) == content
         if brought and not _TERMS.fullmatch(name):
             from_base[name] = hashlib.sha256(content).hexdigest()
         else:

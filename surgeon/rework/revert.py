@@ -11,12 +11,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files, origins_in
-from surgeon.apply.readback import ReadBack
+from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files
+from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.source import is_side_file
+from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trust import check_written
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
@@ -107,7 +109,9 @@ def revert(
         tensors=len(job.outputs),
         dropped=len(folder.tensors) - len(job.outputs),
         nbytes=job.bytes_to_write,
-        left_behind=tuple(sorted({*folder.left_behind, *folder.side_files, *lost} - {*(job.carried_names or ())})),
+        left_behind=tuple(
+            sorted({*folder.left_behind, *folder.side_files, *lost} - {*(job.carried_names or ()), *job.files})
+        ),
         seconds=stopwatch.seconds,
     )
 
@@ -115,8 +119,8 @@ def revert(
 def reverting_job(out: CheckpointFolder, state: State) -> Job:
     """The job that writes an earlier state of `out`. Raises BadInput where its config.json leads to foreign code."""
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)))
-    shards = lay_out([copied(name, out.tensors[place]) for name, place in state.places.items()], out.tensors)
-    files = model_files(state.config, shards, state.code)
+    shards = lay_out([copied(name, info) for name, info in state.held.items()], out.tensors)
+    files = model_files(state.config, shards, state.code) | _grown_files(out, state)
     carried = {name: digest for name, digest in state.base.files.items() if _holds(out, name, digest)}
     if state.manifest is not None:
         files |= manifest_and_card(state.manifest, state.config, shards, metadata_of(out))
@@ -137,7 +141,7 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
 
     return Job(
         shards=shards,
-        origins=origins_in(out, shards),
+        origins={name: Origin(out.source, info) for name, info in state.held.items()},
         begins=begins_in(out, shards),
         files=files,
         carried=out,
@@ -145,6 +149,21 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
         finish=finish,
         identity={"revert": state.number, "base": state.digest, "carried": carried, "out": out.identity()},
     )
+
+
+def _grown_files(out: CheckpointFolder, state: State) -> dict[str, bytes]:
+    """The tokenizer files of a state whose vocabulary grew since: the output's, without what was inserted."""
+    found: dict[str, bytes] = {}
+    for name in dict.fromkeys(name for manifest in state.undone for name in manifest.inserted):
+        digest = state.base.files.get(name)
+        if digest is None or name not in out.side_files or not is_side_file(name):
+            continue
+        content = out.read_side_file(name)
+        for manifest in reversed(state.undone):
+            content = without(content, manifest.inserted.get(name, ()))
+        if hashlib.sha256(content).hexdigest() == digest:
+            found[name] = content
+    return found
 
 
 def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:

@@ -53,6 +53,7 @@ def prepare(
     if wanted is not None:
         operations = wanted.operations
         _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
+        _tried(lambda: _check_rows(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
         settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
     _tried(lambda: check_destination(target, out.path), wrong)
@@ -62,6 +63,15 @@ def prepare(
     if wrong or wanted is None or settled is None:
         raise bad_input(wrong)
     return Prepared(*settled, wanted, anatomy, sharding)
+
+
+def _check_rows(wanted: TrainableSet, sharding: Sharding | None) -> None:
+    """BadInput where tensors that train in part would be sharded."""
+    if sharding is not None and wanted.rows:
+        raise BadInput(
+            f"{printable(min(wanted.rows))}: only its new rows train, which is not done with sharded weights; leave"
+            " `sharding` out, or name operations in `what` that add no tokens"
+        )
 
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:

@@ -92,8 +92,14 @@ class Trained:
         }
 
 
-def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, Change]:
-    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's."""
+def write_final(
+    out: CheckpointFolder, trained: Path, work: Path, *, rows: Mapping[str, int] | None = None
+) -> dict[str, Change]:
+    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's.
+
+    The first `rows` of a tensor did not train: they are written as the output has them. Raises PromiseBroken where they
+    are others in what was trained.
+    """
     tensors = load_file(trained)
     if tensors.keys() - out.tensors.keys():
         tensors = StoredNames(build_model(out, dtype=lambda _: torch.float32), out.tensors).on_disk(tensors)
@@ -102,6 +108,12 @@ def write_final(out: CheckpointFolder, trained: Path, work: Path) -> dict[str, C
         info = out.tensors[name]
         dtype = stored_dtype(info.dtype)
         before = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape).double()
+        if held := (rows or {}).get(name):
+            kept = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)[:held]
+            if not torch.equal(value[:held], kept.to(value.dtype)):
+                raise PromiseBroken(f"{printable(name)}: rows below {held} changed in training; nothing was published")
+            # A run in a narrower dtype held them rounded.
+            value = torch.cat([kept, value[held:].to(dtype)])
         tensors[name] = value.to(dtype)
         delta = tensors[name].double() - before
         norm = float(before.norm())

@@ -15,7 +15,7 @@ from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.packing import Batches, SourceStream, generator
 from surgeon.errors import BadInput
-from surgeon.train.session import Run, fused_head, loaded_model, optimizer_bytes, peak_memory
+from surgeon.train.session import Run, fused_head, loaded_model, optimizer_bytes, peak_memory, trained_numbers
 
 # Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
@@ -102,7 +102,7 @@ def measured(run: Run) -> Rehearsal:
             samples.append(Sample(stream.name, _parts(encoded[0], encoder)))
         listener.advance(1)
     try:
-        model, names = loaded_model(run)
+        model, names, held = loaded_model(run)
         model.to(run.device).train()
         seconds = _seconds_a_micro_batch(run, model, listener.say) * settings.accumulation
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -116,7 +116,7 @@ def measured(run: Run) -> Rehearsal:
         settings=settings.to_json(),
         device=run.device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained=sum(parameter.numel() for parameter in trained),
+        trained=trained_numbers(model, held),
         tensors=len(names),
         sources=tuple(sources),
         samples=tuple(samples),

@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from surgeon.train.trainer import (
     TRAINED_FILE,
     Cadence,
     SurgeonTrainer,
+    hold_rows,
     losses_by_source,
     open_trackers,
     training_arguments,
@@ -220,7 +221,7 @@ def _train(run: Run) -> Trained:
         manifest=run.manifest,
         operations=run.wanted.operations,
         settings=settings.to_json(),
-        parameters=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        parameters=trained_numbers(trainer.model, trainer.held),
         changes={},
         losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
         tokens=settings.steps * settings.batch * settings.length,
@@ -238,7 +239,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     args = training_arguments(
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
-    model, names = loaded_model(run)
+    model, names, held = loaded_model(run)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
@@ -261,6 +262,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         validation=run.data.validation,
         callbacks=[cadence, *run.trackers],
         fused=fused,
+        held=held,
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
@@ -269,22 +271,29 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     return trainer
 
 
-def loaded_model(run: Run) -> tuple[Any, list[str]]:
-    """The model, of which the wanted parameters train, and their names."""
+def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, int]]:
+    """The model, of which the wanted parameters train, their names, and of those that train in part the rows held."""
     config = run.loaded.config
     model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
     names = unfreeze(model, run.wanted, base_names=run.out.tensors)
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
     for name in names:
         # Loaded weights may be mapped from the file.
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.clone()
+    held = hold_rows(model, run.wanted, base_names=run.out.tensors)
+    parameters = trained_numbers(model, held)
+    run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
     model.config.use_cache = False
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return model, names
+    return model, names, held
+
+
+def trained_numbers(model: Any, held: Mapping[str, int]) -> int:
+    """How many numbers train, without rows that are held."""
+    training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(p.numel() - held.get(name, 0) * p[0].numel() for name, p in training)
 
 
 def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
@@ -297,7 +306,7 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
             f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
             " from the checkpoint before"
         )
-    changes = write_final(run.out, last / TRAINED_FILE, run.work)
+    changes = write_final(run.out, last / TRAINED_FILE, run.work, rows=run.wanted.rows)
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])

@@ -60,6 +60,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         validation: Mapping[str, Sequence[PackedSequence]],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None = None,
+        held: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -72,6 +73,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.batches = batches
         self.validation = validation
         self.fused = fused
+        # Parameters whose first rows do not train: nothing decays of them either.
+        self.held = dict(held or {})
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -81,7 +84,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """AdamW over exactly the parameters that train: the last check before the first step."""
         if self.optimizer is None:
             whole = self.model if model is None else model
-            self.optimizer = make_optimizer(whole, self.settings, decayed=set(self.get_decay_parameter_names(whole)))
+            decayed = set(self.get_decay_parameter_names(whole)) - self.held.keys()
+            self.optimizer = make_optimizer(whole, self.settings, decayed=decayed)
             check_set(self.model, self.names, optimizer=self.optimizer)
         return self.optimizer
 
@@ -304,6 +308,39 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
         parameter.requires_grad_(name in chosen)
     check_set(model, in_memory)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def hold_rows(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> dict[str, int]:
+    """Keep the gradient from the first rows of parameters that train in part; how many of each, by names in the model.
+
+    Their gradient is zero from the beginning, so AdamW's moments are, and without weight decay an update of exactly
+    zero leaves them as they are. Raises WrongSet where such a parameter is made of several tensors.
+    """
+    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names))) if wanted.rows else None
+    held: dict[str, int] = {}
+    parameters = dict(model.named_parameters())
+    for name in wanted.names:
+        if stored is None or (rows := wanted.rows.get(name)) is None:
+            continue
+        targets = stored.in_memory([name])
+        if len(targets) != 1:
+            raise WrongSet(
+                f"{printable(name)}: some rows of it train, yet it makes several parameters; nothing trained"
+            )
+        # Of tied embeddings one name is the parameter's, the other only leads to it.
+        if targets[0] in parameters and targets[0] not in held:
+            held[targets[0]] = rows
+            parameters[targets[0]].register_hook(_without_rows(rows))  # type: ignore[no-untyped-call]
+    return held
+
+
+def _without_rows(rows: int) -> Callable[[Tensor], Tensor]:
+    """A hook that takes the gradient of the first rows away, before it is added up, clipped or sent anywhere."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(gradient[:rows]), gradient[rows:]])
+
+    return hook
 
 
 def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:

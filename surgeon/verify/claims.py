@@ -2,7 +2,8 @@
 
 What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
 plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
-of the text that a plan had the base run on, and at birth of a computed tensor that was trained since.
+of the text that a plan had the base run on, what a growth of the vocabulary measured of texts and made its tokens of,
+and at birth of a computed tensor that was trained since.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.ranges import zeros_sha256
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.plain import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
-from surgeon.manifest.manifest import Base, Manifest, adapters_of
+from surgeon.manifest.manifest import Base, Manifest, adapters_of, vocabularies_of
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.beside import check_beside
@@ -74,6 +76,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
         adapters={name: facts for name, facts in adapters.items() if name in plan_adapters},
         files=manifest.files,
+        vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.
@@ -138,21 +141,26 @@ def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
 
 @dataclass(frozen=True)
 class Beside:
-    """What must lie beside the weights of an output: config, `code`, and from the base the files of these digests."""
+    """What must lie beside the weights of an output: config, `code`, and from the base the files of these digests.
+
+    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted.
+    """
 
     code: tuple[str, ...]
     from_base: Mapping[str, str]
+    grown: Mapping[str, str]
 
     @classmethod
-    def of(cls, blueprint: Blueprint, base: Base) -> Beside:
+    def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
         carried = {name: digest for name, digest in base.files.items() if is_side_file(name)}
-        return cls(blueprint.code_files, carried)
+        grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
+        return cls(blueprint.code_files, carried, grown)
 
     @property
     def names(self) -> set[str]:
         """The names of all of them."""
-        return {CONFIG_FILE, *self.code, *self.from_base}
+        return {CONFIG_FILE, *self.code, *self.from_base, *self.grown}
 
 
 def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metadata: Metadata) -> list[Check]:
@@ -173,10 +181,34 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
     checks = [
         Check.of("files", sorted({*wrong}), "not as surgery left them", kept),
         check_beside(out, loaded),
+        *_check_tokenizer(manifest, out, beside),
     ]
     if others := [name for name in strangers if name not in loaded]:
         checks.append(Check("other files", True, f"in no digest, and not loaded: {some(others)}", note=True))
     return [*checks, *_check_card(manifest, out, metadata)]
+
+
+def _check_tokenizer(manifest: Manifest, out: CheckpointFolder, beside: Beside) -> list[Check]:
+    """Nothing where no vocabulary grew; else whether its files are the base's with the new tokens inserted."""
+    wrong = [name for name in manifest.inserted if name not in beside.grown]
+    for name, digest in beside.grown.items():
+        content = out.read_side_file(name) if name in out.side_files else b""
+        places = manifest.inserted[name]
+        ends = [0, *(begin + length for begin, length in places)]
+        # One after the other, each with something in it: there is one way to say it.
+        apart = all(end <= begin and length for end, (begin, length) in zip(ends, places, strict=False))
+        if not apart or hashlib.sha256(without(content, places)).hexdigest() != digest:
+            wrong.append(name)
+        elif name == TOKENIZER_FILE:
+            ids = set(TokenizerJson.parse(content).vocabulary.values())
+            new = {g.rows + nth for g in manifest.vocabularies.values() for nth in range(len(g.made_of))}
+            # With every id below the new ones taken, so that no later token gets one of these.
+            wrong += [name] if ids != set(range(max(new) + 1)) else []
+    if not manifest.vocabularies:
+        return []
+    tokens = sum(len(grown.made_of) for grown in manifest.vocabularies.values())
+    kept = f"the base's byte for byte, with {tokens} new tokens inserted: {some(list(beside.grown))}"
+    return [Check.of("tokenizer", wrong, "not the base's with the new tokens inserted", kept)]
 
 
 def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str]:

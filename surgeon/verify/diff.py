@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import listed, size, span
 from surgeon.common.listener import Listener, Quiet
@@ -31,9 +31,9 @@ class Difference:
     """What became of checkpoint `a` in checkpoint `b`.
 
     `changed` and `moved` map names in `a` to names in `b`: other bytes (perhaps in another layer), and the same bytes
-    in another layer. `config` holds the keys of config.json that differ, with both values (None: absent); `sizes` the
-    bytes of every tensor of each. `not_read` is the one of the two whose tensors the other's manifest describes;
-    None: both were read.
+    in another layer. `extended` are those that begin with the same bytes and have more rows. `config` holds the keys of
+    config.json that differ, with both values (None: absent); `sizes` the bytes of every tensor of each. `not_read` is
+    the one of the two whose tensors the other's manifest describes; None: both were read.
     """
 
     a: Path
@@ -42,27 +42,29 @@ class Difference:
     removed: tuple[str, ...]
     changed: dict[str, str]
     moved: dict[str, str]
+    extended: dict[str, str]
     same: tuple[str, ...]
     config: dict[str, tuple[Any, Any]]
     sizes: tuple[dict[str, int], dict[str, int]]
     not_read: Path | None
 
     def __repr__(self) -> str:
-        kinds = ("same", "moved", "changed", "removed", "added")
+        kinds = ("same", "moved", "extended", "changed", "removed", "added")
         counts = ", ".join(f"{len(getattr(self, kind))} {kind}" for kind in kinds)
         return f"Difference({str(self.a)!r}, {str(self.b)!r}, {counts}, {len(self.config)} keys of config.json)"
 
     @property
     def identical(self) -> bool:
         """Whether every tensor and the config are the same."""
-        return not (self.added or self.removed or self.changed or self.moved or self.config)
+        return not (self.added or self.removed or self.changed or self.moved or self.extended or self.config)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
-        return plain_fields(self, without=("changed", "moved", "config", "sizes")) | {
+        return plain_fields(self, without=("changed", "moved", "extended", "config", "sizes")) | {
             "identical": self.identical,
             "changed": [{"a": a, "b": b} for a, b in self.changed.items()],
             "moved": [{"a": a, "b": b} for a, b in self.moved.items()],
+            "extended": [{"a": a, "b": b} for a, b in self.extended.items()],
             "config": {key: {"a": a, "b": b} for key, (a, b) in self.config.items()},
         }
 
@@ -135,14 +137,15 @@ def _sorted_out(
     not_read: Path | None,
 ) -> Difference:
     removed: list[str] = []
-    kinds: dict[str, dict[str, str]] = {"same": {}, "moved": {}, "changed": {}}
+    kinds: dict[str, dict[str, str]] = {"same": {}, "moved": {}, "changed": {}, "extended": {}}
     for name, value in before.items():
         place = layer_of(name)
         there = None if place is not None and place[1] not in layers else renumbered(name, layers)
         if there is None or there not in after:
             removed.append(name)
         elif after[there] != value:
-            kinds["changed"][name] = there
+            begins = not_read != b.path and _begins(b, there, value)
+            kinds["extended" if begins else "changed"][name] = there
         else:
             kinds["same" if there == name else "moved"][name] = there
     found = {there for kind in kinds.values() for there in kind.values()}
@@ -152,12 +155,23 @@ def _sorted_out(
         added=tuple(name for name in after if name not in found),
         removed=tuple(removed),
         changed=kinds["changed"],
+        extended=kinds["extended"],
         moved=kinds["moved"],
         same=tuple(kinds["same"]),
         config=_config(a.config, b.config),
         sizes=(_sizes(a.tensors), _sizes(b.tensors)),
         not_read=not_read,
     )
+
+
+def _begins(b: CheckpointFolder, name: str, value: _Value) -> bool:
+    """Whether a tensor of `b` begins with rows of this value, and has more."""
+    dtype, shape, digest = value
+    there = b.tensors[name]
+    rows = there.first(shape) if there.dtype == dtype else None
+    if rows is None or rows == there:
+        return False
+    return digests_of_rows(b, {name: rows})[name] == digest
 
 
 def _sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
@@ -217,6 +231,7 @@ def difference_view(difference: Difference) -> RenderableType:
     kinds: tuple[tuple[str, str, Mapping[str, str], dict[str, int]], ...] = (
         ("same", "dim", {name: name for name in difference.same}, before),
         ("moved", "cyan", difference.moved, before),
+        ("extended", "green", difference.extended, before),
         ("changed", "yellow", difference.changed, before),
         ("removed", "red", {name: name for name in difference.removed}, before),
         ("added", "green", {name: name for name in difference.added}, after),

@@ -14,9 +14,9 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Listed, is_computed
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.plain import same_json
@@ -25,7 +25,16 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.lineage import Lineage, State, trainable_set
-from surgeon.manifest.manifest import Base, Manifest, StoredTensor, adapters_of, held_by, manifest_of, places_of
+from surgeon.manifest.manifest import (
+    Base,
+    Manifest,
+    StoredTensor,
+    adapters_of,
+    held_by,
+    manifest_of,
+    places_of,
+    vocabularies_of,
+)
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan
 from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check, some
@@ -56,7 +65,8 @@ class Drawn:
         """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
         loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors)
-        return cls(loaded, draw(loaded, anatomy, config, adapters_of(manifest, file=file)), anatomy)
+        adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
+        return cls(loaded, draw(loaded, anatomy, config, adapters, grown), anatomy)
 
 
 def check_static(
@@ -82,11 +92,12 @@ def check_static(
         Check.of("base", wrong, _ANOTHER_BASE, f"the one operated on, by {len(digests[0])} digests of tensors"),
         check_manifest(manifest_differences(manifest, drawn.loaded, blueprint)),
         *check_origin(manifest, blueprint),
-        *check_files(manifest, out, Beside.of(blueprint, found), metadata_of(base)),
+        *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
         _silence(blueprint, manifest, drawn.anatomy, out),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
+        *_extended(blueprint, out, digests[0]),
         *_as_trained(manifest, digests[1]),
     ]
 
@@ -211,6 +222,18 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     return Check.of("new tensors", changed, "changed since they were written", kept)
 
 
+def _extended(blueprint: Blueprint, out: CheckpointFolder, base: dict[str, str]) -> list[Check]:
+    """Nothing where no tensor got more rows; else whether its first rows are the base's, trained or not."""
+    recipes = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Extended)}
+    if not recipes or any(record.trains == "all" for record in blueprint.operations):
+        return []
+    rows = {name: info for name, recipe in recipes.items() if (info := out.tensors[name].first(recipe.of.shape))}
+    found = digests_of_rows(out, rows)
+    wrong = [name for name, recipe in recipes.items() if found.get(name) != base[recipe.of.source]]
+    kept = f"the first {next(iter(recipes.values())).of.shape[0]:,} of {some(list(recipes))}, byte-identical"
+    return [Check.of("old rows", wrong, "not byte-identical to the base's", kept)]
+
+
 def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
     """Nothing for an output that was not trained; else whether it holds what its last training run left."""
     if not manifest.training:
@@ -229,7 +252,9 @@ def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manif
 
     Raises BadInput where what stood in that state is lost, or the base's own manifest was edited.
     """
-    if not manifest.lineage or base.tensors.keys() == manifest.base.tensors.keys():
+    # By shapes too: where the vocabulary grew, names are those of before.
+    shapes = {name: list(info.shape) for name, info in base.tensors.items()}
+    if not manifest.lineage or shapes == {name: tensor.shape for name, tensor in manifest.base.tensors.items()}:
         return None
     known = [surgery.sha256 for surgery in manifest.lineage]
     number = len(known)
@@ -271,7 +296,9 @@ def check_earlier(
     again = redrawn(state.undone, base.tensors, first=state.number + 1, file=file)
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
-    moved = [place for name, place in state.places.items() if now.get(place) != found.tensors[name].sha256]
+    grown = {state.places[name]: state.held[name] for name in state.more}
+    then = now | digests_of_rows(out, grown)
+    moved = [place for name, place in state.places.items() if then.get(place) != found.tensors[name].sha256]
     held = held_by(manifest, file=file)
     edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     edited += [name for name in held if name not in now]
@@ -280,7 +307,7 @@ def check_earlier(
         _config(last.blueprint, out),
         check_manifest(again.wrong),
         *check_origin(manifest, last.blueprint),
-        *check_files(manifest, out, Beside.of(last.blueprint, manifest.base), metadata_of(out)),
+        *check_files(manifest, out, Beside.of(last.blueprint, manifest.base, manifest), metadata_of(out)),
         Check.of(
             "tensors since then",
             [] if again.trains_all else moved,
@@ -329,7 +356,7 @@ def redrawn(surgeries: Sequence[Manifest], tensors: Mapping[str, TensorInfo], *,
         wrong += [f"{where}the base's {name}" for name in differing]
         step = Drawn.of(manifest, claimed.config, tensors, f"{file} (surgery {number})")
         blueprint = step.blueprint
-        beside = Beside.of(blueprint, claimed).names
+        beside = Beside.of(blueprint, claimed, manifest).names
         wrong += [f"{where}files.{name}" for name in beside ^ manifest.files.keys() if name != RECORD_FILE]
         wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
         drawn.append(step)

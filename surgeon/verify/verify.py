@@ -24,7 +24,7 @@ from surgeon.verify.check import Check
 from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
-    from surgeon.models.compare import FirstDifference, LogitComparison, StreamedComparison
+    from surgeon.models.compare import FirstDifference, GrownLoss, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
 
 
@@ -56,6 +56,18 @@ class Verification:
         return self.first_difference is None and all(c.identical for c in self.comparisons)
 
     @property
+    def bounded(self) -> bool | None:
+        """Whether new tokens cost no old one more than is promised, at any position; None where there are none."""
+        return all(each.kept for each in self.grown.values()) if self.grown else None
+
+    @property
+    def grown(self) -> dict[tuple[str, str], GrownLoss]:
+        """What new tokens cost old ones, by mode and dtype; empty where there are no new tokens."""
+        # Encoders' comparisons are of other outputs.
+        found = {(c.mode, c.dtype): getattr(c, "grown", None) for c in self.comparisons}
+        return {key: grown for key, grown in found.items() if grown is not None}
+
+    @property
     def first_difference(self) -> FirstDifference | None:
         """The first base layer after which hidden states differ, where the comparison went layer by layer."""
         return next((s.first_difference for s in self.streamed if s.first_difference is not None), None)
@@ -63,7 +75,7 @@ class Verification:
     @property
     def holds(self) -> bool:
         """Whether every promise of the manifest holds."""
-        kept = self.promise == "none" or self.trained or self.identical is not False
+        kept = self.promise == "none" or self.trained or (self.identical is not False and self.bounded is not False)
         return kept and all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -147,6 +159,7 @@ def verify(
                 dtype=dtype,
                 layer_of_base=proof.layer_of_base,
                 progress=_shown(listener, dtype),
+                more=proof.more,
                 **options,
             )
             found.streamed.append(layered)
@@ -154,7 +167,7 @@ def verify(
         else:
             from surgeon.models.compare import compare_logits
 
-            found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, **options))
+            found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, more=proof.more, **options))
     return found
 
 
@@ -170,12 +183,16 @@ def _shown(listener: Listener, dtype: str) -> Callable[[int, int], None]:
 
 
 class _Static(NamedTuple):
-    """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output."""
+    """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
+
+    `more` is how many rows for tokens the output has that the base has not.
+    """
 
     promise: str
     trained: bool
     layer_of_base: tuple[int, ...]
     checks: list[Check]
+    more: int
 
 
 def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> _Static:
@@ -184,10 +201,12 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
-        return _Static(state.promise, state.trained, state.layers, checks)
+        more = max(state.more.values(), default=0)
+        return _Static(state.promise, state.trained, state.layers, checks, more)
     drawn = Drawn.of(manifest, base.config, base.tensors, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
-    return _Static(drawn.blueprint.promise, bool(manifest.training), drawn.blueprint.layer_of_base, checks)
+    blueprint = drawn.blueprint
+    return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks, blueprint.more_rows)
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -200,6 +219,7 @@ def verification_view(verification: Verification) -> RenderableType:
     parts: list[RenderableType] = [checks]
     if verification.comparisons:
         parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
+        parts += _new_tokens(verification)
     difference = verification.first_difference
     if difference is not None:
         parts.append(Text(f"first difference ({difference.mode}): {printable(difference.where)}"))
@@ -218,6 +238,10 @@ def verdict(verification: Verification) -> Text:
         return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
     if verification.identical is None:
         return Text("every static promise holds (logits not compared)", style="bold green")
+    if verification.bounded:
+        rise = max(grown.rise for grown in verification.grown.values())
+        words = f"every old logit is bit-identical, new tokens cost an old one at most {rise:.4g} nats"
+        return Text(f"exact: every promise holds, {words}", style="bold green")
     return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
 
 
@@ -235,6 +259,18 @@ def _comparisons(verification: Verification) -> FittedTable:
             *_next_token(c.next_token),
         )
     return table
+
+
+def _new_tokens(verification: Verification) -> list[RenderableType]:
+    """What new tokens cost the old ones, where there are some, and what is promised of that."""
+    return [
+        Text(
+            f"{mode} ({dtype}): {grown.added:,} new rows raise the loss on an old token by at most"
+            f" {grown.rise:.6f} nats; log(1 + k/V) = {grown.bound:.6f}",
+            style="" if grown.kept else "bold red",
+        )
+        for (mode, dtype), grown in verification.grown.items()
+    ]
 
 
 def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:

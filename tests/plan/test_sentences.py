@@ -63,6 +63,14 @@ OPERATIONS = [
         "op: insert_layers, where: {every_period: 1}, init: {kind: average}",
         "init average is made from both sides of a gap, a whole period from the one below it:",
     ),
+    (
+        "op: grow_vocabulary, tokens: {learn: a.txt, count: 3}",
+        "`how: unseen` needs `keep`, the text that is to tokenise as before",
+    ),
+    (
+        "op: grow_vocabulary, tokens: {learn: a.txt, count: 3, keep: b.txt, how: appended}",
+        "`keep` has no meaning with `how: ",
+    ),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
     (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
     (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import surgeon
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus, text
+from tests.vocabularies import ENGLISH, FRENCH, byte_level, write_text
 
 Operations = list[dict[str, Any]]
 
@@ -32,6 +33,9 @@ EXPERTS: Operations = [
 ]
 STACK: Operations = [{"op": "stack_layers", "bottom": 2, "top": 2}]
 CONTROL: Operations = [{"op": "control_llm", "layers": [1]}]
+WORDS: Operations = [
+    {"op": "grow_vocabulary", "tokens": {"learn": "new.jsonl", "count": 4, "keep": "old.jsonl"}, "measure": "new.jsonl"}
+]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -83,6 +87,14 @@ def train(folder: Path, out: Path) -> Path:
     return folder / f"{out.name}-run"
 
 
+def grown_vocabulary(folder: Path) -> Made:
+    """A base whose tokenizer can grow, and an output with more tokens."""
+    letters = byte_level(tiny.checkpoint(folder / "letters", "llama", num_hidden_layers=1, vocab_size=304))
+    write_text(folder / "new.jsonl", FRENCH, times=2)
+    write_text(folder / "old.jsonl", ENGLISH)
+    return Made(letters, grow(folder, "worded", letters, WORDS))
+
+
 @dataclass(frozen=True)
 class Made:
     """A base and an output of it, of its last surgery or of all."""
@@ -103,5 +115,6 @@ def make(folder: Path) -> dict[str, Made]:
         "three from the first base": Made(first, run),
         "fused": Made(first, fused),
         "merged": Made(controlled, grow(folder, "merged", controlled, MERGE)),
+        "vocabulary": grown_vocabulary(folder),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }

@@ -1,0 +1,265 @@
+"""A tokenizer's files, and the same files with more tokens: bytes are inserted, none is changed or taken out.
+
+What a base has stands in the output byte for byte around what was inserted, so that taking the inserted bytes out gives
+the base's files back. Old ids stay: new ones come after the embedding's rows, and whatever id below that has no entry
+in the model's vocabulary (special tokens that stand above it, padded rows) gets one, as `tokenizers` counts entries to
+find the next free id. Entries without a merge are never made of text, so they change nothing.
+
+Format: https://huggingface.co/docs/tokenizers/api/models, as `tokenizers` reads and writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.errors import BadInput, printable
+
+TOKENIZER_FILE = "tokenizer.json"
+# A vocabulary of a quarter of a million tokens has half a million merges, three commas and brackets each.
+_MOST_ITEMS = 8_000_000
+# What an id is called that no token has.
+_UNUSED = "<|unused_{}|>"
+
+Kind = Literal["BPE", "WordPiece", "Unigram"]
+# Begin and length of what was inserted into a file, in bytes of the new file.
+Places = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token to add: its `content` as vocabularies write it, for BPE the `merge` that makes it, its Unigram score.
+
+    `merge` None in a BPE: a character, which needs none.
+    """
+
+    content: str
+    merge: tuple[str, str] | None = None
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """What a growth makes of a text: tokens before and after, documents that tokenise as before, words by white space.
+
+    `use` says what the text was for. `sha256` is of its first file's bytes, or of all of them one after the other.
+    """
+
+    use: str
+    text: str
+    sha256: str
+    documents: int
+    unchanged: int
+    words: int
+    before: int
+    after: int
+
+    @property
+    def fertility(self) -> tuple[float, float]:
+        """Tokens a word, before and after."""
+        return self.before / max(1, self.words), self.after / max(1, self.words)
+
+
+@dataclass(frozen=True)
+class GrownVocabulary:
+    """Everything about a growth that drawing its plan again needs.
+
+    `rows` are the base's embedding rows, so the first new id. `made_of` names for each new token the old ids that the
+    old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how pairs were chosen.
+    """
+
+    kind: str
+    how: str
+    rows: int
+    made_of: tuple[tuple[int, ...], ...]
+    inserted: Mapping[str, Places]
+    measured: tuple[MeasuredText, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenizerJson:
+    """A tokenizer.json that was read: the kind of its model, and its vocabulary (contents to ids).
+
+    `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table.
+    """
+
+    text: str
+    kind: Kind
+    vocabulary: Mapping[str, int]
+    model: Mapping[str, Any]
+    scores: Mapping[str, float]
+    byte_level: bool
+
+    @classmethod
+    def parse(cls, content: bytes) -> TokenizerJson:
+        """Read the file. Raises BadInput for what is no tokenizer.json, or of a kind that cannot grow."""
+        data = parse_json_strict(content, file=TOKENIZER_FILE, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
+        model = data.get("model") if isinstance(data, dict) else None
+        if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+            raise BadInput(f"{TOKENIZER_FILE}: no `model` with a `vocab`; get the base's own file")
+        # Old files leave the type out; what each model has tells them apart.
+        kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if "unk_id" in model else "WordPiece")
+        if kind not in ("BPE", "WordPiece", "Unigram"):
+            raise BadInput(
+                f"{TOKENIZER_FILE}: its model is a {printable(str(kind), 40)}; BPE, WordPiece and Unigram can grow"
+            )
+        if model.get("dropout"):
+            raise BadInput(f"{TOKENIZER_FILE}: its BPE drops merges at random (`dropout`); take that out first")
+        # As a whole or as one of a sequence of decoders.
+        byte_level = kind == "BPE" and '"ByteLevel"' in _json(data.get("decoder"))
+        scores: dict[str, float] = {}
+        if isinstance(model["vocab"], list):
+            try:
+                scores = {str(piece): float(score) for piece, score in model["vocab"]}
+            except (TypeError, ValueError):
+                raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` is no list of pieces and scores") from None
+            vocabulary = {piece: number for number, (piece, _) in enumerate(model["vocab"])}
+        else:
+            vocabulary = model["vocab"]
+        if any(type(number) is not int or number < 0 for number in vocabulary.values()):
+            raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` has an id that is no number")
+        return cls(content.decode(), cast("Kind", kind), vocabulary, model, scores, byte_level)
+
+    @property
+    def byte_tokens(self) -> dict[int, int]:
+        """Ids of the tokens for single bytes (`<0xC3>`), by id their byte; none where the model falls back on none."""
+        if not self.model.get("byte_fallback"):
+            return {}
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        return {self.vocabulary[name]: byte for name, byte in names.items() if name in self.vocabulary}
+
+    @property
+    def prefix(self) -> str:
+        """What a piece within a word begins with in the vocabulary."""
+        return str(self.model.get("continuing_subword_prefix") or "")
+
+
+def grown_files(
+    files: Mapping[str, bytes], taken: Mapping[str, int], rows: int, tokens: Sequence[NewToken]
+) -> tuple[dict[str, bytes], dict[str, Places]]:
+    """The tokenizer files that grow by `tokens`, whose ids begin at `rows`, and what was inserted into each.
+
+    `files` are the base's by name, `taken` is the whole vocabulary, special tokens among it, by content.
+    """
+    read = TokenizerJson.parse(files[TOKENIZER_FILE])
+    names = {number: content for content, number in taken.items()}
+    # Ids below the first new one that the model's vocabulary has no entry for.
+    held = set(read.vocabulary.values())
+    fillers = {names.get(number) or _unused(number, taken): number for number in range(rows) if number not in held}
+    entries = fillers | {token.content: rows + nth for nth, token in enumerate(tokens)}
+    merges = [token.merge for token in tokens if token.merge is not None]
+    grown = {TOKENIZER_FILE: _grown_json(read, entries, tokens, merges)}
+    if "vocab.json" in files and read.kind != "Unigram":
+        grown["vocab.json"] = _into_values(files["vocab.json"].decode(), [((), _members_text(entries))])
+    if "merges.txt" in files and merges:
+        grown["merges.txt"] = _appended(files["merges.txt"], [" ".join(merge) for merge in merges])
+    if "vocab.txt" in files and read.kind == "WordPiece":
+        lines = files["vocab.txt"].decode().splitlines()
+        grown["vocab.txt"] = _appended(files["vocab.txt"], [c for c, number in entries.items() if number >= len(lines)])
+    return {name: content for name, (content, _) in grown.items()}, {name: where for name, (_, where) in grown.items()}
+
+
+def without(content: bytes, inserted: Iterable[Sequence[int]]) -> bytes:
+    """A grown file without what was inserted: the base's, if it was not edited since."""
+    kept, at = [], 0
+    for begin, length in inserted:
+        kept.append(content[at:begin])
+        at = begin + length
+    return b"".join([*kept, content[at:]])
+
+
+def _unused(number: int, taken: Mapping[str, int]) -> str:
+    name = _UNUSED.format(number)
+    while name in taken:
+        name = f"{name[:-2]}_|>"
+    return name
+
+
+def _grown_json(
+    read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken], merges: Sequence[tuple[str, str]]
+) -> tuple[bytes, Places]:
+    if read.kind == "Unigram":
+        # The lowest of the old ones: a lower one would change what an unknown character costs.
+        lowest = min(read.scores.values(), default=0.0)
+        scores = {token.content: token.score for token in tokens}
+        pieces = [[content, scores.get(content, lowest)] for content in entries]
+        return _into_values(read.text, [(("model", "vocab"), [_json(piece) for piece in pieces])])
+    inserting: list[tuple[tuple[str, ...], list[str]]] = [(("model", "vocab"), _members_text(entries))]
+    if merges:
+        old = read.model.get("merges") or []
+        joined = bool(old) and isinstance(old[0], str)
+        inserting.append((("model", "merges"), [_json(" ".join(m) if joined else list(m)) for m in merges]))
+    return _into_values(read.text, inserting)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _members_text(entries: Mapping[str, int]) -> list[str]:
+    return [f"{_json(content)}: {number}" for content, number in entries.items()]
+
+
+def _into_values(text: str, inserting: Sequence[tuple[tuple[str, ...], list[str]]]) -> tuple[bytes, Places]:
+    """JSON with more entries at the end of the objects and lists at the given paths, spaced as those before."""
+    found = sorted((_value_at(text, path), entries) for path, entries in inserting)
+    parts: list[bytes] = []
+    places: list[tuple[int, int]] = []
+    at = written = 0
+    for (begin, end), entries in found:
+        inside = text[begin + 1 : end - 1]
+        # Behind the last entry, before the white space that comes before the closing bracket.
+        place = begin + 1 + len(inside.rstrip())
+        space = inside[: len(inside) - len(inside.lstrip())]
+        added = f",{space}".join(entries)
+        added = (f",{space}{added}" if inside.strip() else added) if entries else ""
+        before, new = text[at:place].encode(), added.encode()
+        parts += [before, new]
+        if new:
+            places.append((written + len(before), len(new)))
+        written += len(before) + len(new)
+        at = place
+    return b"".join([*parts, text[at:].encode()]), tuple(places)
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
+    """Where the value at a path of keys begins and ends."""
+    begin = len(text) - len(text.lstrip())
+    end = len(text.rstrip())
+    for key in path:
+        begin, end = next((first, last) for name, first, last in _members(text, begin) if name == key)
+    return begin, end
+
+
+def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
+    """The members of the object that begins at `at`: key, begin and end of the value."""
+    at = _skip(text, at + 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        begin = _skip(text, _skip(text, at) + 1)
+        _, end = _DECODER.raw_decode(text, begin)
+        yield key, begin, end
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _appended(content: bytes, lines: Sequence[str]) -> tuple[bytes, Places]:
+    """A text file with more lines."""
+    added = "".join(f"{line}\n" for line in lines).encode()
+    if content and not content.endswith(b"\n"):
+        added = b"\n" + added
+    return content + added, ((len(content), len(added)),) if added else ()

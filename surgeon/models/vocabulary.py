@@ -1,0 +1,500 @@
+"""Growing a tokenizer: which tokens to add, the files that have them, and what that makes of texts.
+
+Learned pieces of a BPE go in as merges behind all old ones. By default only pairs that never occur in the segmentation
+of a text that is to stay as it is: then every word of it is cut as before. `added_tokens` are never used: they are
+matched before words are cut, and decode as they are written, so that accents come out as their bytes' characters.
+
+A WordPiece takes the longest piece that it knows: there a new piece is refused where it would match in a word that is
+to stay. A Unigram weighs all pieces of a word at once and keeps no such promise: what changes is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.tokenizer_files import (
+    TOKENIZER_FILE,
+    GrownVocabulary,
+    MeasuredText,
+    NewToken,
+    TokenizerJson,
+    grown_files,
+)
+from surgeon.errors import BadInput, printable
+from surgeon.models.learner import Pair, learn_merges, pairs_in
+from surgeon.models.tokenizer import Tokenizer, open_tokenizer
+from surgeon.models.tokens import documents_of
+
+How = Literal["unseen", "appended", "non_ascii"]
+
+# Characters that are asked of a tokenizer at once, and of a text on which is measured what a growth makes of it.
+_AT_ONCE = 1 << 20
+_MEASURED = 1 << 21
+# A piece of a vocabulary is a word at most.
+_LONGEST = 64
+# What a new piece of a Unigram is better by than the pieces that it is made of.
+_BETTER = 1e-4
+# Characters that a SentencePiece-like BPE lacks get a token where they occur this often; at most half of all.
+_LEAST_CHARACTER = 10
+
+
+@dataclass(frozen=True)
+class LearnedTokens:
+    """What is asked for: `count` pieces learned from `learn`, of which `how` says which may go in; `keep` stays."""
+
+    learn: tuple[Path, ...]
+    count: int
+    keep: tuple[Path, ...]
+    how: How
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A growth: the facts, the new files by name, and the contents of the new tokens in the order of their ids."""
+
+    facts: GrownVocabulary
+    files: Mapping[str, bytes]
+    tokens: tuple[str, ...]
+
+
+def grow(
+    base: CheckpointFolder,
+    wanted: Sequence[str] | LearnedTokens,
+    *,
+    rows: int,
+    measure: Sequence[Path] = (),
+) -> Grown:
+    """The growth of the tokenizer in `base`, whose model has `rows` rows of embeddings, by the tokens `wanted`.
+
+    `measure` are texts on which is measured what changes, beside those of `wanted`. Raises BadInput for a base without
+    a tokenizer.json, with more tokens than rows, of a kind that cannot grow, and for tokens that cannot be added.
+    """
+    if TOKENIZER_FILE not in base.side_files:
+        raise BadInput(
+            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary grows in it; save the tokenizer with"
+            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
+        )
+    files = {name: base.read_side_file(name) for name in base.side_files}
+    old = _Old(TokenizerJson.parse(files[TOKENIZER_FILE]), base.source.shown, rows)
+    with _opened(files, base) as tokenizer:
+        old.ask(tokenizer)
+        if isinstance(wanted, LearnedTokens):
+            new = _learned(old, tokenizer, wanted)
+            texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
+            how = {
+                "unseen": f"pairs that never occur in {_named(wanted.keep)}",
+                "appended": "every pair, behind the old merges",
+                "non_ascii": "pairs with a byte beyond ASCII",
+            }[wanted.how]
+        else:
+            new = _asked(old, tokenizer, wanted)
+            texts, how = [("measured", tuple(measure))], "the words asked for"
+        grown, inserted = grown_files(files, old.taken, rows, new.tokens)
+        with _opened(files | grown, base) as after:
+            _check_ids(old, new.tokens, after)
+            if not isinstance(wanted, LearnedTokens):
+                _check_words(wanted, after)
+            measured = tuple(_measured(use, paths, tokenizer, after) for use, paths in texts if paths)
+    facts = GrownVocabulary(
+        kind="byte-level BPE" if old.read.byte_level else old.read.kind,
+        how=how,
+        rows=rows,
+        made_of=tuple(new.made_of),
+        inserted=inserted,
+        measured=measured,
+    )
+    return Grown(facts, grown, tuple(token.content for token in new.tokens))
+
+
+@dataclass
+class _Old:
+    """A tokenizer as it was: its file, and its whole vocabulary."""
+
+    read: TokenizerJson
+    shown: str
+    rows: int
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def ask(self, tokenizer: Tokenizer) -> None:
+        """Take the whole vocabulary from the tokenizer that transformers makes of the files. Raises BadInput."""
+        self.taken = tokenizer.vocabulary() | dict(self.read.vocabulary)
+        content, highest = max(self.taken.items(), key=lambda entry: entry[1])
+        if highest >= self.rows:
+            raise BadInput(
+                f"{self.shown}: its tokenizer gives {printable(repr(content), 40)} the id {highest}, the embedding has"
+                f" only {self.rows} rows (ids 0 to {self.rows - 1}); use the model's own tokenizer, or add a row first"
+            )
+
+    @cached_property
+    def contents(self) -> dict[int, str]:
+        """The contents of the model's own tokens, by id."""
+        return {number: content for content, number in self.read.vocabulary.items()}
+
+    @cached_property
+    def refused(self) -> set[int]:
+        """Tokens that no piece is made of: single bytes of a fallback, which decode by themselves, and unknown ones."""
+        unknown = self.read.model.get("unk_token")
+        number = self.read.model.get("unk_id") if self.read.kind == "Unigram" else self.taken.get(str(unknown))
+        return {*self.read.byte_tokens, *([number] if isinstance(number, int) else [])}
+
+
+@dataclass
+class _New:
+    """The tokens to add, in the order of their ids, and the old ids that each is made of."""
+
+    tokens: list[NewToken] = field(default_factory=list)
+    made_of: list[tuple[int, ...]] = field(default_factory=list)
+    contents: set[str] = field(default_factory=set)
+
+    def add(self, token: NewToken, made_of: tuple[int, ...]) -> None:
+        """One more."""
+        self.tokens.append(token)
+        self.made_of.append(made_of)
+        self.contents.add(token.content)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes tokens of pairs, where that is allowed."""
+
+    old: _Old
+    new: _New
+    allowed: Callable[[Pair, str], bool]
+
+    def content(self, number: int) -> str:
+        """The content of an old or a new token."""
+        return self.old.contents[number] if number < self.old.rows else self.new.tokens[number - self.old.rows].content
+
+    def made_of(self, number: int) -> tuple[int, ...]:
+        """The old ids that a token is made of: of an old one itself."""
+        return (number,) if number < self.old.rows else self.new.made_of[number - self.old.rows]
+
+    def join(self, one: int, other: int, _new: int) -> bool:
+        """Add the token that a pair makes; False where it is not allowed."""
+        if one in self.old.refused or other in self.old.refused:
+            return False
+        read = self.old.read
+        first, second = self.content(one), self.content(other)
+        content = first + second.removeprefix(read.prefix)
+        if (
+            len(content) > _LONGEST
+            or content in self.old.taken
+            or content in self.new.contents
+            or any(each.isspace() for each in content)
+            or not self.allowed((one, other), content)
+        ):
+            return False
+        made_of = (*self.made_of(one), *self.made_of(other))
+        merge = (first, second) if read.kind == "BPE" else None
+        self.new.add(NewToken(content, merge, self._score(one) + self._score(other) + _BETTER), made_of)
+        return True
+
+    def _score(self, number: int) -> float:
+        if number < self.old.rows:
+            return self.old.read.scores.get(self.old.contents[number], 0.0)
+        return self.new.tokens[number - self.old.rows].score
+
+
+def _learned(old: _Old, tokenizer: Tokenizer, wanted: LearnedTokens) -> _New:
+    counted = _counted(tokenizer, wanted.learn)
+    new = _New()
+    words = _segmented(tokenizer, counted)
+    kept_words = _counted(tokenizer, wanted.keep) if wanted.how == "unseen" else Counter()
+    if old.read.byte_tokens:
+        _add_characters(old, new, counted, set("".join(kept_words)), wanted)
+        words = {word: _with_characters(old, new, ids) for word, ids in words.items()}
+    allowed = _allowed(old, wanted.how, kept_words, _segmented(tokenizer, kept_words))
+    maker = _Maker(old, new, allowed)
+    found = learn_merges(
+        [(ids, counted[word]) for word, ids in words.items() if len(ids) > 1],
+        wanted.count - len(new.tokens),
+        first=old.rows + len(new.tokens),
+        joined=maker.join,
+    )
+    if not found and not new.tokens:
+        raise BadInput(
+            f"{_named(wanted.learn)}: no pair in it occurs twice that may be joined, so there is nothing to add; give"
+            " more text, or another `how`"
+        )
+    return new
+
+
+def _allowed(
+    old: _Old, how: How, kept: Mapping[str, int], segmented: Mapping[str, Sequence[int]]
+) -> Callable[[Pair, str], bool]:
+    """Whether a pair, which makes a content, may go in."""
+    if how == "appended":
+        return lambda _pair, _content: True
+    if how == "non_ascii":
+        return lambda _pair, content: _beyond_ascii(content, byte_level=old.read.byte_level)
+    if old.read.kind == "WordPiece":
+        blocked = _matched(old, segmented)
+        return lambda _pair, content: content not in blocked
+    pairs = pairs_in(segmented.values())
+    # Where a word that is a token is taken whole, whatever merges would make of it.
+    whole = set(kept) if old.read.model.get("ignore_merges") else set()
+    return lambda pair, content: pair not in pairs and content not in whole
+
+
+def _beyond_ascii(content: str, *, byte_level: bool) -> bool:
+    """Whether the bytes that a piece stands for are not all ASCII."""
+    if byte_level:
+        return any(character in _HIGH_BYTES for character in content)
+    return any(ord(character) > 127 and character != "▁" for character in content)
+
+
+def _high_bytes() -> frozenset[str]:
+    """The characters by which GPT-2's table writes bytes from 128 on (openai/gpt-2, encoder.py)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in shown]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
+    return frozenset(table[byte] for byte in range(128, 256))
+
+
+_HIGH_BYTES = _high_bytes()
+
+
+def _matched(old: _Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
+    """Of a WordPiece, the pieces that would be taken in one of these words in the place of a shorter one."""
+    found: set[str] = set()
+    for word, ids in segmented.items():
+        at = 0
+        for number in ids:
+            content = old.contents.get(number, "")
+            length = len(content.removeprefix(old.read.prefix)) if at else len(content)
+            prefix = old.read.prefix if at else ""
+            found.update(f"{prefix}{word[at:end]}" for end in range(at + length + 1, len(word) + 1))
+            at += length
+    return found
+
+
+def _add_characters(old: _Old, new: _New, counted: Mapping[str, int], kept: set[str], wanted: LearnedTokens) -> None:
+    """The most frequent characters that a BPE with a byte fallback lacks; with `unseen` none that `keep` has."""
+    often: Counter[str] = Counter()
+    for word, number in counted.items():
+        for character in word:
+            often[character] += number
+    missing = [
+        (number, character)
+        for character, number in often.items()
+        if character not in old.taken
+        and number >= _LEAST_CHARACTER
+        and not character.isspace()
+        and not (wanted.how == "unseen" and character in kept)
+        and (wanted.how != "non_ascii" or ord(character) > 127)
+        and _bytes_of(old, character)
+    ]
+    for _, character in sorted(missing, key=lambda entry: (-entry[0], entry[1]))[: wanted.count // 2]:
+        new.add(NewToken(character), _bytes_of(old, character))
+
+
+def _with_characters(old: _Old, new: _New, ids: Sequence[int]) -> list[int]:
+    """A segmented word in which the bytes of new characters are those characters."""
+    made: list[int] = []
+    known = {made_of: old.rows + nth for nth, made_of in enumerate(new.made_of)}
+    byte_tokens = old.read.byte_tokens
+    at = 0
+    while at < len(ids):
+        length = _length_of(byte_tokens.get(ids[at]))
+        number = known.get(tuple(ids[at : at + length]))
+        if number is None:
+            made += ids[at : at + length]
+        else:
+            made.append(number)
+        at += length
+    return made
+
+
+def _length_of(first: int | None) -> int:
+    """Bytes of a character of UTF-8, by its first byte; 1 where it is none."""
+    return 1 if first is None or first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+
+
+def _asked(old: _Old, tokenizer: Tokenizer, wanted: Sequence[str]) -> _New:
+    """The tokens that make whole words: with BPE also those on the way to them."""
+    new = _New()
+    maker = _Maker(old, new, lambda _pair, _content: True)
+    for nth, text in enumerate(wanted):
+        shown = f"`tokens` {nth} ({printable(repr(text), 60)})"
+        if not text.strip():
+            raise BadInput(f"{shown}: empty; write a word, with the space before it where it has one")
+        if text in old.taken:
+            raise BadInput(f"{shown}: already a token; leave it out")
+        found = list(tokenizer.words([text]))
+        if len(found) != 1:
+            raise BadInput(
+                f"{shown}: the tokenizer cuts it into {', '.join(printable(repr(word), 30) for word in found[:4])}"
+                " before it looks for tokens, so it cannot be one; give its parts"
+            )
+        word = found[0]
+        if word in old.taken or word in new.contents:
+            raise BadInput(f"{shown}: already a token ({printable(repr(word), 60)}); leave it out")
+        _add_word(maker, word, tokenizer.pieces([word])[0], shown)
+    return new
+
+
+def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:
+    old, new = maker.old, maker.new
+    if old.read.byte_tokens:
+        for character in dict.fromkeys(word):
+            made_of = _bytes_of(old, character)
+            if character not in old.taken and character not in new.contents and made_of:
+                new.add(NewToken(character), made_of)
+        ids = _with_characters(old, new, ids)
+    if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
+        # A word with an unknown character is unknown as a whole, so nothing is known of its pieces.
+        new.add(NewToken(word), ())
+        return
+    if any(number in old.refused for number in ids):
+        raise BadInput(f"{shown}: has a character that the tokenizer does not know; leave it out")
+    if old.read.kind != "BPE":
+        score = sum(old.read.scores.get(old.contents[number], 0.0) for number in ids) + _BETTER
+        new.add(NewToken(word, None, score), tuple(ids))
+        return
+    known = {token.merge: old.rows + nth for nth, token in enumerate(new.tokens) if token.merge is not None}
+    while len(ids) > 1:
+        pairs = [(maker.content(one), maker.content(other)) for one, other in pairwise(ids)]
+        # As the tokenizer will: an earlier new merge is applied before a later one.
+        there = [at for at, pair in enumerate(pairs) if pair in known]
+        if there:
+            at = min(there, key=lambda at: known[pairs[at]])
+        else:
+            number = old.rows + len(new.tokens)
+            # A pair whose content is a token of other pieces already cannot make another token of that content.
+            found = next((n for n in range(len(pairs)) if maker.join(ids[n], ids[n + 1], number)), None)
+            if found is None:
+                raise BadInput(
+                    f"{shown}: none of its pieces {', '.join(repr(maker.content(number)) for number in ids[:8])} can be"
+                    " joined to a token that is not there already; leave it out"
+                )
+            at = found
+            known[pairs[at]] = number
+        ids[at : at + 2] = [known[pairs[at]]]
+
+
+def _bytes_of(old: _Old, character: str) -> tuple[int, ...]:
+    """The tokens of a character's bytes; none where one has no token."""
+    tokens = {byte: number for number, byte in old.read.byte_tokens.items()}
+    encoded = character.encode()
+    return tuple(tokens[byte] for byte in encoded) if all(byte in tokens for byte in encoded) else ()
+
+
+def _counted(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[str]:
+    """The words of texts, and how often each occurs."""
+    counted: Counter[str] = Counter()
+    for batch in _batches(_texts(paths)):
+        counted.update(tokenizer.words(batch))
+    return counted
+
+
+def _segmented(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for batch in _batches(iter(words)):
+        found |= zip(batch, tokenizer.pieces(batch), strict=True)
+    return found
+
+
+def _texts(paths: Sequence[Path]) -> Iterator[str]:
+    for path in paths:
+        yield from documents_of(path)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Texts in lists of about `_AT_ONCE` characters; a longer one is cut at ends of lines."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        for part in [text] if len(text) <= _AT_ONCE else text.splitlines(keepends=True):
+            batch.append(part)
+            size += len(part)
+            if size >= _AT_ONCE:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _measured(use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer) -> MeasuredText:
+    """What the growth makes of the beginning of a text, `_MEASURED` characters of it."""
+    left = _MEASURED
+    documents = unchanged = words = old_tokens = new_tokens = 0
+    for batch in _batches(_texts(paths)):
+        part = list(_within(batch, left))
+        for text, one, other in zip(part, before.many(part), after.many(part), strict=True):
+            documents += 1
+            unchanged += one == other
+            words += len(text.split())
+            old_tokens += len(one)
+            new_tokens += len(other)
+            left -= len(text)
+        if left <= 0:
+            break
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return MeasuredText(use, _named(paths), digest.hexdigest(), documents, unchanged, words, old_tokens, new_tokens)
+
+
+def _within(batch: Sequence[str], left: int) -> Iterator[str]:
+    for text in batch:
+        if left <= 0:
+            return
+        yield text
+        left -= len(text)
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return ", ".join(printable(path.name, 60) for path in paths)
+
+
+def _check_ids(old: _Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
+    """BadInput where transformers gives an old or a new token another id than it should have."""
+    found = after.vocabulary()
+    wanted = old.taken | {token.content: old.rows + nth for nth, token in enumerate(tokens)}
+    for content, number in wanted.items():
+        if found.get(content) != number:
+            raise BadInput(
+                f"{old.shown}: with more tokens, {printable(repr(content), 40)} would have the id"
+                f" {found.get(content)} in place of {number}: transformers makes this tokenizer otherwise than"
+                f" {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
+            )
+
+
+def _check_words(wanted: Sequence[str], after: Tokenizer) -> None:
+    """BadInput where a word that was asked for is not one token."""
+    for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
+        if len(ids) != 1:
+            raise BadInput(
+                f"`tokens` {nth} ({printable(repr(text), 60)}): other words of the list take its pieces, so it is still"
+                f" {len(ids)} tokens; put it before them, or leave it out"
+            )
+
+
+@contextlib.contextmanager
+def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
+    """The tokenizer that transformers makes of side files. Raises BadInput where it makes none, or a slow one."""
+    with tempfile.TemporaryDirectory(prefix="surgeon-tokenizer-") as room:
+        folder = Path(room) / "tokenizer"
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        hint = base.source.small("config.json", max_bytes=1 << 24)
+        (folder / "config.json").write_bytes(hint)
+        tokenizer, why_not = open_tokenizer(folder)
+        if tokenizer is None or not tokenizer.is_fast:
+            why = (why_not or f"it is not made of {TOKENIZER_FILE}").replace(str(folder), base.source.shown)
+            raise BadInput(f"{base.source.shown}: its vocabulary cannot grow: {why}")
+        yield tokenizer
