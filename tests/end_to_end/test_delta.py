@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.train import train as training
+from surgeon.rework import make_delta as making
 from surgeon.train.session import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
@@ -152,7 +152,7 @@ def test_a_run_kept_as_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     settings = config(tmp_path, steps=2)
     surgeon.train(out, settings, tmp_path / "whole", device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr(training, "make_delta_of", lambda *_: 1 / 0)
+        patched.setattr(making, "make_delta_of", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             surgeon.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
     assert not (tmp_path / "run").exists()
