@@ -242,6 +242,14 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         output_capturing._CAN_RECORD_REGISTRY[self] = self._can_record_outputs
         self.post_init()
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            # What a model sets in its layers by walking through them, it does not set in their twins.
+            for layer in getattr(self, self.stack):
+                copy_unsaved(layer, layer._modules.get("expanded"))
+
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
         flow = _forward.flow if flow is None else flow
@@ -260,6 +268,17 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
             for graft in crossing:
                 graft.close(self, flow, getattr(output, "past_key_values", None))
         return output
+
+
+def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
+    """Give a layer's twin, if it has one, the layer's buffers that no checkpoint holds."""
+    held = dict(layer.named_modules())
+    for name, module in () if twin is None else twin.named_modules():
+        for key in module._non_persistent_buffers_set:
+            source = held[name]._buffers.get(key) if name in held else None
+            own = module._buffers[key]
+            if own is not None and source is not None and own.shape == source.shape:
+                own.copy_(source)
 
 
 def decoder_forward(native: Callable[..., Any]) -> Callable[..., Any]:
