@@ -27,12 +27,12 @@ HELD = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight":
 # As in the small published models, upper layers reuse the keys and values of the last two below them.
 SHARING = {
     "hidden_size_per_layer_input": WIDTH,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
     "per_layer_config": {},
 }
-COPIES = "{op: insert_layers, where: {after: [0, 4]}, init: {kind: copy}}"
+COPIES = "{op: insert_layers, where: {after: [2, 3]}, init: {kind: copy}}"
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,17 @@ def _check_parts(base: Path, out: Path, order: list[int]) -> None:
 
 
 def test_from_preview_to_a_second_surgery_and_back(base: Path, out: Path, tmp_path: Path) -> None:
-    _check_parts(base, out, [0, 0, 1, 2, 3, 4, 4, 5])
+    _check_parts(base, out, [0, 1, 2, 2, 3, 3])
     verified = surgeon.verify(base, out, window=24, windows=1, dtypes=["auto", "float32"])
     assert verified.holds
     assert verified.identical
-    assert any(check.name == "parts of layers" and check.detail.startswith("16 in 2") for check in verified.checks)
+    assert any(check.name == "parts of layers" and check.detail.startswith("12 in 2") for check in verified.checks)
     surgeon.revert(out, tmp_path / "back")
     assert _same(tmp_path / "back", base)
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((base / "config.json").read_text())
 
-    twice = _applied(out, "twice", "{op: control_llm, layers: [0], expansion: stack}")
-    _check_parts(base, twice, [0, 0, 0, 1, 2, 3, 4, 4, 5])
+    twice = _applied(out, "twice", "{op: control_llm, layers: [2], expansion: stack}")
+    _check_parts(base, twice, [0, 1, 2, 2, 2, 3, 3])
     verified = surgeon.verify(out, twice, window=24, windows=1)
     assert verified.holds
     assert verified.identical
@@ -98,7 +98,7 @@ def test_from_preview_to_a_second_surgery_and_back(base: Path, out: Path, tmp_pa
 
 def test_training_leaves_the_parts_as_they_are(base: Path, out: Path, tmp_path: Path) -> None:
     corpus(tmp_path / "words.jsonl", documents=60)
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING | {"steps": 2}))
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING | {"steps": 1}))
     surgeon.train(out, tmp_path / "train.yaml", tmp_path / "run", device="cpu")
     before, after = weights(out), weights(tmp_path / "run")
     assert all(torch.equal(before[f"model.{name}"], after[f"model.{name}"]) for name in HELD)
@@ -114,7 +114,7 @@ def test_a_part_that_was_edited(base: Path, out: Path, tmp_path: Path) -> None:
     name = "model.per_layer_model_projection.weight"
     shard = next(file for file in out.glob("*.safetensors") if name in load_file(file))
     held = load_file(shard)
-    for layer, is_old in ((1, False), (2, True)):
+    for layer, is_old in ((3, False), (4, True)):
         edited = {key: value.clone() for key, value in held.items()}
         edited[name][layer * WIDTH, 0] += 1
         save_file(edited, shard, metadata={"format": "pt"})
@@ -131,10 +131,10 @@ def test_a_part_that_was_edited(base: Path, out: Path, tmp_path: Path) -> None:
 
 def test_a_branch_is_refused(base: Path) -> None:
     with pytest.raises(BadInput, match=r"embed_tokens_per_layer.*cannot add one for a branch"):
-        _applied(base, "branches", "{op: control_llm, layers: [5]}")
+        _applied(base, "branches", "{op: control_llm, layers: [3]}")
 
 
 def test_a_copy_of_what_lends_its_keys_is_refused(base: Path) -> None:
     """The layers above would read the new layer's keys and values, which are not the old one's."""
-    with pytest.raises(BadInput, match="cannot be described: its layer 3, which is to be as layer 3 of the base"):
-        _applied(base, "lent", "{op: insert_layers, where: {after: [3]}, init: {kind: copy}}")
+    with pytest.raises(BadInput, match="cannot be described: its layer 2, which is to be as layer 1 of the base"):
+        _applied(base, "lent", "{op: insert_layers, where: {after: [1]}, init: {kind: copy}}")
