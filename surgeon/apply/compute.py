@@ -33,6 +33,7 @@ from surgeon.blueprint.recipes import (
     MapRef,
     Matched,
     OneExpert,
+    PerLayer,
     Random,
     Recipe,
     Shuffled,
@@ -197,6 +198,8 @@ class Workshop:
                 return self._fuse(recipe).to(stored_dtype(recipe.dtype))
             case OneExpert():
                 return self._one_expert(recipe)
+            case PerLayer():
+                raise AssertionError("moved as bytes, and nothing is made of it")
             case Matched(experts, number, by):
                 matching = self._map(MapRef(by))
                 assert isinstance(matching, AssignmentMap), by

@@ -11,7 +11,7 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, numel
+from surgeon.blueprint.recipes import Copy, PerLayer, moved_from, numel
 from surgeon.blueprint.shards import Shard, is_hole, nbytes
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
@@ -101,12 +101,16 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
 
 
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
-    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`."""
+    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`, or of their parts."""
     return {
-        output.name: Origin(folder.source, folder.tensors[output.recipe.source])
+        output.name: Origin(
+            folder.source,
+            folder.tensors[moved.source],
+            output.recipe if isinstance(output.recipe, PerLayer) else None,
+        )
         for shard in shards
         for output in shard.outputs
-        if isinstance(output.recipe, Copy)
+        if (moved := moved_from(output.recipe)) is not None
     }
 
 

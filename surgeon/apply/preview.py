@@ -12,7 +12,17 @@ from rich.text import Text
 
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Recipe, Stacked, is_computed, leaves, numel
+from surgeon.blueprint.recipes import (
+    Constant,
+    Copy,
+    Extended,
+    PerLayer,
+    Recipe,
+    Stacked,
+    is_computed,
+    leaves,
+    numel,
+)
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
@@ -174,6 +184,7 @@ def preview_of(
         notes.append(_NO_LICENSE)
     outputs = blueprint.outputs
     new = sum(_new_numbers(output.recipe) for output in outputs if output.new)
+    fixed = sum(_new_numbers(output.recipe) for output in outputs if isinstance(output.recipe, PerLayer))
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
@@ -185,7 +196,7 @@ def preview_of(
         parameters_before=sum(info.numel for info in folder.tensors.values()),
         parameters_after=after,
         parameters_new=new,
-        parameters_trainable=after if trains_all else new,
+        parameters_trainable=after if trains_all else new - fixed,
         bytes_to_read=sum(folder.tensors[name].nbytes for name in sources),
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
@@ -197,7 +208,7 @@ def preview_of(
 
 def _new_numbers(recipe: Recipe) -> int:
     """How many numbers of a new tensor are new."""
-    return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended) else 0)
+    return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended | PerLayer) else 0)
 
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.

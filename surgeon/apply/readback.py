@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from surgeon.apply.finite import FiniteCheck
-from surgeon.blueprint.recipes import Copy
+from surgeon.apply.parts import parts_in_order
+from surgeon.blueprint.recipes import PerLayer
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo, read_header
-from surgeon.checkpoint.ranges import compare_ranges, sha256_range, zeros_sha256
+from surgeon.checkpoint.ranges import compare_pieces, compare_ranges, sha256_pieces, sha256_range, zeros_sha256
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.staging import Staging
 from surgeon.checkpoint.working import sync
@@ -30,10 +31,14 @@ _READERS = 2
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder."""
+    """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder.
+
+    With `parts` it is copied part by part, in their order.
+    """
 
     source: Source
     tensor: TensorInfo
+    parts: PerLayer | None = None
 
     @property
     def key(self) -> tuple[int, str]:
@@ -107,8 +112,8 @@ class ReadBack:
             self.maps.update(record["maps"])
             self.not_finite.update(record.get("not_finite", ()))
             for name, digest in record["digests"].items():
-                if name in self._origins:
-                    self._originals[self._origins[name].key] = digest
+                if (origin := self._origins.get(name)) is not None and origin.parts is None:
+                    self._originals[origin.key] = digest
 
     def settle(self) -> None:
         """Wait until every shard is proved, flushed and journalled."""
@@ -134,10 +139,10 @@ class ReadBack:
             with OpenShards() as shards:
                 for output in shard.outputs:
                     info = infos[output.name]
-                    if isinstance(output.recipe, Copy):
-                        origin, look = self._origins[output.name], FiniteCheck(info.dtype)
+                    if (origin := self._origins.get(output.name)) is not None:
+                        look = FiniteCheck(info.dtype)
                         digests[output.name] = (
-                            _compared(written, info, shards.of(origin), origin.tensor, look)
+                            _compared(written, info, shards.of(origin), origin, look)
                             if self._compare
                             else self._digest(shards, origin, look)
                         )
@@ -157,12 +162,18 @@ class ReadBack:
 
     def _digest(self, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
         """An original's digest; a layer's copy finds it known where its original's shard is done."""
+        if origin.parts is not None:
+            return sha256_pieces(parts_in_order(shards.of(origin), origin.tensor.begin, origin.parts), look)
         known = self._originals.get(origin.key)
         return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end, look)
 
 
-def _compared(written: int, info: TensorInfo, source: int, original: TensorInfo, look: FiniteCheck) -> str:
-    digest = compare_ranges(source, original.begin, written, info.begin, original.nbytes, look)
+def _compared(written: int, info: TensorInfo, source: int, origin: Origin, look: FiniteCheck) -> str:
+    original = origin.tensor
+    if origin.parts is None:
+        digest = compare_ranges(source, original.begin, written, info.begin, original.nbytes, look)
+    else:
+        digest = compare_pieces(parts_in_order(source, original.begin, origin.parts), written, info.begin, look)
     if digest is None:
         raise PromiseBroken(
             f"{printable(info.name)} ({info.file}): what was read back is not what {printable(original.name)}"

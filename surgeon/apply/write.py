@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.job import Job
+from surgeon.apply.parts import parts_in_order
 from surgeon.apply.readback import OpenShards, ReadBack
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Listed, is_computed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Listed, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
 from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, FLOAT_DTYPES, build_header
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
@@ -333,6 +334,13 @@ def _write_tensor(
                     count=end - begin,
                     progress=run.listener.advance,
                 )
+        case PerLayer():
+            origin = run.job.origins[output.name]
+            with run.stopwatch.stage("copy"):
+                for piece in parts_in_order(shards.of(origin), origin.tensor.begin, output.recipe):
+                    write_all(target, piece, begin)
+                    begin += len(piece)
+                    run.listener.advance(len(piece))
         case Constant() | Listed():
             if not is_hole(output):
                 write_all(target, constant_bytes(output.recipe), begin)

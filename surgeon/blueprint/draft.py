@@ -26,8 +26,10 @@ from surgeon.blueprint.recipes import (
     Coupling,
     Dequantised,
     Extended,
+    PerLayer,
     Recipe,
     is_computed,
+    moved_from,
     numel,
     sources,
 )
@@ -135,7 +137,7 @@ class Output:
 
     @property
     def new(self) -> bool:
-        """Whether an operation made it, so that training may change it."""
+        """Whether an operation made it; training may then change it, unless it holds parts of old layers."""
         return self.operation is not None
 
 
@@ -322,11 +324,11 @@ class Draft:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
         config = self._finished_config(grafted=grafted)
-        self._check_outer(config)
-        if self.extended:
-            config = with_vocabulary(config, self.anatomy, self.rows)
         named = zip(self.anatomy.outer.values(), self._outer(), strict=True)
         outputs = [Output(info.name, recipe, operation) for info, (recipe, operation) in named]
+        outputs = self._with_parts(outputs, config)
+        if self.extended:
+            config = with_vocabulary(config, self.anatomy, self.rows)
         for index, layer in enumerate(self.layers):
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)
@@ -360,19 +362,33 @@ class Draft:
         lists.pop("layer_types", None)
         return lists
 
-    def _check_outer(self, config: Mapping[str, Any]) -> None:
-        """Raise BadInput where a tensor outside the layers would have to grow with them."""
+    def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
+        """The tensors outside the layers; what holds a part for each layer gets those of new layers.
+
+        A new layer's part is that of the layer it is like. Raises BadInput where branches would need parts too.
+        """
         found = self.anatomy.derivation
-        count = len(self.layers) + len(twins_of([layer.grafts for layer in self.layers]))
-        if found is None or count == self.anatomy.sizes.layers:
-            return
+        before, twins = self.anatomy.sizes.layers, twins_of([layer.grafts for layer in self.layers])
+        count = len(self.layers) + len(twins)
+        if found is None or count == before:
+            return outputs
         native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
-        for name in self.anatomy.outer:
-            if found.layer_axis(native, name, count) is not None:
+        last = max((layer.operation for layer in self.layers if layer.operation is not None), default=None)
+        order = tuple(layer.like for layer in self.layers)
+        made: list[Output] = []
+        for output in outputs:
+            axis = found.layer_axis(native, output.name, count)
+            if axis is None:
+                made.append(output)
+                continue
+            if twins:
                 raise BadInput(
-                    f"{printable(name)} holds a part for each layer, which surgeon cannot add to; use an operation that"
-                    " adds no layers and no branches"
+                    f"{printable(output.name)} holds a part for each layer, and surgeon cannot add one for a branch;"
+                    " use an operation that adds no branches (control_llm: `expansion: stack`)"
                 )
+            assert isinstance(output.recipe, Copy)
+            made.append(Output(output.name, PerLayer(output.recipe, axis, before, order), last))
+        return made
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         if self.anatomy.derivation is not None:
@@ -422,7 +438,7 @@ def _check_stored(output: Output) -> None:
     if is_computed(recipe):
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:
-        held = isinstance(recipe, Copy) or (isinstance(recipe, Constant) and recipe.value == 0)
+        held = moved_from(recipe) is not None or (isinstance(recipe, Constant) and recipe.value == 0)
         odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
     if odd is not None:
         raise BadInput(

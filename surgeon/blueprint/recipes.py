@@ -23,6 +23,30 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayer:
+    """The parts that `of` holds for each of `count` layers along `axis`, byte for byte, in another order.
+
+    Part `n` of the result is part `order[n]` of it.
+    """
+
+    of: Copy
+    axis: int
+    count: int
+    order: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what the parts are taken from."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what the parts are taken from, with so many of them along the axis."""
+        before, size, after = self.of.shape[: self.axis], self.of.shape[self.axis], self.of.shape[self.axis + 1 :]
+        return (*before, size // self.count * len(self.order), *after)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """Every element is `value` (0, or the value that makes a norm's effective scale zero or one)."""
 
@@ -248,6 +272,7 @@ class Extended:
 
 Recipe = (
     Copy
+    | PerLayer
     | Constant
     | Listed
     | Random
@@ -339,7 +364,7 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
         case Dequantised(weight, scales):
             yield weight
             yield scales
-        case Shuffled(of, _) | OneExpert(of) | Extended(of, _):
+        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of):
             yield of
         case Matched(experts, number):
             yield experts[number]
@@ -377,6 +402,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     match recipe:
         case Copy(source):
             return {"copy": source}
+        case PerLayer(of, axis, _, order):
+            return {"per_layer": of.source, "axis": axis, "order": list(order)}
         case Constant(value):
             return {"constant": value}
         case Listed(values):
@@ -425,4 +452,15 @@ def numel(recipe: Recipe) -> int:
 
 def is_computed(recipe: Recipe) -> bool:
     """Whether the recipe needs computation, so that weights must be read into memory."""
-    return not isinstance(recipe, Copy | Constant | Listed)
+    return not isinstance(recipe, Copy | PerLayer | Constant | Listed)
+
+
+def moved_from(recipe: Recipe) -> Copy | None:
+    """The tensor whose bytes a recipe moves, all of them or parts; None where it makes bytes of its own."""
+    match recipe:
+        case Copy():
+            return recipe
+        case PerLayer(of):
+            return of
+        case _:
+            return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, numel
+from surgeon.blueprint.recipes import Constant, moved_from, numel
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.weights import SINGLE_FILE
 
@@ -48,10 +48,9 @@ def lay_out(
     mirrored: dict[str, list[Output]] = {}
     for output in outputs:
         if not output.new:
-            assert isinstance(output.recipe, Copy), output.name
-            mirrored.setdefault(base[output.recipe.source].file, []).append(output)
+            mirrored.setdefault(_source(output, base).file, []).append(output)
     groups: list[tuple[str | None, list[Output]]] = [
-        (file, sorted(kept, key=lambda output: _offset(output, base))) for file, kept in sorted(mirrored.items())
+        (file, sorted(kept, key=lambda output: _source(output, base).begin)) for file, kept in sorted(mirrored.items())
     ]
     groups.extend((None, made) for made in _new_shards(outputs, max_new_shard_bytes))
     total = len(groups)
@@ -61,9 +60,11 @@ def lay_out(
     )
 
 
-def _offset(output: Output, base: Mapping[str, TensorInfo]) -> int:
-    assert isinstance(output.recipe, Copy)
-    return base[output.recipe.source].begin
+def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
+    """The base's tensor whose bytes an output moves."""
+    moved = moved_from(output.recipe)
+    assert moved is not None, output.name
+    return base[moved.source]
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:

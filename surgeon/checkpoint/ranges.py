@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -30,7 +30,7 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 _WAITING = 2
 
 
-def _pieces(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
+def pieces_of(fd: int, begin: int, end: int, most: int) -> Iterator[memoryview]:
     """The bytes `begin` to `end` in pieces of at most `most`, one after the other in one buffer.
 
     A mapping would count as this process's memory. Raises BadInput when the file ends before `end`.
@@ -67,7 +67,7 @@ def sha256_range(fd: int, begin: int, end: int, look: Look = _no_look) -> str:
     Raises BadInput when the file ends before `end`.
     """
     digest = hashlib.sha256()
-    for piece in _pieces(fd, begin, end, _CHUNK):
+    for piece in pieces_of(fd, begin, end, _CHUNK):
         digest.update(piece)
         look(piece)
     return digest.hexdigest()
@@ -87,8 +87,8 @@ def compare_ranges(
         if count < size:
             size = count
             ours, theirs = bytearray(size), bytearray(size)
-        _fill(fd, ours, begin)
-        _fill(other_fd, theirs, other_begin)
+        fill(fd, ours, begin)
+        fill(other_fd, theirs, other_begin)
         if ours != theirs:
             return None
         digest.update(ours)
@@ -97,8 +97,34 @@ def compare_ranges(
     return digest.hexdigest()
 
 
-def _fill(fd: int, buffer: bytearray, position: int) -> None:
-    """Fill the whole buffer from the file, starting at `position`."""
+def sha256_pieces(pieces: Iterable[memoryview], look: Look = _no_look) -> str:
+    """Hex sha256 of `pieces`, one after the other; `look` gets them too."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        look(piece)
+    return digest.hexdigest()
+
+
+def compare_pieces(pieces: Iterable[memoryview], fd: int, begin: int, look: Look = _no_look) -> str | None:
+    """Hex sha256 of `pieces` if the open file holds the same bytes from `begin` on, else None.
+
+    Raises BadInput when the file ends early.
+    """
+    digest = hashlib.sha256()
+    for piece in pieces:
+        theirs = bytearray(len(piece))
+        fill(fd, theirs, begin)
+        if theirs != piece:
+            return None
+        digest.update(piece)
+        look(piece)
+        begin += len(piece)
+    return digest.hexdigest()
+
+
+def fill(fd: int, buffer: bytearray | memoryview, position: int) -> None:
+    """Fill the whole buffer from the file, starting at `position`. Raises BadInput when the file ends early."""
     view = memoryview(buffer)
     while view:
         count = os.preadv(fd, [view], position)
@@ -133,7 +159,7 @@ def copy_range(
     """
     copied = _copy_in_kernel(source_fd, target_fd, source_offset, target_offset, count, progress)
     begin, target_offset = source_offset + copied, target_offset + copied
-    for piece in _pieces(source_fd, begin, source_offset + count, _BUFFER):
+    for piece in pieces_of(source_fd, begin, source_offset + count, _BUFFER):
         write_all(target_fd, piece, target_offset)
         target_offset += len(piece)
         if progress is not None:

@@ -7,7 +7,8 @@ last writer of each residual branch: a projection with its bias, experts' includ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,11 @@ def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
 
     def keep(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            runs.setdefault(index, Run(layer, args, kwargs))
+            # Keys and values that layers leave for those above: each run then has those of the model's own.
+            own = {
+                name: copy.copy(value) if isinstance(value, MutableMapping) else value for name, value in kwargs.items()
+            }
+            runs.setdefault(index, Run(layer, args, own))
 
         return hook
 

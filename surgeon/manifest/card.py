@@ -134,7 +134,8 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
-    return 0 if made.extends is None else math.prod(manifest.base.tensors[made.extends].shape)
+    kept = made.extends or made.per_layer
+    return 0 if kept is None else math.prod(manifest.base.tensors[kept].shape)
 
 
 def _done(manifest: Manifest) -> str:
@@ -291,9 +292,13 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
     if repo_id:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
+    # What holds a part for each layer holds those of the base's too.
+    held = any(made.per_layer for made in manifest.new_tensors.values())
+    frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if held else ""
     code = (
         f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"
-        '["new_tensors"]\nfor name, parameter in model.named_parameters():\n    parameter.requires_grad_(name in new)'
+        f'["new_tensors"]\n{frozen}for name, parameter in model.named_parameters():\n'
+        "    parameter.requires_grad_(name in new)"
     )
     return f"{head}Only what is new, so that the base stays what it is:\n\n{_fenced(code, 'python')}\n"
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from surgeon.blueprint.recipes import Copy, PerLayer
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Base, Manifest, layers_of, places_of
+from surgeon.manifest.manifest import Base, Manifest, StoredTensor, layers_of, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -95,9 +96,12 @@ class Lineage:
         own = self.surgeries[number - 1] if number else None
         undone = self.since(number)
         config = undone[0].base.config
-        places, extended = self._kept(number)
+        places, extended, axes = self._kept(number)
+        layers = self.layers(number)
+        order = tuple(layers[layer] for layer in sorted(layers))
         held: dict[str, TensorInfo] = {}
         more: dict[str, int] = {}
+        parts: dict[str, PerLayer] = {}
         for name, place in places.items():
             if place not in out.tensors:
                 raise BadInput(
@@ -106,7 +110,10 @@ class Lineage:
             there, then = out.tensors[place], undone[0].base.tensors[name]
             # Of one that got more rows since, the first are what it was.
             rows = there.first(tuple(then.shape)) if name in extended else there
-            if rows is None or (rows.dtype, list(rows.shape)) != (then.dtype, then.shape):
+            if name in axes and (taken := _taken_out(there, axes[name], len(self.last.layers), order)) is not None:
+                parts[name] = taken
+            shape = None if rows is None else parts[name].shape if name in parts else rows.shape
+            if rows is None or shape is None or (rows.dtype, list(shape)) != (then.dtype, then.shape):
                 raise BadInput(
                     f"{shown_name(name, place)}: {there.dtype} {list(there.shape)} now, {printable(then.dtype)}"
                     f" {then.shape} then; {instead_of(undone[0])}"
@@ -114,21 +121,24 @@ class Lineage:
             held[name] = rows
             if rows != there:
                 more[name] = there.shape[0] - rows.shape[0]
-        dissect(config, {name: dataclasses.replace(info, name=name) for name, info in held.items()})
-        return State(number, self, own, undone, places, config, _code(config, undone[0], out), held, more)
+        shapes = {name: parts[name].shape if name in parts else info.shape for name, info in held.items()}
+        dissect(config, {n: dataclasses.replace(info, name=n, shape=shapes[n]) for n, info in held.items()})
+        return State(number, self, own, undone, places, config, _code(config, undone[0], out), held, more, parts)
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
-    def _kept(self, number: int) -> tuple[dict[str, str], set[str]]:
+    def _kept(self, number: int) -> tuple[dict[str, str], set[str], dict[str, int]]:
         """Where the tensors of state `number` stand in the output, and which of them have more rows there.
 
-        Raises BadInput where a surgery found or left another.
+        Of those to which a surgery added parts for its new layers also the axis of the parts. Raises BadInput where a
+        surgery found or left another.
         """
         extended: set[str] = set()
         undone = self.since(number)
-        found = undone[0].base.tensors
+        found: dict[str, StoredTensor] = dict(undone[0].base.tensors)
         places = {name: name for name in found}
+        axes: dict[str, int] = {}
         for nth, manifest in enumerate(undone, number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
             for name, place in places.items():
@@ -141,17 +151,24 @@ class Lineage:
                     )
                 places[name] = moved[place]
                 made = manifest.new_tensors.get(places[name])
-                if made is not None and made.extends == place:
+                if made is not None and made.extends == place and name not in axes:
                     # Whether the first rows still are what it was, its bytes will show.
                     extended.add(name)
                     continue
                 # One that only trains on begins as what it was; whether it still is, its bytes will show.
-                if made is not None and made.recipe != {"copy": place}:
+                if made is None or made.recipe == {"copy": place}:
+                    continue
+                # As the next surgery must find it.
+                found[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+                axis: int = made.recipe.get("axis", -1)
+                if made.per_layer == place and axes.get(name, axis) == axis and name not in extended:
+                    axes[name] = axis
+                else:
                     raise BadInput(
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
                         f" it another value, so what stood there is lost; {instead_of(manifest)}"
                     )
-        return places, extended
+        return places, extended, axes
 
 
 @dataclass(frozen=True)
@@ -160,7 +177,8 @@ class State:
 
     `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `places`
     maps that state's tensors to their names in the output, `held` to what holds them there: all of a tensor, or its
-    first rows where it got `more` since. `code` are the files of code that lie beside its weights.
+    first rows where it got `more` since; of those in `parts`, which got parts for new layers since, only these parts
+    are the state's. `code` are the files of code that lie beside its weights.
     """
 
     number: int
@@ -172,6 +190,7 @@ class State:
     code: Mapping[str, bytes]
     held: Mapping[str, TensorInfo]
     more: Mapping[str, int]
+    parts: Mapping[str, PerLayer]
 
     @property
     def base(self) -> Base:
@@ -198,6 +217,13 @@ class State:
         """For every layer of the state, its number in the output."""
         found = self.lineage.layers(self.number)
         return tuple(found[layer] for layer in sorted(found))
+
+
+def _taken_out(tensor: TensorInfo, axis: int, layers: int, order: tuple[int, ...]) -> PerLayer | None:
+    """The parts of the layers `order` of a tensor of the output; None where it has no part for each of its layers."""
+    if not 0 <= axis < len(tensor.shape) or tensor.shape[axis] % layers:
+        return None
+    return PerLayer(Copy(tensor.name, tensor.dtype, tensor.shape), axis, layers, order)
 
 
 def manifest_before(last: Manifest, number: int) -> Manifest:
@@ -257,7 +283,8 @@ class TrainableSet:
 def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
     """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
 
-    An operation that trains everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
+    What holds a part for each layer stays as it is, since old layers' parts are in it. An operation that trains
+    everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
     where a tensor is missing, where surgeries do not fit together, and where nothing is left to train.
     """
     shown = printable(str(out.path / MANIFEST_FILE))
@@ -280,7 +307,9 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
         for number in numbers:
             operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
-        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
+        made = [
+            name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers and not tensor.per_layer
+        ]
         now = list(made if lineage is None else lineage.places(nth, made).values())
         for name, place in zip(made, now, strict=True):
             if (of := surgery.new_tensors[name].extends) is not None:

@@ -105,7 +105,7 @@ class LayerEntry(Entry):
 
 
 class NewTensor(StoredTensor):
-    """A tensor the base does not have: which operation made it, how, and its value at birth."""
+    """A tensor the base does not have, or has otherwise: which operation made it, how, and its value at birth."""
 
     operation: int
     recipe: dict[str, Any]
@@ -115,6 +115,12 @@ class NewTensor(StoredTensor):
         """The base's tensor that its first rows are, where it has that and more rows."""
         of = self.recipe.get("extended")
         source = of.get("copy") if isinstance(of, dict) else None
+        return source if isinstance(source, str) else None
+
+    @property
+    def per_layer(self) -> str | None:
+        """The base's tensor whose parts of layers it holds, where it has one for each: none trains with new layers."""
+        source = self.recipe.get("per_layer")
         return source if isinstance(source, str) else None
 
 
@@ -319,6 +325,7 @@ def parse(data: object, *, file: str) -> Manifest:
             )
     for surgery in (*manifest.lineage, manifest):
         _check_extended(surgery, file)
+        _check_parts(surgery, file)
     return manifest
 
 
@@ -331,6 +338,23 @@ def _check_extended(surgery: Surgery, file: str) -> None:
             raise BadInput(
                 f"{printable(file)}: {printable(name)} is said to have the rows of the base's"
                 f" {printable(made.extends)} and more, which it cannot; was it edited by hand?"
+            )
+
+
+def _check_parts(surgery: Surgery, file: str) -> None:
+    """Raise BadInput where a tensor is said to hold parts of layers of the base's, and there are no such parts."""
+    for name, made in surgery.new_tensors.items():
+        if made.per_layer is None:
+            continue
+        old, axis = surgery.base.tensors.get(made.per_layer), made.recipe.get("axis")
+        if old is None or type(axis) is not int or not 0 <= axis < len(old.shape):
+            fits = False
+        else:
+            fits = [*old.shape[:axis], *made.shape[axis : axis + 1], *old.shape[axis + 1 :]] == made.shape
+        if not fits:
+            raise BadInput(
+                f"{printable(file)}: {printable(name)} is said to hold a part of the base's"
+                f" {printable(made.per_layer)} for each layer, which it cannot; was it edited by hand?"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -187,15 +188,40 @@ class Budget:
 def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
     """Count the output's parameters from its headers, manifest and lineage."""
     counts = {"base": 0, "earlier": 0, "new": 0}
+    # Of what holds a part for each layer, parts are counted where layers were added; none of them trains.
+    fixed = 0
     for name, info in folder.tensors.items():
-        counts[_origin(name, manifest, history)] += info.numel
+        sizes = _sizes_since(name, history)
+        if len(sizes) == 1:
+            counts[_origin(name, manifest, history)] += info.numel
+            continue
+        first, before, now = sizes[0], sizes[-2], sizes[-1]
+        for origin, size in (("base", first), ("earlier", before - first), ("new", now - before)):
+            counts[origin] += size
+        fixed += now - before
     total = sum(counts.values())
     everything = any(entry.trains == "all" for entry in manifest.operations)
     return Budget(
         **counts,
-        trainable=total if everything else counts["new"],
+        trainable=total if everything else counts["new"] - fixed,
         stored_bytes=sum(info.nbytes for info in folder.tensors.values()),
     )
+
+
+def _sizes_since(name: str, history: History) -> list[int]:
+    """The sizes of a tensor outside the layers that holds a part for each: in each state from the first base on.
+
+    One for any other tensor.
+    """
+    surgeries = history.lineage.surgeries
+    made = [surgery.new_tensors.get(name) for surgery in surgeries]
+    if not any(each is not None and each.per_layer for each in made):
+        return [0]
+    first = surgeries[0].base.tensors.get(name)
+    sizes = [0 if first is None else math.prod(first.shape)]
+    for each in made:
+        sizes.append(sizes[-1] if each is None else math.prod(each.shape))
+    return sizes
 
 
 def _origin(name: str, manifest: Manifest, history: History) -> str:

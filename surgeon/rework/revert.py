@@ -14,6 +14,7 @@ from rich.text import Text
 from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import check_output, execute
+from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -119,7 +120,11 @@ def revert(
 def reverting_job(out: CheckpointFolder, state: State) -> Job:
     """The job that writes an earlier state of `out`. Raises BadInput where its config.json leads to foreign code."""
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)))
-    shards = lay_out([copied(name, info) for name, info in state.held.items()], out.tensors)
+    outputs = [
+        Output(name, state.parts[name], None) if name in state.parts else copied(name, info)
+        for name, info in state.held.items()
+    ]
+    shards = lay_out(outputs, out.tensors)
     files = model_files(state.config, shards, state.code) | _grown_files(out, state)
     carried = {name: digest for name, digest in state.base.files.items() if _holds(out, name, digest)}
     if state.manifest is not None:
@@ -141,7 +146,7 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
 
     return Job(
         shards=shards,
-        origins={name: Origin(out.source, info) for name, info in state.held.items()},
+        origins={name: Origin(out.source, info, state.parts.get(name)) for name, info in state.held.items()},
         begins=begins_in(out, shards),
         files=files,
         carried=out,

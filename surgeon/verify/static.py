@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
+from surgeon.apply.parts import parts_digest
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Listed, is_computed
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Listed, PerLayer, is_computed
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
@@ -94,6 +95,7 @@ def check_static(
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
+        *_parts(blueprint, manifest, base, digests[1]),
         _silence(blueprint, manifest, drawn.anatomy, out),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
@@ -164,7 +166,9 @@ def _copies(
     blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
 ) -> Check:
     trained = manifest.trained
-    stray = [o.name for o in blueprint.outputs if not o.new and o.name in trained]
+    # What holds a part for each layer holds old layers' parts.
+    old = {o.name for o in blueprint.outputs if not o.new or isinstance(o.recipe, PerLayer)}
+    stray = [o.name for o in blueprint.outputs if o.name in old and o.name in trained]
     if stray:
         may = set(trainable_set(folder, manifest, "all").names)
         if forbidden := [name for name in stray if name not in may]:
@@ -176,6 +180,20 @@ def _copies(
     since = f"; {len(stray)} were trained, as a surgery lets them" if stray else ""
     found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them{since}"
     return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
+
+
+def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out: Mapping[str, str]) -> list[Check]:
+    """Nothing where no tensor outside the layers holds a part for each; else whether all parts are the base's."""
+    held = [(o.name, o.recipe) for o in blueprint.outputs if isinstance(o.recipe, PerLayer)]
+    held = [(name, recipe) for name, recipe in held if name not in manifest.trained]
+    if not held:
+        return []
+    wrong = [
+        name for name, recipe in held if out[name] != parts_digest(base.source, base.tensors[recipe.of.source], recipe)
+    ]
+    parts = sum(len(recipe.order) for _, recipe in held)
+    kept = f"{parts} in {len(held)} tensors outside the layers, byte-identical to the base's parts of layers like them"
+    return [Check.of("parts of layers", wrong, "not the base's part for every layer", kept)]
 
 
 def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
@@ -298,6 +316,8 @@ def check_earlier(
     now = digests_of(out, out.tensors, advance)
     grown = {state.places[name]: state.held[name] for name in state.more}
     then = now | digests_of_rows(out, grown)
+    for name, parts in state.parts.items():
+        then[state.places[name]] = parts_digest(out.source, out.tensors[state.places[name]], parts)
     moved = [place for name, place in state.places.items() if then.get(place) != found.tensors[name].sha256]
     held = held_by(manifest, file=file)
     edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
@@ -454,6 +474,10 @@ def _own_base_tensors(
 
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
-    trained = sum(digests[name] != tensor.sha256 for name, tensor in manifest.new_tensors.items())
+    changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
+    held = [name for name in changed if manifest.new_tensors[name].per_layer]
+    if held and not any(entry.trains == "all" for entry in manifest.operations):
+        return Check("new tensors", False, f"trained, though they hold parts of old layers: {some(held)}")
+    trained = len(changed)
     rest = f"{len(manifest.new_tensors) - trained} as they were born"
     return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)
