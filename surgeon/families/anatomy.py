@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
@@ -94,11 +94,14 @@ class Derivation(ABC):
         """The config's field that names the backbone's activation; empty where it has none."""
 
     @abstractmethod
-    def grafted(self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int]) -> dict[str, Any]:
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
         """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
 
         Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
-        Raises BadInput where there is none.
+        `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
+        there is none.
         """
 
     @abstractmethod
@@ -132,6 +135,14 @@ class Packed:
     shape: tuple[int, ...]
     block: tuple[int, int] | None
     module: str
+
+    @property
+    def replaced(self) -> str:
+        """The module in whose place transformers puts one of its own where it multiplies numbers as they are stored.
+
+        For MXFP4 that is the whole block that holds the experts (`mlp`), for FP8 the linear module, or the experts.
+        """
+        return self.module.rpartition(".")[0] if self.block is None else self.module
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,16 @@ class Anatomy:
             (kind, title if len(kinds[title]) == 1 else f"{title} (kind {kind})".strip())
             for kind, title in zip(self.kind_of, types, strict=True)
         )
+
+    @property
+    def unread(self) -> TensorInfo | None:
+        """A quantised tensor of a layer of which nothing in full precision can be made; None where there is none."""
+        for kind, tensors in zip(self.kind_of, self.layers, strict=True):
+            parts = () if self.kinds[kind].packed else self.kinds[kind].parts
+            for part in parts:
+                if (found := tensors.get(part.suffix)) is not None and found.dtype in QUANTISED_DTYPES:
+                    return found
+        return None
 
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""

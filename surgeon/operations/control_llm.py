@@ -174,7 +174,7 @@ class ControlLLM(Operation):
                 f"layer {layer} has {barred.text}, which cannot be copied into a twin: attach control blocks first"
             )
         # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
-        twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
+        twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in draft.opened(layer).items()}
         entry = {"interpolator": self.interpolator.model_dump(), "divergence": self.divergence.model_dump()}
         grafts = [Graft("control", entry, twin | self._gate(draft, number, layer), number)]
         grafts += [graft.twin(number) for graft in home.grafts if graft.rules.in_twin == "copied"]
