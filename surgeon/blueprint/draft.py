@@ -287,6 +287,12 @@ class Draft:
                 made[suffix] = recipe
         return made
 
+    def open(self, layer: int) -> None:
+        """Let a layer hold in full precision what it holds quantised."""
+        home = self.layers[layer]
+        if self.kind_of(layer).packed:
+            home.tensors, home.opened = self.opened(layer), True
+
     @property
     def pattern(self) -> list[tuple[int, str]]:
         """As the anatomy's, of the layers as they stand."""
@@ -411,8 +417,8 @@ class Draft:
     def trunk_config(self, derivation: Derivation) -> dict[str, Any]:
         """The config of the layers alone, of a model type that was derived."""
         order = [layer.like for layer in self.layers]
-        unchanged = order == list(range(self.anatomy.sizes.layers))
         opened = [index for index, layer in enumerate(self.layers) if layer.opened]
+        unchanged = order == list(range(self.anatomy.sizes.layers)) and not opened
         return copy.deepcopy(self.config) if unchanged else derivation.grown(order, opened)
 
     def _grafted_config(self, derivation: Derivation, trunk: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,7 +428,6 @@ class Draft:
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
         made["surgery"] = described_surgery(grafts, new_layers=new, settings=self.settings, bank=self.bank)
         return made
-
 
     def _graft_modules(self, derivation: Derivation) -> list[str]:
         """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""

@@ -49,6 +49,10 @@ def _layer_name() -> re.Pattern[str]:
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
+# Of the quantised dtypes those whose numbers surgeon reads in no layout.
+_UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
+
+
 class Derivation(ABC):
     """What was found out about a model type that no family describes, and what can be done with it."""
 
@@ -234,9 +238,10 @@ class Anatomy:
     def unread(self) -> TensorInfo | None:
         """A quantised tensor of a layer of which nothing in full precision can be made; None where there is none."""
         for kind, tensors in zip(self.kind_of, self.layers, strict=True):
-            parts = () if self.kinds[kind].packed else self.kinds[kind].parts
-            for part in parts:
-                if (found := tensors.get(part.suffix)) is not None and found.dtype in QUANTISED_DTYPES:
+            for part in self.kinds[kind].parts:
+                # Norms of old checkpoints may have other names.
+                found = tensors.get(part.suffix)
+                if found is not None and found.dtype in _UNREAD:
                     return found
         return None
 

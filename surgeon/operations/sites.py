@@ -1,7 +1,7 @@
 """The layers that have the block beside which a graft is to stand: in hybrids, not all have an FFN or an attention.
 
-Where transformers multiplies quantised numbers as they are stored, it puts modules of its own in the place of a model's.
-A graft that stands at such a place would not be there then: it is refused.
+Where transformers multiplies quantised numbers as they are stored, it puts modules of its own in the place of the
+model's. A graft that stands at such a place would not be there then: it is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> No
                 raise BadInput(
                     f"layer {layer}: its experts are stored in MXFP4, where transformers' kernels put a block of their"
                     f" own in the place of `{printable(block)}`, without what stands beside it; attach to the attention"
-                    " alone (`sites: [attention]`), where the operation can, or use control_llm"
+                    " alone (`sites: [attention]`), where the operation can, or use another operation"
                 )
 
 
@@ -56,7 +56,7 @@ def check_adapted(draft: Draft, layer: int, modules: Sequence[str]) -> None:
     for module in modules:
         if (suffix := packed.get(module)) is not None:
             raise BadInput(
-                f"layer {layer}: {printable(module)} is stored in {draft.layers[layer].tensors[suffix].dtype}, and a slot"
-                " takes its module's place, where transformers' kernels look for their own; name `targets` that are"
-                " not quantised in any layer, or use gated_adapters"
+                f"layer {layer}: {printable(module)} is stored in {draft.layers[layer].tensors[suffix].dtype}, and a"
+                " slot takes its module's place, where transformers' kernels look for their own; name `targets` that"
+                " are not quantised in any layer, or use another operation"
             )

@@ -139,8 +139,9 @@ def _tags(discriminator: str) -> list[str]:
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
     if operation.attaches and (odd := anatomy.unread) is not None:
         raise BadInput(
-            f"{printable(odd.name)} ({odd.file}): {odd.dtype} in a layer that surgeon only moves as bytes, so nothing can"
-            " be made to stand beside it; add layers, or operate on the full-precision weights and quantise the output"
+            f"{printable(odd.name)} ({odd.file}): {odd.dtype} in a layer that surgeon only moves as bytes, so nothing"
+            " can be made to stand beside it; add layers, or operate on the full-precision weights and quantise the"
+            " output"
         )
     if anatomy.family.encoder and not operation.on_encoders:
         others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)
