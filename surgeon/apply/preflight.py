@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from surgeon.blueprint.draft import Blueprint
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
 from surgeon.families.names import made_of
+from surgeon.families.quantised import is_scale, quantizer_of
 from surgeon.models.load import is_idle, shipped_config
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.composition import Composition
@@ -58,7 +60,11 @@ def check_skeleton(blueprint: Blueprint) -> None:
 
 def _check_converted(blueprint: Blueprint, model: Any) -> None:
     """The same of a derived model type, whose tensors transformers may make of several that are stored."""
-    made = made_of(model, (output.name for output in blueprint.outputs))
+    config, stored = blueprint.config, blueprint.outputs
+    plain = {out.name for out in stored if out.recipe.dtype in FLOAT_DTYPES and not is_scale(config, out.name)}
+    made = made_of(model, sorted(plain))
+    if packed := [output.name for output in stored if output.name not in plain]:
+        made |= made_of(model, packed, quantizer_of(config))
     held = model.state_dict(keep_vars=True)
     wanted = {name: tuple(value.shape) for name, value in held.items()}
     for output in blueprint.outputs:

@@ -40,6 +40,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_vocabulary
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
+from surgeon.runtime.rules import BRANCH
+from surgeon.runtime.states_rules import BANK
 
 
 def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]:
@@ -287,6 +289,12 @@ class Draft:
                 made[suffix] = recipe
         return made
 
+    def open(self, layer: int) -> None:
+        """Let a layer hold in full precision what it holds quantised."""
+        home = self.layers[layer]
+        if self.kind_of(layer).packed:
+            home.tensors, home.opened = self.opened(layer), True
+
     @property
     def pattern(self) -> list[tuple[int, str]]:
         """As the anatomy's, of the layers as they stand."""
@@ -294,7 +302,12 @@ class Draft:
         return [pattern[layer.like] for layer in self.layers]
 
     def dtype_of(self, layer: int) -> str:
-        """The dtype of a layer: that of its first part; of a derived type, whose layers may mix them, the largest's."""
+        """The dtype of a layer: that of its first part; of a derived type, whose layers may mix them, the largest's.
+
+        Of a quantised layer it is what is new beside it is stored in.
+        """
+        if self.kind_of(layer).packed:
+            return _OPENED
         tensors, parts = self.layers[layer].tensors, self.kind_of(layer).parts
         if self.anatomy.derivation is None:
             return tensors[parts[0].suffix].dtype
@@ -420,16 +433,28 @@ class Draft:
     def trunk_config(self, derivation: Derivation) -> dict[str, Any]:
         """The config of the layers alone, of a model type that was derived."""
         order = [layer.like for layer in self.layers]
-        unchanged = order == list(range(self.anatomy.sizes.layers))
         opened = [index for index, layer in enumerate(self.layers) if layer.opened]
+        unchanged = order == list(range(self.anatomy.sizes.layers)) and not opened
         return copy.deepcopy(self.config) if unchanged else derivation.grown(order, opened)
 
     def _grafted_config(self, derivation: Derivation, trunk: Mapping[str, Any]) -> dict[str, Any]:
         grafts = [layer.grafts for layer in self.layers]
-        made = derivation.grafted(trunk, [layer.like for layer in self.layers], twins_of(grafts))
+        order = [layer.like for layer in self.layers]
+        made = derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules(derivation))
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
         made["surgery"] = described_surgery(grafts, new_layers=new, settings=self.settings, bank=self.bank)
         return made
+
+    def _graft_modules(self, derivation: Derivation) -> list[str]:
+        """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""
+        found: list[str] = []
+        for index, layer in enumerate(self.layers):
+            for suffix in (suffix for graft in layer.grafts for suffix in graft.tensors):
+                held = BRANCH if suffix.startswith(BRANCH) else suffix
+                found.append(self.anatomy.module_name(index, held.rpartition(".")[0]))
+        if self.bank is not None:
+            found.append(f"{derivation.stack.rpartition('.')[0]}.{BANK}".strip("."))
+        return list(dict.fromkeys(found))
 
 
 def _check_stored(output: Output) -> None:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
@@ -47,6 +47,10 @@ def _layer_name() -> re.Pattern[str]:
 
 # The names of LayerNorm's parts in checkpoints older than PyTorch's LayerNorm; transformers accepts both.
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+# Of the quantised dtypes those whose numbers surgeon reads in no layout.
+_UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
 
 
 class Derivation(ABC):
@@ -94,11 +98,14 @@ class Derivation(ABC):
         """The config's field that names the backbone's activation; empty where it has none."""
 
     @abstractmethod
-    def grafted(self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int]) -> dict[str, Any]:
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
         """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
 
         Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
-        Raises BadInput where there is none.
+        `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
+        there is none.
         """
 
     @abstractmethod
@@ -132,6 +139,14 @@ class Packed:
     shape: tuple[int, ...]
     block: tuple[int, int] | None
     module: str
+
+    @property
+    def replaced(self) -> str:
+        """The module in whose place transformers puts one of its own where it multiplies numbers as they are stored.
+
+        For MXFP4 that is the whole block that holds the experts (`mlp`), for FP8 the linear module, or the experts.
+        """
+        return self.module.rpartition(".")[0] if self.block is None else self.module
 
 
 @dataclass(frozen=True)
@@ -218,6 +233,17 @@ class Anatomy:
             (kind, title if len(kinds[title]) == 1 else f"{title} (kind {kind})".strip())
             for kind, title in zip(self.kind_of, types, strict=True)
         )
+
+    @property
+    def unread(self) -> TensorInfo | None:
+        """A quantised tensor of a layer of which nothing in full precision can be made; None where there is none."""
+        for kind, tensors in zip(self.kind_of, self.layers, strict=True):
+            for part in self.kinds[kind].parts:
+                # Norms of old checkpoints may have other names.
+                found = tensors.get(part.suffix)
+                if found is not None and found.dtype in _UNREAD:
+                    return found
+        return None
 
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.trust import refuse_quantised
+from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
@@ -194,7 +195,9 @@ class _Found(Derivation):
         modules = self.derived.skeleton.layers[layer].named_modules()
         return {name: tuple(each.weight.shape) for name, each in modules if isinstance(each, nn.Linear)}
 
-    def grafted(self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int]) -> dict[str, Any]:
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
         """As `Derivation` says."""
         composition = self.composition
         named = [str(name) for name in trunk.get("architectures") or ()]
@@ -207,6 +210,9 @@ class _Found(Derivation):
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
             made = grown(self.config, self.derived.skeleton, whole, trunk=len(order))
+            # It names modules of the trunk's layers, whose numbers branches do not change.
+            made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
+        made = left_out(made, modules, self.derived.skeleton)
         made["model_type"] = PREFIX + composition.model_type
         made["architectures"] = [upcycled(composition.head)]
         made["auto_map"] = composition.auto_map

@@ -83,13 +83,15 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Ana
 def is_derived(config: Mapping[str, Any]) -> bool:
     """Whether no family describes this model type, so that what can be known of it is found out.
 
-    Families describe layers in full precision: a quantised checkpoint's are found out too.
+    Families describe layers in full precision: a quantised checkpoint's are found out too. With grafts such a one has
+    the `anatomy` in its config by which its classes were composed.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         return False
     native = model_type.removeprefix(PREFIX)
-    described = native in FAMILIES and (is_grafted(config) or quantisation(config) is None)
+    found_out = "anatomy" in config if is_grafted(config) else quantisation(config) is not None
+    described = native in FAMILIES and not found_out
     return not described and native not in ENCODERS
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.errors import BadInput
 from surgeon.families.proof import run_cached, run_prefill
@@ -79,11 +80,12 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
     """The shipped code's model of a twin's size, with the twin's weights and newborn grafts."""
     import torch
 
+    # In full precision, as the twin of the trunk is.
+    small = shrunk({key: value for key, value in grafted.items() if key != QUANTISATION}, heads_left=heads)
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             kind = getattr(import_bundle(grafted), grafted["architectures"][0])
-            small = shrunk(grafted, heads_left=heads)
             model = kind._from_config(config_of(small, kind.config_class))
     except LOAD_FAILURES as error:
         raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error

@@ -83,7 +83,7 @@ def _loader(folder: CheckpointFolder, view: Path, auto: str) -> _Loader:
     if folder.classes == "shipped":
         # The installed package's, which the folder's file equals byte for byte: transformers imports nothing of it.
         kind = shipped_class(folder.config, auto)
-        config = shipped_config(kind, folder.config)
+        config = shipped_config(kind, {**folder.config, **_dequantising(folder.config)})
         return _Loader(config, kind._from_config, kind.from_pretrained)
     trusted = {"trust_remote_code": folder.classes == "own"}
     config = transformers.AutoConfig.from_pretrained(view, local_files_only=True, **trusted)
@@ -116,8 +116,7 @@ def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
     """What the view of a folder says in its config.json; quantised weights are loaded dequantised, wherever."""
     from transformers import CONFIG_MAPPING
 
-    settings = quantisation(folder.config)
-    loading = {} if settings is None else {QUANTISATION: {**settings, "dequantize": True}}
+    loading = _dequantising(folder.config)
     if folder.classes == "own":
         # Its code may read any field; where code comes from is the folder alone.
         return {key: value for key, value in folder.config.items() if not key.endswith("name_or_path")} | loading
@@ -126,6 +125,12 @@ def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
     except KeyError:
         kind = None
     return described(folder.config, kind) | loading
+
+
+def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields by which transformers loads quantised weights dequantised; none where they are not quantised."""
+    settings = quantisation(config)
+    return {} if settings is None else {QUANTISATION: {**settings, "dequantize": True}}
 
 
 @contextlib.contextmanager

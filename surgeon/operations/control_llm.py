@@ -137,6 +137,7 @@ class ControlLLM(Operation):
         """Attach the branches, insert the copies, and say what was matched and what is promised."""
         layers = select_layers(self.layers, len(draft.layers))
         stacked, beside = self._split(layers)
+        claim = self._claim(beside, stacked, quantised=any(draft.kind_of(layer).packed for layer in beside))
         for layer in beside:
             draft.layers[layer].grafts.extend(self._branch(draft, number, layer))
         copies: dict[int, list[LayerDraft]] = {}
@@ -148,7 +149,7 @@ class ControlLLM(Operation):
         draft.insert(copies)
         matched = [f"side branches at {show_layers(beside)}"] if beside else []
         matched += [f"copies after {show_layers(stacked)}"] if stacked else []
-        return OperationRecord(self.op, "; ".join(matched), self._claim(beside, stacked), trains="new")
+        return OperationRecord(self.op, "; ".join(matched), claim, trains="new")
 
     def _split(self, layers: list[int]) -> tuple[list[int], list[int]]:
         """Layers that get a copy on top, and layers that get one beside them."""
@@ -174,7 +175,7 @@ class ControlLLM(Operation):
                 f"layer {layer} has {barred.text}, which cannot be copied into a twin: attach control blocks first"
             )
         # The twin of a layer with an adapter or experts has them too: else the two would not be born equal.
-        twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in home.tensors.items()}
+        twin = {f"{BRANCH}{suffix}": recipe for suffix, recipe in draft.opened(layer).items()}
         entry = {"interpolator": self.interpolator.model_dump(), "divergence": self.divergence.model_dump()}
         grafts = [Graft("control", entry, twin | self._gate(draft, number, layer), number)]
         grafts += [graft.twin(number) for graft in home.grafts if graft.rules.in_twin == "copied"]
@@ -186,10 +187,11 @@ class ControlLLM(Operation):
         births = self.interpolator.rule.births(spec, draft.anatomy.sizes.hidden)
         return recipes_of(births, INTERPOLATOR, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
-    def _claim(self, beside: list[int], stacked: list[int]) -> Claim:
+    def _claim(self, beside: list[int], stacked: list[int], *, quantised: bool) -> Claim:
         reasons = []
         if beside:
-            reasons.append("both branches are born equal, and equal branches are fused without rounding")
+            where = ", where the base is run dequantised to bfloat16" if quantised else ""
+            reasons.append(f"both branches are born equal{where}, and equal branches are fused without rounding")
         if stacked:
             reasons.append("copies on top add exactly zero to the residual stream")
         return Claim("exact", "; ".join(reasons))

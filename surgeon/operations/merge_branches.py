@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.errors import BadInput
@@ -51,7 +51,7 @@ class MergeBranches(Operation):
                     f"the control block of layer {index} holds more than a layer ({held.text}), which cannot be folded"
                     " into one"
                 )
-            self._merge(layer, control, index, number)
+            self._merge(draft, control, index, number)
         share = "α at inference" if self.alpha is None else f"α {self.alpha:g}"
         return OperationRecord(
             op=self.op,
@@ -60,7 +60,9 @@ class MergeBranches(Operation):
             trains="new",
         )
 
-    def _merge(self, layer: LayerDraft, control: Graft, index: int, number: int) -> None:
+    def _merge(self, draft: Draft, control: Graft, index: int, number: int) -> None:
+        layer = draft.layers[index]
+        draft.open(index)
         alpha = self.alpha if self.alpha is not None else _inference_alpha(control, index)
         for suffix, recipe in layer.tensors.items():
             layer.tensors[suffix] = Interpolated(recipe, control.tensors[f"{BRANCH}{suffix}"], alpha)

@@ -29,6 +29,7 @@ from surgeon.operations.imported_lora import (
 )
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import show
+from surgeon.operations.sites import check_adapted
 from surgeon.runtime.composition import ATTENTION
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
@@ -165,6 +166,8 @@ class PMoEExperts(Operation):
     def _attach(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
         """Attach newborn slots, and at first the shared LoRA; what was matched, and what is promised."""
         targets = self._targets(draft, place, present)
+        for index, here in targets.items():
+            check_adapted(draft, index, here)
         self._attach_router(draft, place)
         for index, here in targets.items():
             grafts = draft.layers[index].grafts
@@ -186,6 +189,8 @@ class PMoEExperts(Operation):
                 f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
             )
         modules = imported_modules(draft, name)
+        for index, adapted in modules.items():
+            check_adapted(draft, index, [module.target for module in adapted])
         _check_depth(draft, name, modules, place.layer, present)
         adapter = adapter_of(draft, name)
         self._attach_router(draft, place)

@@ -1,6 +1,12 @@
-"""The layers that have the block beside which a graft is to stand: in hybrids, not all have an FFN or an attention."""
+"""The layers that have the block beside which a graft is to stand: in hybrids, not all have an FFN or an attention.
+
+Where transformers multiplies quantised numbers as they are stored, it puts modules of its own in the place of the
+model's. A graft that stands at such a place would not be there then: it is refused.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from surgeon.blueprint.draft import Draft
 from surgeon.errors import BadInput, printable
@@ -17,6 +23,7 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
     that fits nothing as `select_layers` does.
     """
     layers = select_layers(selector, len(draft.layers))
+    _check_kept(draft, layers, roles)
     fitting = [layer for layer in layers if set(roles) & draft.blocks(layer).keys()]
     if fitting == layers or (selector == "all" and fitting):
         return fitting
@@ -28,3 +35,28 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
         f"layer {lacking} of this {printable(draft.anatomy.family.model_type)} has no {words} beside which a graft"
         f" could stand; {there} one: choose `layers` by that"
     )
+
+
+def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> None:
+    """Raise BadInput for a block that would be another one, without its grafts, where the model runs quantised."""
+    for layer in layers:
+        replaced = {packed.replaced for packed in draft.kind_of(layer).packed.values()}
+        for role, block in draft.blocks(layer).items():
+            if role in roles and block in replaced:
+                raise BadInput(
+                    f"layer {layer}: its experts are stored in MXFP4, where transformers' kernels put a block of their"
+                    f" own in the place of `{printable(block)}`, without what stands beside it; attach to the attention"
+                    " alone (`sites: [attention]`), where the operation can, or use another operation"
+                )
+
+
+def check_adapted(draft: Draft, layer: int, modules: Sequence[str]) -> None:
+    """Raise BadInput for a linear module of a layer that slots cannot adapt, because it is quantised."""
+    packed = {found.module: suffix for suffix, found in draft.kind_of(layer).packed.items()}
+    for module in modules:
+        if (suffix := packed.get(module)) is not None:
+            raise BadInput(
+                f"layer {layer}: {printable(module)} is stored in {draft.layers[layer].tensors[suffix].dtype}, and a"
+                " slot takes its module's place, where transformers' kernels look for their own; name `targets` that"
+                " are not quantised in any layer, or use another operation"
+            )

@@ -137,10 +137,11 @@ def _tags(discriminator: str) -> list[str]:
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:
-    if operation.attaches and any(kind.packed for kind in anatomy.kinds):
+    if operation.attaches and (odd := anatomy.unread) is not None:
         raise BadInput(
-            f"{printable(anatomy.family.model_type)}: the base is quantised, and grafts beside quantised layers are not"
-            " made yet; add layers, or operate on the full-precision weights and quantise the output"
+            f"{printable(odd.name)} ({odd.file}): {odd.dtype} in a layer that surgeon only moves as bytes, so nothing"
+            " can be made to stand beside it; add layers, or operate on the full-precision weights and quantise the"
+            " output"
         )
     if anatomy.family.encoder and not operation.on_encoders:
         others = sorted(op for op, other in OPERATIONS.items() if other.on_encoders)

@@ -61,11 +61,11 @@ def kinds() -> dict[str, Kind]:
 def native_of(config: Mapping[str, Any]) -> Native | Composition | None:
     """What the upcycled classes of a config's model type are composed of; None where it has none.
 
-    Of a derived model type a grafted checkpoint's config says it itself.
+    Of a derived model type a grafted checkpoint's config says it itself; so it does of a known one that is quantised.
     """
     model_type = str(config.get("model_type"))
     known = NATIVES.get(model_type.removeprefix(PREFIX))
-    if known is not None or not model_type.startswith(PREFIX):
+    if not model_type.startswith(PREFIX) or (known is not None and "anatomy" not in config):
         return known
     try:
         return read_composition(model_type.removeprefix(PREFIX), config.get("anatomy"))

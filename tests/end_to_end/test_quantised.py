@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations import finegrained_fp8, mxfp4
 
 import surgeon
 from surgeon.errors import BadInput
+from surgeon.families.anatomy import native_config
 from surgeon.models.load import load_model
+from surgeon.runtime.bundle import import_bundle
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_any_decoder import TRAINING, add_letters
 from tests.quantised import quantised, tiny_quantised
@@ -193,16 +197,133 @@ def test_fusion_is_refused(plan: Plan, tmp_path: Path) -> None:
         surgeon.preview(plan(INSERT | {"init": {"kind": "ot_fusion"}, "where": {"after": [1]}}), str(base))
 
 
-def test_grafts_are_refused(plan: Plan, tmp_path: Path) -> None:
-    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
-    with pytest.raises(BadInput, match=r"qwen3: the base is quantised, and grafts beside .* are not made yet"):
-        surgeon.preview("neutral-residues", str(base))
+ADAPTERS = {"op": "gated_adapters", "size": 4}
+BRANCHES = {"op": "control_llm", "layers": {"every": 2}}
+STATES = {"op": "mixture_of_control", "rank": 2}
+SLOTS = {"op": "pmoe_experts", "threshold": 1}
+# By model type operations, and modules that are not quantised for their sake.
+GRAFTED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {
+    # Of six layers, 2 and 5 are new.
+    "qwen3_moe": (
+        [INSERT, ADAPTERS, BRANCHES],
+        {f"layers.{n}.mlp.adapter.{part}" for n in range(6) for part in ("gate", "gate_proj", "up_proj", "down_proj")}
+        | {f"layers.{n}.expanded" for n in (1, 3, 5)}
+        | {f"layers.{n}.{name}" for n in (2, 5) for name in ("mlp.experts", "self_attn.q_proj", *_ATTENTION)},
+    ),
+    "gpt_oss": (
+        [BRANCHES, SLOTS, STATES | {"sites": ["attention"]}],
+        {f"layers.{n}.self_attn.{name}.slots.0" for n in range(4) for name in ("q_proj", "v_proj")}
+        | {"layers.1.expert_router.slots.0", "layers.1.expanded", "layers.3.expanded", "control_bank"},
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", GRAFTED)
+def test_grafts_stand_beside_quantised_layers(
+    model_type: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, skipped = LAYOUTS[model_type]
+    operations, listed = GRAFTED[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    applied = surgeon.apply(plan(*operations), str(base), tmp_path / "out")
+    assert applied.manifest.promise == "exact"
+    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    assert {comparison.mode for comparison in verified.comparisons} == {"prefill", "cached decode"}
+
+    before, after = weights(base), weights(tmp_path / "out")
+    new = {name: value for name, value in after.items() if name in applied.manifest.new_tensors}
+    assert {value.dtype for value in new.values()} == {torch.bfloat16}
+    kept = [as_bytes(value).tolist() for value in after.values() if value.dtype in (torch.float8_e4m3fn, torch.uint8)]
+    packed = [value for value in before.values() if value.dtype in (torch.float8_e4m3fn, torch.uint8)]
+    assert sorted(kept) == sorted(as_bytes(value).tolist() for value in packed)
+
+    config, native = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", base))
+    named = set(config["quantization_config"]["modules_to_not_convert"])
+    assert {name for name in named if "layers.*" not in name} - set(skipped or ()) >= {f"model.{n}" for n in listed}
+    assert named - {f"model.{name}" for name in listed} - {"model.layers.4.self_attn.q_proj"} <= set(skipped or ())
+    replaced = _replaced(config, monkeypatch)
+    assert replaced == {
+        re.sub(r"experts\..*", "experts", name.rpartition(".")[0])
+        for name, value in after.items()
+        if value.dtype in (torch.float8_e4m3fn, torch.uint8)
+    }
+
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert same_bytes(weights(tmp_path / "back"), before)
+    assert native_config(config) == native or INSERT in operations
+    assert json.loads((tmp_path / "back/config.json").read_text()) == native
+
+
+def _replaced(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The modules in whose place transformers puts its own where it multiplies what is quantised as it is stored."""
+    kind = getattr(import_bundle(config), config["architectures"][0])
+    with torch.device("meta"):
+        model = kind(kind.config_class(**{key: value for key, value in config.items() if key != "model_type"}))
+    settings = dict(config["quantization_config"])
+    listed = settings["modules_to_not_convert"]
+    if settings["quant_method"] == "fp8":
+        finegrained_fp8.replace_with_fp8_linear(model, listed, FineGrainedFP8Config(**settings), pre_quantized=True)
+        kinds: tuple[type, ...] = (finegrained_fp8.FP8Linear, finegrained_fp8.FP8Experts)
+    else:
+        # Kernels themselves are fetched from the Hub, and nothing is multiplied here.
+        monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: None)
+        mxfp4.replace_with_mxfp4_linear(model, Mxfp4Config(**settings), listed)
+        kinds = (mxfp4.Mxfp4GptOssExperts,)
+    # Every graft is still there.
+    import_bundle(config).check_sites(model)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+UNGRAFTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a block that kernels replace": (
+        "gpt_oss",
+        ADAPTERS,
+        r"layer 0: its experts are stored in MXFP4, .* place of `mlp`",
+    ),
+    "one of two sites": ("gpt_oss", STATES, r"attach to the attention alone \(`sites: \[attention\]`\)"),
+    "a quantised module": ("qwen3", SLOTS, r"layer 0: self_attn\.q_proj is stored in F8_E4M3, and a slot takes"),
+}
+
+
+@pytest.mark.parametrize("case", UNGRAFTED)
+def test_grafts_that_would_be_lost_are_refused(case: str, plan: Plan, tmp_path: Path) -> None:
+    model_type, operation, words = UNGRAFTED[case]
+    method, skipped = LAYOUTS[model_type]
+    base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(plan(operation), str(base))
+
+
+def test_merging_a_branch_with_a_quantised_layer(plan: Plan, tmp_path: Path) -> None:
+    """Against the mean, in float64, of what the quantised weights stand for and the twin's; a described family."""
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8", skipped=["lm_head"])
+    surgeon.apply(plan(BRANCHES), str(base), tmp_path / "grown")
+    verified = surgeon.verify(base, tmp_path / "grown", window=24, windows=1)
+    assert verified.holds
+    assert verified.identical
+    twin, there = "model.layers.1.expanded.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    draws = torch.Generator().manual_seed(3)
+    for shard in (tmp_path / "grown").glob("*.safetensors"):
+        held = load_file(shard)
+        if twin in held:
+            held[twin] = torch.randn(held[twin].shape, generator=draws).to(torch.bfloat16)
+            save_file(held, shard, metadata={"format": "pt"})
+    surgeon.apply(plan({"op": "merge_branches"}), str(tmp_path / "grown"), tmp_path / "merged")
+    after = weights(tmp_path / "merged")
+    assert after["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    first, second = load_model(base).get_parameter(there).double(), weights(tmp_path / "grown")[twin].double()
+    assert torch.equal(after[there], ((first + second) / 2).to(torch.bfloat16))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert torch.equal(merged.get_parameter(there), after[there])
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss"])
-def test_new_layers_train(model_type: str, plan: Plan, tmp_path: Path) -> None:
+def test_new_layers_and_grafts_train(model_type: str, plan: Plan, tmp_path: Path) -> None:
     base = add_letters(tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0]))
-    surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
+    grafts = {"deepseek_v3": [], "gpt_oss": [BRANCHES]}[model_type]
+    surgeon.apply(plan(INSERT, *grafts), str(base), tmp_path / "out")
     text = corpus(tmp_path / "words.jsonl", documents=60)
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
     surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
@@ -286,6 +407,8 @@ def test_four_bits_in_fp8_checkpoints_are_copied_only(plan: Plan, tmp_path: Path
     _changed(base, _four_bits)
     with pytest.raises(BadInput, match=r"layers\.2\..*: quantised \(.*\), .* not computed; use init copy"):
         surgeon.preview(plan(INSERT | COMPUTED["an average"]), str(base))
+    with pytest.raises(BadInput, match=r"o_proj\.weight \(.*\): I8 in a layer that surgeon only moves as bytes"):
+        surgeon.preview(plan(ADAPTERS), str(base))
     surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
     verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
     assert verified.holds
