@@ -85,8 +85,10 @@ class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except Mistakes:
-            # The file was read as what its place takes.
+        except Mistakes as error:
+            # Of a file of another kind every line is wrong: one is enough beside what it is.
+            if hint := _mixed_up(ctx):
+                raise BadInput(f"{error.lines[0]}; {hint}") from error
             raise
         except BadInput as error:
             if "did you mean" not in str(error) and (hint := _mixed_up(ctx)):

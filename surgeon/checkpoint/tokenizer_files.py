@@ -20,6 +20,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
 TOKENIZER_FILE = "tokenizer.json"
+_OWN = "get the model's own file"
 # A vocabulary of a quarter of a million tokens has half a million merges, three commas and brackets each.
 _MOST_ITEMS = 8_000_000
 # What an id is called that no token has.
@@ -116,12 +117,12 @@ class TokenizerJson:
             try:
                 scores = {str(piece): float(score) for piece, score in model["vocab"]}
             except (TypeError, ValueError):
-                raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` is no list of pieces and scores") from None
+                raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` is no list of pieces and scores; {_OWN}") from None
             vocabulary = {piece: number for number, (piece, _) in enumerate(model["vocab"])}
         else:
             vocabulary = model["vocab"]
         if any(type(number) is not int or number < 0 for number in vocabulary.values()):
-            raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` has an id that is no number")
+            raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` has an id that is no number; {_OWN}")
         return cls(content.decode(), cast("Kind", kind), vocabulary, model, scores, byte_level)
 
     @property

@@ -218,7 +218,7 @@ def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
         return int(step)
     raise BadInput(
         f"{printable(option)}: `{printable(above)}` has no entry `{printable(step)}`"
-        f"{did_you_mean(step, [name for name in names if name])}"
+        f"{did_you_mean(step, [name for name in names if name]) or '; give its name or its number'}"
     )
 
 

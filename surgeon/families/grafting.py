@@ -88,7 +88,9 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
             kind = getattr(import_bundle(grafted), grafted["architectures"][0])
             model = kind._from_config(config_of(small, kind.config_class))
     except LOAD_FAILURES as error:
-        raise BadInput(f"config.json: the grafted model cannot be built from it: {first_line(error)}") from error
+        raise BadInput(
+            f"config.json: the grafted model cannot be built from it ({first_line(error)}); use operations that add layers"
+        ) from error
     # Its buffers are of the config's dtype, as the twin's are.
     for value in model.parameters():
         value.data = value.data.float()

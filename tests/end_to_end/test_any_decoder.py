@@ -46,9 +46,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": (CAUSAL, {}),
 }
 
-# Those that get every graft too, within new layers and old: experts stored one by one, dense layers below them, layers
-# without attention or without an FFN, text parts of larger models.
-GRAFTED = ("mixtral", "glm4_moe", "nemotron_h", "llama4", "gemma3")
+# Those that get every graft too, in new layers and old: experts stored one by one, dense layers below them, the text
+# part of a larger model.
+GRAFTED = ("mixtral", "glm4_moe", "gemma3")
 GRAFTS = (
     "{op: gated_adapters, size: 8}",
     "{op: control_llm, layers: {every: 2}, interpolator: {kind: dlerp}}",
