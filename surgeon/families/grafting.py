@@ -89,7 +89,8 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
             model = kind._from_config(config_of(small, kind.config_class))
     except LOAD_FAILURES as error:
         raise BadInput(
-            f"config.json: the grafted model cannot be built from it ({first_line(error)}); use operations that add layers"
+            f"config.json: the grafted model cannot be built from it ({first_line(error)}); use operations that add"
+            " layers"
         ) from error
     # Its buffers are of the config's dtype, as the twin's are.
     for value in model.parameters():
