@@ -87,7 +87,8 @@ class _Command(TyperCommand):
             return super().invoke(ctx)
         except Mistakes as error:
             # Of a file of another kind every line is wrong: one is enough beside what it is.
-            if hint := _mixed_up(ctx):
+            hint = _mixed_up(ctx)
+            if hint and error.lines[0].startswith(hint.partition(" is ")[0]):
                 raise BadInput(f"{error.lines[0]}; {hint}") from error
             raise
         except BadInput as error:
