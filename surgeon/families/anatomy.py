@@ -22,7 +22,7 @@ from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
 from surgeon.families.settings import check_settings
 from surgeon.runtime.composition import ATTENTION, FFN, Composition
-from surgeon.runtime.known import GRAFTS, kinds, native_of
+from surgeon.runtime.known import GRAFTS, NATIVES, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
@@ -353,7 +353,7 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
         native[key] = values[:trunk]
     native["num_hidden_layers"] = trunk
     native["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
-    known = native_of(native)
+    known = NATIVES.get(native["model_type"])
     native["architectures"] = [
         str(name) if known is None else known.native_class(str(name).removeprefix(known.prefix))
         for name in native.get("architectures") or ()

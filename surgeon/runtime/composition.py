@@ -111,10 +111,6 @@ class Composition:
         classes = {"AutoConfig": self.config, "AutoModel": self.model, **dict.fromkeys(self.autos, self.head)}
         return {auto: f"{MODULE}.{upcycled(told)}" for auto, told in classes.items()}
 
-    def native_class(self, name: str) -> str:
-        """The name of one of transformers' own classes: the same."""
-        return name
-
     def to_json(self) -> dict[str, Any]:
         """As `anatomy` says it; the model type is told by the config itself."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model_type"}
