@@ -277,6 +277,7 @@ class _Found(Derivation):
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
         """As `Derivation` says: the model is built once more, with more ids, and what grew is compared."""
         before = self.derived.skeleton
+        _check_one_vocabulary(before)
         more = copy.deepcopy(dict(self.config))
         part = more
         for key in self.path:
@@ -348,6 +349,21 @@ def _composition(kept: str) -> Composition:
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+def _check_one_vocabulary(skeleton: Skeleton) -> None:
+    """Raise BadInput where the decoder reads tokens by a second embedding, which has a size of its own."""
+    from torch import nn
+
+    reads = skeleton.model.get_input_embeddings()
+    fields = {key: value for key, value in skeleton.text.to_dict().items() if "vocab_size" in key}
+    sizes = {value: key for key, value in fields.items() if key != "vocab_size"}
+    for name, module in skeleton.model.get_submodule(skeleton.stack.rpartition(".")[0]).named_modules():
+        if isinstance(module, nn.Embedding) and module is not reads and module.num_embeddings in sizes:
+            raise BadInput(
+                f"{printable(name)}: tokens are read by this embedding too, of `{sizes[module.num_embeddings]}` rows,"
+                " which surgeon does not extend; this model's vocabulary cannot grow"
+            )
 
 
 @lru_cache(maxsize=2)

@@ -11,6 +11,7 @@ import pytest
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
+from surgeon.families.anatomy import vocabulary_tensors
 from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
 from surgeon.families.growth import grown
@@ -20,7 +21,7 @@ from surgeon.families.silence import silences
 from surgeon.families.skeleton import build
 from surgeon.families.twin import shrunk, twin_of
 from tests import tiny
-from tests.decoders import tiny_config
+from tests.decoders import tiny_config, tiny_decoder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,3 +134,10 @@ def test_a_hostile_config_is_refused_before_it_costs_anything(case: str) -> None
     changes, words = HOSTILE[case]
     with pytest.raises(BadInput, match=words):
         derive(tiny_config("mixtral") | changes)
+
+
+def test_a_second_embedding_of_tokens_keeps_the_vocabulary_as_it_is(tmp_path: Path) -> None:
+    """Gemma 4 reads tokens once more for each layer: ids beyond those rows would be out of range."""
+    folder = CheckpointFolder.open(tiny_decoder(tmp_path / "base", "gemma4_text", hidden_size_per_layer_input=8))
+    with pytest.raises(BadInput, match=r"embed_tokens_per_layer: tokens are read .* `vocab_size_per_layer_input` rows"):
+        vocabulary_tensors(dissect(folder.config, folder.tensors))
