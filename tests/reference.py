@@ -31,12 +31,14 @@ def fuse(
     solver: str = "sinkhorn",
     marginal: bool = True,
     flow: str = "opt_deus",
+    cost_first: bool = False,
 ) -> Weights:
     """Table 1 and Algorithm 1, module by module, without the zeroing of line 11.
 
     Keys: q, k, v, o, gate, up, down (matrices, rows are neurons), each optionally with a bias `q_bias`, …;
     norms: pre_attn, pre_mlp, post_attn, post_mlp, q_norm, k_norm. A module may be missing, but for o. `marginal`
-    multiplies every map by its number of rows (the public code does not).
+    multiplies every map by its number of rows (the public code does not). `cost_first`: line 4
+    before line 6, as printed.
     """
     maps: dict[str, np.ndarray] = {}
 
@@ -63,7 +65,7 @@ def fuse(
         if source is not None:
             mlp_vanilla = name in ("gate", "up") and flow in ("vanilla_mlp", "vanilla")
             aligned = aligned @ (half(source) if mlp_vanilla else scaled(source))
-        maps[name] = transport(aligned, second[name], reg=reg, solver=solver)
+        maps[name] = transport(first[name] if cost_first else aligned, second[name], reg=reg, solver=solver)
         fused[name] = 0.5 * (scaled(name).T @ aligned + second[name])
         if f"{name}_bias" in first:
             fused[f"{name}_bias"] = 0.5 * (scaled(name).T @ first[f"{name}_bias"] + second[f"{name}_bias"])

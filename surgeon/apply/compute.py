@@ -285,10 +285,10 @@ class Workshop:
 
     def _solve(self, coupling: Coupling) -> None:
         lower, upper = self._rows(coupling)
+        compared = self._compared(coupling, lower, upper)
         if coupling.groups is not None:
-            self._match(coupling, lower, upper, coupling.groups)
+            self._match(coupling, compared, lower, coupling.groups)
             return
-        compared = (lower, upper) if coupling.support is None else self._activations(coupling, coupling.support)
         try:
             with self.stopwatch.stage(f"solve {coupling.name.rpartition('.')[2]}"):
                 solved = solve(*compared, TransportSettings(**dict(coupling.settings)))
@@ -296,10 +296,10 @@ class Workshop:
             raise BadInput(f"transport map {coupling.name}: {error}") from error
         self._keep(coupling.name, solved, lower)
 
-    def _match(self, coupling: Coupling, lower: Tensor, upper: Tensor, groups: int) -> None:
+    def _match(self, coupling: Coupling, compared: tuple[Tensor, Tensor], lower: Tensor, groups: int) -> None:
         try:
             with self.stopwatch.stage("match experts"):
-                found = match_rows(lower, upper, groups=groups)
+                found = match_rows(*compared, groups=groups)
         except ValueError as error:
             raise BadInput(f"experts {coupling.name}: {error}") from error
         self._keep(coupling.name, found, lower)
@@ -333,6 +333,14 @@ class Workshop:
         rows = slice(coupling.start, coupling.stop)
         lower = self._align_columns(self._working(coupling.first)[rows], coupling.t_in)
         return lower, self._working(coupling.second)[rows]
+
+    def _compared(self, coupling: Coupling, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        """What a coupling's cost is of, whose rows, the lower ones after T_in, are given."""
+        if coupling.support is not None:
+            return self._activations(coupling, coupling.support)
+        if coupling.cost_first:
+            return self._working(coupling.first)[coupling.start : coupling.stop], upper
+        return lower, upper
 
     def _activations(self, coupling: Coupling, support: TextSupport) -> tuple[Tensor, Tensor]:
         """What the coupling's rows put out on its text; the base is run once for all couplings of that text."""

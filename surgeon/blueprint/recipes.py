@@ -340,7 +340,8 @@ class Coupling:
     `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so
     that this stays plain data. With `whole_heads` it is one of three that are solved together. `support` None compares
     the rows themselves; else `first` and `second` are tensors of the base, whose modules are run. With `groups` the
-    rows are those of routers, and the map is a permutation of experts, which form so many groups.
+    rows are those of routers, and the map is a permutation of experts, which form so many groups. `cost_first` compares
+    the rows of `first` before `t_in`, which then only moves them.
     """
 
     name: str
@@ -353,6 +354,7 @@ class Coupling:
     whole_heads: WholeHeads | None = None
     support: TextSupport | None = None
     groups: int | None = None
+    cost_first: bool = False
 
 
 def sources(recipe: Recipe) -> Iterator[Recipe]:

@@ -41,12 +41,20 @@ def router_of(parts: Iterable[Part]) -> Part | None:
 
 
 def fuse_experts(
-    draft: Draft, below: int, *, label: str, t_in: MapRef, settings: Mapping[str, object], skip: frozenset[str]
+    draft: Draft,
+    below: int,
+    *,
+    label: str,
+    t_in: MapRef,
+    settings: Mapping[str, object],
+    cost_first: bool,
+    skip: frozenset[str],
 ) -> dict[str, Recipe]:
     """Recipes, by suffix, of experts and router fused from layers `below` and `below + 1`, but of what is in `skip`.
 
     Adds to the draft the matching `{label}.experts` and, for expert `e` of the upper layer, the maps
-    `{label}.experts.{e}.{role}`. `t_in` is of what reads the stream behind attention. Nothing where a layer has no
+    `{label}.experts.{e}.{role}`. `t_in` is of what reads the stream behind attention; with
+    `cost_first` rows are compared before it. Nothing where a layer has no
     experts, or none that can be aligned.
     """
     kind = draft.kind_of(below)
@@ -66,6 +74,7 @@ def fuse_experts(
             t_in=t_in,
             settings=kept,
             groups=kind.expert_groups,
+            cost_first=cost_first,
         )
     )
     tensors: dict[str, Recipe] = {}
@@ -80,7 +89,7 @@ def fuse_experts(
         pairs = [(Matched(first, number, matching), own) for number, own in enumerate(second)]
         blocks = [_neuron_blocks(bank[0], f"{matching}.{number}", t_in) for number in range(len(pairs))]
         if bank[0].kind == "weight":
-            _add_maps(draft, pairs, blocks, wanted, kept)
+            _add_maps(draft, pairs, blocks, wanted, kept, cost_first)
         fused = tuple(Fused(*pair, moved) for pair, moved in zip(pairs, blocks, strict=True))
         stored = bank[0].expert
         assert stored is not None
@@ -97,6 +106,7 @@ def _add_maps(
     blocks: Sequence[tuple[Block, ...]],
     wanted: Collection[Role],
     settings: tuple[tuple[str, object], ...],
+    cost_first: bool,
 ) -> None:
     """The maps between the neurons of each pair, for the modules that something is made of."""
     for (lower, upper), moved in zip(pairs, blocks, strict=True):
@@ -104,7 +114,10 @@ def _add_maps(
             name = block.t_out.coupling
             assert name is not None
             if name.rpartition(".")[2] in wanted:
-                draft.add_coupling(Coupling(name, lower, upper, block.start, block.stop, block.t_in, settings))
+                coupling = Coupling(
+                    name, lower, upper, block.start, block.stop, block.t_in, settings, cost_first=cost_first
+                )
+                draft.add_coupling(coupling)
 
 
 def _router_block(part: Part, matching: str, t_in: MapRef) -> Block:

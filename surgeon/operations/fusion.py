@@ -16,6 +16,7 @@ from surgeon.families.anatomy import LayerKind
 from surgeon.families.family import Part, Role
 from surgeon.operations.expert_fusion import fuse_experts, is_of_experts, of_experts, router_of
 
+Order = Literal["align_first", "cost_first"]
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
 Heads = Literal["free", "blocks"]
 Unaligned = Literal["refuse", "average"]
@@ -38,13 +39,14 @@ def fuse_layers(
     skip: frozenset[str],
     support: TextSupport | None = None,
     unaligned: Unaligned = "refuse",
+    order: Order = "align_first",
 ) -> dict[str, Recipe]:
     """Recipes, by suffix, of the layer fused from layers `below` and `below + 1` of the draft.
 
     With `heads` "blocks" query, key and value are aligned by whole heads, and the attention output takes the query
     heads' map as its T_in in every flow: its columns are those heads. With `support` rows are compared by activations,
     which only layers of the base have: BadInput for others. Modules of no known role are averaged; BadInput names them
-    where `unaligned` says refuse.
+    where `unaligned` says refuse. `order` says whether T_in moves the lower layer's rows before their cost is taken.
 
     Adds the couplings they share to the draft, named `{label}.{role}`. Tensors in `skip` are zeroed afterwards:
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
@@ -83,9 +85,18 @@ def fuse_layers(
                 settings=tuple(sorted(settings.items())),
                 whole_heads=whole_heads if role in _OF_HEADS else None,
                 support=support,
+                cost_first=order == "cost_first",
             )
         )
-    experts = fuse_experts(draft, below, label=label, t_in=flow_of.t_in("router"), settings=settings, skip=skip)
+    experts = fuse_experts(
+        draft,
+        below,
+        label=label,
+        t_in=flow_of.t_in("router"),
+        settings=settings,
+        cost_first=order == "cost_first",
+        skip=skip,
+    )
     return _fused_tensors(lower, upper, parts, flow_of, skip, experts)
 
 

@@ -15,7 +15,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
-from surgeon.operations.fusion import Flow, Heads, Unaligned, fuse_layers, ways
+from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 
 OPT_DEUS = Paper(
@@ -125,6 +125,10 @@ class TransportInit(Init):
         Field(description="T times n, so that aligned rows are averages of rows (marginal); T as it is (paper)"),
     ] = "marginal"
     flow: Annotated[Flow, Field(description="which T_in each module takes (Tables 1 and 7)")] = "opt_deus"
+    order: Annotated[
+        Order,
+        Field(description="the cost is of rows after T_in (the authors' code), or before it (Algorithm 1 as printed)"),
+    ] = "align_first"
     heads: Annotated[
         Heads,
         Field(description="align single rows (free), or whole attention heads with rotary pairs kept (blocks)"),
@@ -162,6 +166,11 @@ class TransportInit(Init):
                 "`support: activations` needs `cost_scale: max` or `mean`: distances of activations have another scale"
                 " at every module and with every number of samples"
             )
+        if self.order == "cost_first":
+            raise ValueError(
+                "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it:"
+                " leave `order` out"
+            )
         if self.heads == "blocks":
             raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
         return self
@@ -179,6 +188,7 @@ class TransportInit(Init):
             skip=gap.zeroed,
             support=None if self.text is None else TextSupport(self.text, self.samples, self.window),
             unaligned=self.unaligned,
+            order=self.order,
         )
 
     def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:

@@ -80,7 +80,10 @@ class PMoEExperts(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay", lr=3e-4, batch=128, original_share=0.01
+        "PMoE, section 3.2.3: 3e-4, cosine, batches of 128, 1 % replay; length ours",
+        lr=3e-4,
+        batch=128,
+        original_share=0.01,
     )
     grafts: ClassVar[tuple[str, ...]] = ("experts", "expert_router")
     legend: ClassVar[Mapping[str, Legend]] = {
@@ -91,11 +94,10 @@ class PMoEExperts(Operation):
 
     op: Literal["pmoe_experts"]
     threshold: Annotated[
-        int | None,
+        Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None,
         Field(
-            ge=0,
-            description="τ: layers below the router, sharing one LoRA; default three quarters (24 of 32), with"
-            " `from_peft` 0",
+            description="τ: layers below the router, sharing one LoRA, or their share of all (0.75: 24 of 32); default"
+            " three quarters, with `from_peft` 0",
         ),
     ] = None
     slots: Annotated[int, Field(ge=1, le=4096, description="slots to add, one for each task")] = 1
@@ -214,20 +216,25 @@ class PMoEExperts(Operation):
     def _router_layer(self, draft: Draft, present: _Present | None) -> int:
         count = len(draft.layers)
         if present is not None:
-            if self.threshold not in (None, present.layer):
+            if self.threshold is not None and self._layers_below(count) != present.layer:
                 raise BadInput(
                     f"`threshold` is {self.threshold}, the model's router stands above {present.layer} layers and stays"
                     " there; leave `threshold` out"
                 )
             return present.layer
-        default = 3 * count // 4 if self.from_peft is None else 0
-        threshold = default if self.threshold is None else self.threshold
+        threshold = self._layers_below(count)
         if threshold >= count:
             raise BadInput(
                 f"`threshold` {threshold} leaves no layer for the slots: the model has {count} layers, so at most"
                 f" {count - 1}"
             )
         return threshold
+
+    def _layers_below(self, count: int) -> int:
+        """τ in a model of `count` layers; a share is rounded down."""
+        if self.threshold is None:
+            return 3 * count // 4 if self.from_peft is None else 0
+        return self.threshold if isinstance(self.threshold, int) else int(self.threshold * count)
 
     def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
         """Of each layer that gets slots the paths of their modules in it."""

@@ -1,7 +1,9 @@
 """How widely neurons of inserted layers correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
 
 For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
-and the new layer, and between the new layer and the base layer above. It reports the entropy of T: in nats, at most
+and the new layer, and between the new layer and the base layer above, its cost taken of the rows as they stand, as the
+algorithm is printed: after T_in, the map of gate and up beside a layer whose attention output is zero would be uniform
+whatever the layer is. It reports the entropy of T: in nats, at most
 log(n·m), where every neuron corresponds to every other equally. This compares layers of any initialisation.
 """
 
@@ -240,6 +242,7 @@ def _draw(
         settings=settings,
         skip=nothing,
         unaligned="average",
+        order="cost_first",
     )
     return draft.couplings
 

@@ -98,6 +98,19 @@ def test_other_flows(flow: str, plan: Callable[..., Path], tmp_path: Path) -> No
     assert changed >= ({"gate", "up"} if "mlp" in flow else {"o", "gate", "up"})
 
 
+def test_the_order_that_is_printed(plan: Callable[..., Path], tmp_path: Path) -> None:
+    """Algorithm 1's line 4 before line 6: other maps of gate and up, which alone have a T_in."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
+    init = {"kind": "ot_fusion", "order": "cost_first"}
+    surgeon.apply(plan(where={"after": [2]}, init=init, zero_init=False), str(base), tmp_path / "out")
+    first, second = modules(layer(base, 2), "llama"), modules(layer(base, 3), "llama")
+    fused = modules(layer(tmp_path / "out", 3), "llama")
+    expected = reference.fuse(first, second, cost_first=True)
+    assert max(relative_error(fused[name], expected[name]) for name in expected) < 1e-4
+    plain = reference.fuse(first, second)
+    assert {name for name in expected if relative_error(expected[name], plain[name]) > 1e-3} == {"gate", "up"}
+
+
 def test_exact_transport(plan: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
     init = {"kind": "ot_fusion", "solver": "emd"}

@@ -18,14 +18,14 @@ from tests import tiny
 from tests.end_to_end.conftest import weights
 
 
-def sinkhorn_entropy(lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, float]:
-    """T of the two layers' rows and its entropy in nats: Algorithm 1 and section 7.3, by POT in float64."""
+def sinkhorn_entropy(lower: np.ndarray, upper: np.ndarray) -> float:
+    """The entropy, in nats, of T of the two layers' rows: Algorithm 1 and section 7.3, by POT in float64."""
     cost = ot.dist(lower, upper, metric="euclidean")
     n, m = cost.shape
     plan = ot.sinkhorn(
         np.full(n, 1 / n), np.full(m, 1 / m), cost, 0.06, method="sinkhorn_log", numItermax=100_000, stopThr=1e-9
     )
-    return plan, float(-(plan[plan > 0] * np.log(plan[plan > 0])).sum())
+    return float(-(plan[plan > 0] * np.log(plan[plan > 0])).sum())
 
 
 def layer(tensors: dict, index: int) -> dict[str, np.ndarray]:
@@ -35,7 +35,8 @@ def layer(tensors: dict, index: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("init", ["copy", "ot_fusion"])
 def test_entropies_are_pots(init: str, tmp_path: Path) -> None:
-    """Query directly, up after the attention output's map; of a layer whose output is zero, and is not."""
+    """Of rows as they stand, up's too: beside an attention output of zeros its map is not uniform (Table 8: gate and up
+    of LLaMA PRO at about three quarters of what is possible)."""
     base, out = tiny.checkpoint(tmp_path / "base", "llama"), tmp_path / "out"
     plan = tmp_path / "plan.yaml"
     plan.write_text(
@@ -48,16 +49,14 @@ def test_entropies_are_pots(init: str, tmp_path: Path) -> None:
     tensors = weights(out)
     for neighbour, (lower, upper) in {"below": (2, 3), "above": (3, 4)}.items():
         first, second = layer(tensors, lower), layer(tensors, upper)
-        for module in ("query", "output", "down"):
-            _, entropy = sinkhorn_entropy(first[module], second[module])
+        for module in ("query", "output", "up", "down"):
+            entropy = sinkhorn_entropy(first[module], second[module])
             assert found[neighbour, module].entropy == pytest.approx(entropy, rel=1e-4), (neighbour, module)
-        flow, _ = sinkhorn_entropy(first["output"], second["output"])
-        _, entropy = sinkhorn_entropy(first["up"] @ flow * len(flow), second["up"])
-        assert found[neighbour, "up"].entropy == pytest.approx(entropy, rel=1e-4)
     silent = found["below", "down"]
     assert silent.uniform == pytest.approx(2 * math.log(32))
     if init == "copy":  # rows of zeros are all alike: the map is uniform, as in the paper's table
         assert silent.entropy == pytest.approx(silent.uniform, rel=1e-6)
+        assert found["above", "up"].entropy < 0.95 * found["above", "up"].uniform
     assert all(m.converged for m in found.values())
 
 
