@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surgeon.apply.prediction import PredictionSettings, Predictor, learn
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Average,
@@ -34,6 +35,7 @@ from surgeon.blueprint.recipes import (
     Matched,
     OneExpert,
     PerLayer,
+    Predicted,
     Random,
     Recipe,
     Shuffled,
@@ -94,6 +96,9 @@ class Workshop:
         self._fired: dict[TextSupport, dict[str, Tensor]] = {}
         # Tensors of all experts that were computed, for the output under way: one expert after the other is taken.
         self._whole: dict[Recipe, Tensor] = {}
+        # Of matrices that a network predicts: the networks, and how many outputs still need each.
+        self._predictors: dict[tuple[object, ...], Predictor] = {}
+        self._predicted = Counter(n for output in blueprint.outputs if output.new for n in _networks(output.recipe))
         self._needs = {output.name: self._all_maps(output.recipe) for output in blueprint.outputs if output.new}
         self._users = Counter(name for names in self._needs.values() for name in names)
 
@@ -131,6 +136,10 @@ class Workshop:
         self._users.subtract(needed)
         # Those of one expert of a layer that a plan fused before may be solved again after their last known use.
         self.forget([name for name in self._maps if self._users[name] <= 0])
+        for network in _networks(output.recipe):
+            self._predicted[network] -= 1
+            if self._predicted[network] <= 0:
+                self._predictors.pop(network, None)
 
     def forget(self, names: Iterable[str]) -> None:
         """Free maps; one that is needed again is solved again."""
@@ -206,6 +215,8 @@ class Workshop:
                 return self._cook(experts[matching.source_of(number)])
             case Stacked():
                 return self._stack(recipe)
+            case Predicted():
+                return self._predict(recipe).to(stored_dtype(recipe.dtype))
             case Interpolated(first, second, alpha):
                 share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
                 return self._working(first).lerp_(self._working(second), share).to(stored_dtype(recipe.dtype))
@@ -227,6 +238,18 @@ class Workshop:
             own = self._whole[recipe.of][recipe.number]
         own = own.T.contiguous() if recipe.transposed else own
         return torch.cat([own[::2], own[1::2]]) if recipe.interleaved else own
+
+    def _predict(self, recipe: Predicted) -> Tensor:
+        if recipe.network not in self._predictors:
+            with self.stopwatch.stage("learn to predict"):
+                self._predictors[recipe.network] = learn(
+                    lambda number: self._working(recipe.stack[number]).float(),
+                    len(recipe.stack),
+                    PredictionSettings(**dict(recipe.settings)),
+                    self._generator(recipe.key),
+                )
+        lower, upper = (self._working(side).float() for side in recipe.stack[recipe.below : recipe.below + 2])
+        return self._predictors[recipe.network].between(lower, upper)
 
     def _stack(self, recipe: Stacked) -> Tensor:
         """One expert after the other, whose maps are freed before the next one's are solved."""
@@ -444,12 +467,26 @@ def _finite(raw: bytearray, info: TensorInfo, shape: tuple[int, ...], begins: tu
 
 
 def _read_whole(recipe: Recipe) -> Iterator[str]:
-    """The tensors of the base that a recipe takes as a whole; others are read an expert at a time, where needed."""
+    """The tensors of the base that a recipe takes as a whole; others are read an expert at a time, where needed.
+
+    Of a stack only the two neighbours: a network that is to be learnt reads all of it, one layer after the other.
+    """
     if isinstance(recipe, Copy):
         yield recipe.source
+    elif isinstance(recipe, Predicted):
+        for neighbour in recipe.stack[recipe.below : recipe.below + 2]:
+            yield from _read_whole(neighbour)
     elif not (isinstance(recipe, OneExpert) and isinstance(recipe.of, Copy)):
         for source in sources(recipe):
             yield from _read_whole(source)
+
+
+def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
+    """The networks that predict something a recipe is made of."""
+    if isinstance(recipe, Predicted):
+        yield recipe.network
+    for source in sources(recipe):
+        yield from _networks(source)
 
 
 # Rows that are added up in float64 at once.

@@ -17,6 +17,7 @@ from surgeon.blueprint.recipes import (
     Copy,
     Extended,
     PerLayer,
+    Predicted,
     Recipe,
     Stacked,
     is_computed,
@@ -305,11 +306,19 @@ def _peak_memory(blueprint: Blueprint) -> int:
     new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
     ahead = min(2 * max(sum(map(nbytes, layer)) for layer in new), MOST_AHEAD)
     waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
-    return _TORCH_MEMORY + largest + (2 * maps[0] if maps else 0) + waiting
+    # U and the network of every module that is predicted are kept from one new layer to the next.
+    networks = {r.network: r for r in computed if isinstance(r, Predicted)}
+    kept = sum(4 * min(r.shape) * (min(r.shape) + 3 * int(dict(r.settings)["hidden"])) for r in networks.values())
+    return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
 
 
 def _working_set(recipe: Recipe) -> int:
     """Of experts in one tensor only one is at work, beside the whole result."""
+    if isinstance(recipe, Predicted):
+        # Σ W Wᵀ, its vectors and eigh's own copy in float64; what of every layer the network learns from.
+        shorter, longer = sorted(recipe.shape[-2:])
+        learnt = min(longer, int(dict(recipe.settings)["columns"]))
+        return 3 * 8 * shorter**2 + 4 * len(recipe.stack) * shorter * learnt + 4 * 4 * numel(recipe)
     if isinstance(recipe, Stacked):
         return _working_set(recipe.experts[0]) + 4 * numel(recipe)
     return 4 * 4 * numel(recipe)

@@ -239,6 +239,35 @@ class Shuffled:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a network tells to lie between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
+
+    `settings` are those of `surgeon.apply.prediction.PredictionSettings`, as sorted pairs; draws are seeded from (the
+    plan's seed, `key`). Recipes of one stack, key and settings share the network.
+    """
+
+    stack: tuple[Recipe, ...]
+    below: int
+    key: str
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the upper neighbour."""
+        return self.stack[self.below + 1].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the matrices share."""
+        return self.stack[self.below + 1].shape
+
+    @property
+    def network(self) -> tuple[object, ...]:
+        """What recipes share that share a network."""
+        return self.key, self.settings, self.stack
+
+
+@dataclass(frozen=True, slots=True)
 class Interpolated(_OfTwo):
     """first + α (second - first), element by element, rounded once (Control LLM, Lerp8MSE0*M).
 
@@ -284,6 +313,7 @@ Recipe = (
     | Matched
     | Stacked
     | Shuffled
+    | Predicted
     | Interpolated
     | Extended
 )
@@ -372,6 +402,8 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield experts[number]
         case Stacked(experts):
             yield from experts
+        case Predicted(stack):
+            yield from stack
         case Interpolated(first, second, alpha):
             yield first
             yield second
@@ -433,6 +465,12 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"stacked": [describe(expert) for expert in experts]}
         case Shuffled(of, key):
             return {"shuffled": describe(of), "key": key}
+        case Predicted(stack, below, key):
+            return {
+                "predicted": [describe(recipe) for recipe in stack[below : below + 2]],
+                "key": key,
+                "of": len(stack),
+            }
         case Extended(of, made_of):
             # Which rows is said by the vocabulary's own entry in the manifest.
             return {"extended": describe(of), "rows": len(made_of), "named": sum(map(bool, made_of))}

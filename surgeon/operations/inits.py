@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Average, Constant, Random, Recipe, Shuffled, TextSupport
+from surgeon.blueprint.recipes import Average, Constant, Predicted, Random, Recipe, Shuffled, TextSupport
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
@@ -33,6 +33,15 @@ _LLAMA_PRO = Paper(
     "LLaMA Pro: Progressive LLaMA with Block Expansion",
     2024,
     "2401.02415",
+)
+
+
+_LESA = Paper(
+    "yang2025lesa",
+    "Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Chen, Zhi and Qin, Libo and Zhao, Hai",
+    "LESA: Learnable LLM Layer Scaling-Up",
+    2025,
+    "2502.13794",
 )
 
 
@@ -297,9 +306,68 @@ class RandomInit(Init):
         return NewLayer(tensors, ())
 
 
+class Lesa(Init):
+    """Matrices that a small network predicts from the layers below and above (LESA); everything else their average."""
+
+    paper: ClassVar[Paper] = _LESA
+    origin: ClassVar[Origin] = "made"
+    reads_above: ClassVar[bool] = True
+    several: ClassVar[bool] = False
+
+    kind: Literal["lesa"]
+    hidden: Annotated[int, Field(ge=1, le=2**16, description="units of the network's hidden layer")] = 256
+    epochs: Annotated[int, Field(ge=1, le=10_000, description="times that it sees every triple of layers")] = 5
+    rate: Annotated[float, Field(gt=0, lt=1, description="Adam's learning rate")] = 1e-3
+    columns: Annotated[
+        int, Field(ge=1, description="columns of every matrix that it learns from, drawn once for all layers")
+    ] = 1024
+    norm_weight: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="of the difference of columns' lengths, in its loss")
+    ] = 5e-5
+
+    def make(self, gap: Gap) -> NewLayer:
+        """The predicted layer. Raises BadInput for mixtures of experts, and where not three layers are alike."""
+        gap.check_alike()
+        draft, kind = gap.draft, gap.draft.kind_of(gap.below).opened
+        if any(part.expert is not None for part in kind.parts):
+            raise BadInput(
+                "init lesa predicts from the same module of neighbouring layers, and experts of two layers do not"
+                " correspond by their number; use init ot_fusion, average or copy"
+            )
+        alike = [
+            index
+            for index, layer in enumerate(draft.layers)
+            if layer.base is not None and not layer.rewritten and draft.kind_of(index).opened is kind
+        ]
+        if not {gap.below, gap.below + 1} <= set(alike):
+            raise BadInput(
+                f"init lesa needs layers of the base on both sides of a gap; one beside layer {gap.below} was made"
+                " by an earlier operation: put this one first"
+            )
+        if len(alike) < 3:
+            raise BadInput(
+                f"init lesa learns from three neighbouring layers, and only {len(alike)} are of this kind"
+                f" ({printable(kind.title) or 'of any'}); use init ot_fusion, average or copy"
+            )
+        stacks = [draft.opened(index) for index in alike]
+        lower, upper = stacks[alike.index(gap.below)], stacks[alike.index(gap.below) + 1]
+        matrices = {part.suffix for part in kind.parts if part.kind == "weight" and len(part.shape) == 2}
+        settings = tuple(sorted((name, getattr(self, name)) for name in _OF_LESA))
+        tensors: dict[str, Recipe] = {}
+        for suffix, recipe in lower.items():
+            if suffix in matrices:
+                stack = tuple(layer[suffix] for layer in stacks)
+                tensors[suffix] = Predicted(stack, alike.index(gap.below), f"lesa.{suffix}", settings)
+            else:
+                tensors[suffix] = Average(recipe, upper[suffix])
+        return NewLayer(tensors, (gap.below, gap.below + 1))
+
+
+_OF_LESA = ("hidden", "epochs", "rate", "columns", "norm_weight")
+
 # An init's `kind` in plans → its class. A new init is its class above and its name here.
 INITS: dict[str, type[Init]] = {
-    init.key("kind"): init for init in (OtFusion, AverageInit, CopyInit, RandomInit, Shuffle)
+    init.key("kind"): init for init in (OtFusion, AverageInit, CopyInit, RandomInit, Shuffle, Lesa)
 }
 
 if TYPE_CHECKING:
