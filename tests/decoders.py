@@ -14,6 +14,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
+from tests.pictures import seeing
 
 # What some default configs lack, or have too large: then no model can be built of them, or run.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -70,7 +71,7 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
     changes = CHANGES.get(model_type, {}) | changes
     config = _default(model_type, changes)
     config["architectures"] = [named if isinstance(named, str) else named[0]]
-    config = _with_low_towers(shrunk(config))
+    config = seeing(_with_low_towers(shrunk(config)))
     skeleton = build(config)
     if changes:
         _text_of(config, skeleton.path).update(changes)

@@ -75,6 +75,16 @@ def auto_of(config: Mapping[str, Any]) -> str | None:
     return stated or next(iter(named), None)
 
 
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether the head of a config's model, as transformers has it, reads images beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.get("model_type"), ())
+    classes = {named} if isinstance(named, str) else set(named)
+    stated = {*map(str, config.get("architectures") or ())}
+    return bool(classes & stated) or (bool(classes) and auto_of(config) == IMAGE_TEXT)
+
+
 def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     """The model of a config.json on the meta device, in float32 and eval mode; with `buffers`, these are real.
 

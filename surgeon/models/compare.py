@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
 CACHED_DECODE = "cached decode"
+# The same of a prompt with a picture in it.
+PREFILL_IMAGE = "prefill, image"
+CACHED_DECODE_IMAGE = "cached decode, image"
 
 # Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1 << 22
@@ -87,17 +90,21 @@ def compare_logits(
     with no code at all (`load_model`). Memory: both models and the logits of one batch of each.
     Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
     """
+    pair = load_pair(base, out, dtype=dtype, device=device)
+    return compare_models(*pair, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size, more=more)
+
+
+def load_pair(
+    base: CheckpointFolder | Path, out: CheckpointFolder | Path, *, dtype: str = "auto", device: str = "cpu"
+) -> tuple[Any, Any]:
+    """Both models, in the dtype and with the attention implementation that transformers chooses for the base.
+
+    Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
+    """
     base_model = load_model(base, dtype=dtype, device=device)
-    out_model = load_model(
-        out,
-        dtype=base_model.dtype,
-        device=device,
-        attention=attention_of(base_model),
-        failure=PromiseBroken,
-    )
-    return compare_models(
-        base_model, out_model, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size, more=more
-    )
+    attention = attention_of(base_model)
+    out_model = load_model(out, dtype=base_model.dtype, device=device, attention=attention, failure=PromiseBroken)
+    return base_model, out_model
 
 
 def compare_models(
@@ -138,6 +145,66 @@ def compare_models(
                         after_pass(mode)
         results.append(tally.result())
     return results
+
+
+def compare_with_image(
+    base: Any, out: Any, inputs: Mapping[str, Tensor], *, device: str = "cpu", decode_tokens: int = 4, more: int = 0
+) -> list[LogitComparison]:
+    """Compare two models on one prompt with a picture, `inputs` as a processor makes them.
+
+    Prefill, then cached decode: transformers' own generation from the same prompt, of the tokens that are likeliest to
+    the base. `more` is how many tokens the output has that the base has not. Raises BadInput where the base cannot be
+    run with it, PromiseBroken where the output alone cannot.
+    """
+    dtype = str(base.dtype).removeprefix("torch.")
+    given = {
+        name: value.to(device, base.dtype) if value.is_floating_point() else value.to(device)
+        for name, value in inputs.items()
+    }
+    before = _with_image(base, given, decode_tokens, None)
+    try:
+        after = _with_image(out, given, decode_tokens, before.said_BS)
+    except BadInput as error:
+        raise PromiseBroken(f"with an image: {error}") from error
+    ids_BT = given["input_ids"]
+    prefill, decode = _Tally(PREFILL_IMAGE, dtype, more), _Tally(CACHED_DECODE_IMAGE, dtype, more)
+    prefill.add(before.prefill_BTV, after.prefill_BTV, _next_tokens(ids_BT))
+    decode.add(before.decoded_BSV, after.decoded_BSV, before.said_BS)
+    return [prefill.result(), decode.result()]
+
+
+@dataclass(frozen=True)
+class _ImageRun:
+    """Logits over a prompt with a picture, then of each of the tokens said after it, which are `said_BS`."""
+
+    prefill_BTV: Tensor
+    decoded_BSV: Tensor
+    said_BS: Tensor
+
+
+def _with_image(model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None) -> _ImageRun:
+    """Run a model on such a prompt; it says `said_BS`, or what is likeliest to it."""
+    from transformers import GenerationConfig
+
+    length = inputs["input_ids"].shape[1]
+    forced = None if said_BS is None else said_BS.tolist()
+    config = GenerationConfig(
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    options: dict[str, Any] = {}
+    if forced is not None:
+        options["prefix_allowed_tokens_fn"] = lambda row, ids: [forced[row][len(ids) - length]]
+    with torch.inference_mode(), running(model):
+        prefill_BTV = model(**inputs, use_cache=False).logits
+        made = model.generate(**inputs, generation_config=config, **options)
+    return _ImageRun(prefill_BTV, torch.stack(made.logits, dim=1), made.sequences[:, length:])
 
 
 def _next_tokens(ids_BT: Tensor) -> Tensor:

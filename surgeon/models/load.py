@@ -22,7 +22,7 @@ from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
 from surgeon.families.dissect import is_derived
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
-from surgeon.models.view import TOKENIZER_FILES, view_of_model, view_of_tokenizer
+from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.composition import Composition
 from surgeon.runtime.known import native_of
@@ -203,7 +203,7 @@ def load_model(
         )
     if quantisation(folder.config) is not None:
         _one_dtype(model)
-    model.config.name_or_path = str(folder.path)
+    model.name_or_path = model.config.name_or_path = str(folder.path)
     check_doubled(folder, model, failure)
     # Layers above the stack, which predict further tokens, are known of types that were derived.
     derived = is_derived(folder.config)
@@ -359,3 +359,44 @@ def find_tokenizer(folder: Path) -> tuple[Any, str]:
         return None, f"the tokenizer in the folder cannot be loaded ({type(found).__name__} is no tokenizer)"
     found.name_or_path = str(folder)
     return found, ""
+
+
+def find_processor(folder: Path) -> tuple[Any, str]:
+    """The processor of images and text in `folder`, or None and the reason in words. Never runs code from the folder.
+
+    Its part for videos, which needs packages that images do not, is left out.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return None, f"there is no processor in the folder (neither {' nor '.join(PROCESSOR_FILES)})"
+    view = folder
+    try:
+        with view_of_tokenizer(folder, images=True) as view, quiet_transformers(), _without_videos():
+            found = AutoProcessor.from_pretrained(view, trust_remote_code=False, local_files_only=True)
+    except LOAD_FAILURES as error:
+        words = first_line(error).replace(str(view), printable(str(folder)))
+        return None, f"the processor in the folder cannot be loaded ({words})"
+    if not isinstance(found, ProcessorMixin) or not hasattr(found, "image_processor"):
+        return None, f"the processor in the folder cannot be loaded ({type(found).__name__} reads no images)"
+    return found, ""
+
+
+@contextlib.contextmanager
+def _without_videos() -> Iterator[None]:
+    """Have transformers make processors whose part for videos is None."""
+    from transformers import ProcessorMixin
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    load, check = AutoVideoProcessor.__dict__["from_pretrained"], ProcessorMixin.check_argument_for_proper_class
+
+    def checked(self: Any, name: str, part: Any) -> Any:
+        return None if part is None and name == "video_processor" else check(self, name, part)
+
+    AutoVideoProcessor.from_pretrained = classmethod(lambda cls, *_, **__: None)
+    ProcessorMixin.check_argument_for_proper_class = checked
+    try:
+        yield
+    finally:
+        AutoVideoProcessor.from_pretrained = load
+        ProcessorMixin.check_argument_for_proper_class = check

@@ -1,8 +1,9 @@
-"""A checkpoint's tokenizer and chat template, in a process of its own with limits of time and memory.
+"""A checkpoint's tokenizer, chat template and processor, in a process of its own with limits of time and memory.
 
 Both are programs that a base brings: a template loops as long as it likes and makes strings as long as it likes, and
 the regular expressions of a tokenizer.json may backtrack for ever, in code that no signal interrupts. So they run in a
-child, whose timer the kernel keeps and whose memory is bounded; what comes back is numbers and text.
+child, whose timer the kernel keeps and whose memory is bounded; what comes back is numbers and text. So does what
+makes pixels of a picture, as its settings ask for any size.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Never
 
+import safetensors.torch
+from torch import Tensor
+
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import find_tokenizer
-from surgeon.models.view import TOKENIZER_FILES
+from surgeon.models.load import find_processor, find_tokenizer
+from surgeon.models.pictures import with_picture
+from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES
 
 # Seconds of computing for one text, or one rendering of one chat, and characters that take one second more: honest
 # tokenizers do a million.
@@ -42,7 +47,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_confi
 
 
 class Tokenizer:
-    """The tokenizer of a folder, which `load` loads in the child; `why_not` says why where there is none.
+    """The tokenizer or processor of a folder, which `load` loads in the child; `why_not` says why there is none.
 
     Every method raises BadInput, in one line that names the file, where a limit was reached, the process ended, or the
     template or tokenizer refuses what it is given.
@@ -101,6 +106,11 @@ class Tokenizer:
         found: str = self._ask("render", list(turns), template or self.chat_template, prompt)
         return found
 
+    def with_picture(self) -> dict[str, Tensor]:
+        """What a model is given for a prompt with a picture. Only of a processor."""
+        found: dict[str, Tensor] = self._ask("picture")
+        return found
+
     def _ask(self, method: str, *arguments: Any) -> Any:
         request = json.dumps([method, *arguments]).encode()
         try:
@@ -113,6 +123,8 @@ class Tokenizer:
             self._ended(method)
         if kind == b"i":
             return array("I", answer).tolist()
+        if kind == b"t":
+            return safetensors.torch.load(answer)
         said = json.loads(answer)
         if kind == b"e":
             raise BadInput(f"{self._file(method)}: {said}")
@@ -134,7 +146,7 @@ class Tokenizer:
 
     def _file(self, method: str) -> str:
         """The file that a method's trouble comes from."""
-        names = _TEMPLATE_FILES if method == "render" else TOKENIZER_FILES
+        names = {"render": _TEMPLATE_FILES, "picture": PROCESSOR_FILES}.get(method, TOKENIZER_FILES)
         name = next((name for name in names if (self.folder / name).is_file()), names[-1])
         return printable(str(self.folder / name))
 
@@ -154,6 +166,18 @@ def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None, "there is no tokenizer in the folder"
     found = Tokenizer(folder, find_tokenizer)
+    return (None, found.why_not) if found.why_not else (found, "")
+
+
+def open_processor(folder: Path) -> tuple[Tokenizer | None, str]:
+    """The processor of images and text in `folder`, or None and the reason in words. Never runs code from the folder.
+
+    Raises BadInput for one that reaches a limit while it is loaded.
+    """
+    # Here, so that no child has to import it for itself.
+    import transformers.models.auto.processing_auto  # noqa: F401
+
+    found = Tokenizer(folder, find_processor)
     return (None, found.why_not) if found.why_not else (found, "")
 
 
@@ -187,7 +211,8 @@ def _words(backend: Any, text: str) -> list[str]:
 
 
 def _what(method: str) -> str:
-    return {"render": "its chat template", "facts": "loading the tokenizer"}.get(method, "the tokenizer")
+    called = {"render": "its chat template", "facts": "loading the tokenizer", "picture": "the processor"}
+    return called.get(method, "the tokenizer")
 
 
 def _forked(load: Callable[[], tuple[Any, str]]) -> tuple[int, int, int]:
@@ -263,7 +288,8 @@ def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int, oth
                 )
             except BaseException as error:
                 # Its text may be as long as the text that it is about.
-                kind, answer = b"e", json.dumps(f"{_what(method)} fails on a text ({first_line(error)})").encode()
+                given = "a picture" if method == "picture" else "a text"
+                kind, answer = b"e", json.dumps(f"{_what(method)} fails on {given} ({first_line(error)})").encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             _write(answers, _HEAD.pack(kind, len(answer)) + answer)
     finally:
@@ -327,6 +353,8 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             return b"j", json.dumps(tokenizer.get_vocab()).encode()
         case "decode", [ids]:
             return b"j", json.dumps(tokenizer.decode(ids)).encode()
+        case "picture", []:
+            return b"t", safetensors.torch.save(with_picture(tokenizer))
         case "render", [turns, template, prompt]:
             text = tokenizer.apply_chat_template(
                 turns, tokenize=False, chat_template=template, add_generation_prompt=prompt

@@ -32,9 +32,11 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+# What a processor of images and text is made of beside its tokenizer.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Side files that no tokenizer is made of, though transformers reads some of them when it makes one.
-_NOT_A_TOKENIZER = frozenset({"generation_config.json", "preprocessor_config.json", "processor_config.json"})
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_NOT_A_TOKENIZER = frozenset({"generation_config.json", *PROCESSOR_FILES})
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", *PROCESSOR_FILES)
 
 # Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
 _LOADING = frozenset(
@@ -80,15 +82,16 @@ def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterat
 
 
 @contextlib.contextmanager
-def view_of_tokenizer(folder: Path) -> Iterator[Path]:
+def view_of_tokenizer(folder: Path, *, images: bool = False) -> Iterator[Path]:
     """A folder with the tokenizer of `folder`, as far as it is made of files that an output keeps; gone afterwards.
 
-    Files that an output would not keep (links out of the folder, large ones) are not in it. Raises BadInput where
-    there is no such folder, or none can be made.
+    With `images` also what makes it a processor of images and text. Files that an output would not keep (links out of
+    the folder, large ones) are not in it. Raises BadInput where there is no such folder, or none can be made.
     """
+    files = (CONFIG_FILE, *TOKENIZER_FILES, *(PROCESSOR_FILES if images else ()))
     with _private_folder(folder) as view:
         for name, size in LocalSource(folder).listing().items():
-            wanted = name in (CONFIG_FILE, *TOKENIZER_FILES) or (is_side_file(name) and name not in _NOT_A_TOKENIZER)
+            wanted = name in files or (is_side_file(name) and name not in _NOT_A_TOKENIZER)
             if wanted and size <= MAX_SIDE_FILE_BYTES:
                 with contextlib.suppress(BadInput):
                     _show(folder, name, view)
@@ -112,26 +115,42 @@ def _show(folder: Path, name: str, view: Path) -> None:
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
         kept = {key: value for key, value in described(settings).items() if key != "auto_map"} | hint
     else:
-        kept = {key: value for key, value in settings.items() if not _opens_files(key)}
-    if _names_no_tokenizer(kept.get("tokenizer_class")):
-        del kept["tokenizer_class"]
-    _write(view / name, kept)
+        kept = {key: _parts(value) for key, value in settings.items() if not _opens_files(key)}
+    _write(view / name, _own_classes(kept))
+
+
+def _parts(value: Any) -> Any:
+    """The settings of a processor's part, as those of the whole are."""
+    if not isinstance(value, dict):
+        return value
+    return _own_classes({key: inner for key, inner in value.items() if not _opens_files(key)})
 
 
 def _opens_files(key: str) -> bool:
     return key.startswith("_") or key.endswith(("_file", "_files")) or key in _LOADING
 
 
-def _names_no_tokenizer(name: Any) -> bool:
-    """Whether transformers has something of this name that is no tokenizer; it would call its `from_pretrained`."""
+def _own_classes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without a class that is none of its sort; transformers would call its `from_pretrained` all the same."""
+    return {key: value for key, value in settings.items() if key not in _SORTS or _is_of(value, _SORTS[key])}
+
+
+# Settings that name a class, and of which of transformers' classes it must be one.
+_SORTS = {
+    "tokenizer_class": "PreTrainedTokenizerBase",
+    "processor_class": "ProcessorMixin",
+    "image_processor_type": "ImageProcessingMixin",
+}
+
+
+def _is_of(name: Any, sort: str) -> bool:
+    """Whether a setting names a class of the sort, or nothing that transformers has."""
     import transformers
 
     if not isinstance(name, str):
-        return name is not None
+        return name is None
     found = getattr(transformers, name, None)
-    return found is not None and not (
-        isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
-    )
+    return found is None or (isinstance(found, type) and issubclass(found, getattr(transformers, sort)))
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:

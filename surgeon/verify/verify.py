@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +17,15 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain, plain_fields
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import without_a_place
+from surgeon.families.anatomy import native_config, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from surgeon.models.compare import FirstDifference, GrownLoss, LogitComparison, StreamedComparison
     from surgeon.models.encoders import OutputComparison
 
@@ -139,6 +141,7 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
+    image = _Image.of(base_folder, streamed=streamed)
     # Each is trusted as it was opened, for itself.
     folders = base_folder, out_folder
     options: dict[str, Any] = {"device": devices.resolve(device)}
@@ -165,10 +168,60 @@ def verify(
             found.streamed.append(layered)
             found.comparisons.extend(layered.logits)
         else:
-            from surgeon.models.compare import compare_logits
+            from surgeon.models.compare import compare_models, load_pair
 
-            found.comparisons.extend(compare_logits(*folders, tokens.ids, dtype=dtype, more=proof.more, **options))
+            pair = load_pair(*folders, dtype=dtype, **options)
+            found.comparisons.extend(compare_models(*pair, tokens.ids, more=proof.more, **options))
+            found.comparisons.extend(image.compared(*pair, more=proof.more, **options))
+    found.checks.extend(image.notes)
     return found
+
+
+@dataclass
+class _Image:
+    """A prompt with a picture for models that read images, and a note for each reason why it was not compared."""
+
+    inputs: Mapping[str, Tensor] | None = None
+    notes: list[Check] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, base: CheckpointFolder, *, streamed: bool) -> _Image:
+        """As the base's processor makes it; nothing for a model that reads text alone."""
+        from surgeon.families.skeleton import reads_images
+
+        found = cls()
+        if not reads_images(native_config(base.config)):
+            return found
+        if streamed:
+            found._note("layer by layer text alone is compared; leave out --streamed")
+            return found
+        from surgeon.models.tokenizer import open_processor
+
+        try:
+            processor, why_not = open_processor(base.path)
+            if processor is not None:
+                found.inputs = processor.with_picture()
+        except BadInput as error:
+            why_not = str(error)
+        if found.inputs is None:
+            found._note(why_not)
+        return found
+
+    def compared(self, base: Any, out: Any, **options: Any) -> list[LogitComparison]:
+        """The comparisons of two loaded models, none where the base cannot be run on it."""
+        from surgeon.models.compare import compare_with_image
+
+        if self.inputs is None:
+            return []
+        try:
+            return compare_with_image(base, out, self.inputs, **options)
+        except BadInput as error:
+            dtype = str(base.dtype).removeprefix("torch.")
+            self._note(f"{dtype}: {error}")
+            return []
+
+    def _note(self, why_not: str) -> None:
+        self.notes.append(Check("images", True, f"not compared on a prompt with an image: {why_not}", note=True))
 
 
 def _shown(listener: Listener, dtype: str) -> Callable[[int, int], None]:

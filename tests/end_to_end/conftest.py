@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests import tiny
@@ -43,6 +44,21 @@ def weights(folder: Path) -> dict[str, Any]:
     for shard in sorted(folder.glob("*.safetensors")):
         found |= load_file(shard)
     return found
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes."""
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
+def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two checkpoints hold the same tensors, in their dtypes, bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and torch.equal(as_bytes(one[name]), as_bytes(other[name]))
+        for name in one
+    )
 
 
 WITHOUT_SURGEON = """

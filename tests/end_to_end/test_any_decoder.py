@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,18 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers.utils import is_torchvision_available
 
 import surgeon
 from surgeon.errors import BadInput
+from surgeon.families import proof
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE
+from surgeon.verify.verify import Verification
 from tests.decoders import JAMBA, tiny_decoder
-from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
+from tests.end_to_end.conftest import WITHOUT_SURGEON, same_bytes, weights
+from tests.pictures import add_processor
+from tests.quantised import quantised
 from tests.train.texts import corpus
 from tests.warm import warm
 
@@ -30,6 +36,7 @@ from tests.warm import warm
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (CAUSAL, {}),
     "mixtral": (CAUSAL, {}),
+    "gpt_oss": (CAUSAL, {}),
     "deepseek_v3": (CAUSAL, {}),
     "glm4_moe": (CAUSAL, {}),
     "qwen3_next": (CAUSAL, {}),
@@ -46,18 +53,27 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": (CAUSAL, {}),
 }
 
-# Those that get every graft too, in new layers and old: experts stored one by one, dense layers below them, the text
-# part of a larger model.
-GRAFTED = ("mixtral", "glm4_moe", "gemma3")
+# Stored as the published ones are, in bfloat16 beside; the others in float32, in which a CPU trains far faster.
+QUANTISED = {"gpt_oss": "mxfp4", "deepseek_v3": "fp8"}
+
 GRAFTS = (
     "{op: gated_adapters, size: 8}",
     "{op: control_llm, layers: {every: 2}, interpolator: {kind: dlerp}}",
     "{op: pmoe_experts, threshold: 1}",
     "{op: mixture_of_control, rank: 4}",
 )
+# Beside new layers and old: experts stored one by one, dense layers below them, the text part of a larger model, norms
+# behind blocks (hybrids below); beside quantised ones what transformers' kernels do not replace.
+GRAFTED = {
+    **dict.fromkeys(("mixtral", "glm4_moe", "gemma3", "olmo3", "smollm3"), GRAFTS),
+    "gpt_oss": (GRAFTS[1],),
+}
 
 # Experts one by one, names that differ, one list of layers inside two models, tied embeddings.
 STREAMED = ("mixtral", "granitemoehybrid", "llama4", "gpt2")
+
+# Whose processors of images run here, or the package that they lack.
+IMAGES = {"qwen3_5_moe": "", "gemma3": "", "gemma4": "", "llama4": "torchvision", "mistral3": "Torchvision"}
 
 TRAINING = {
     "surgeon_train": 1,
@@ -68,26 +84,59 @@ TRAINING = {
     "sources": [{"name": "words", "path": "words.jsonl", "share": 1.0, "validation": 0.1}],
 }
 
+# Of a base and its output, whether they are the same to a process in which nothing of surgeon is.
 ELSEWHERE = (
     WITHOUT_SURGEON
     + """
 import torch, transformers
 transformers.logging.set_verbosity_error()
-for auto, folder, twin in (line.split() for line in sys.stdin):
-    found = []
-    for path in (folder, twin):
-        model, info = getattr(transformers, auto).from_pretrained(path, output_loading_info=True)
-        assert not info["missing_keys"], (path, info)
-        model.set_attn_implementation("eager")
-        for value in model.parameters():
-            value.data = value.data.clone()
-        ids = torch.arange(5, 25).reshape(2, 10)
-        with torch.inference_mode():
-            found.append([model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)])
-    assert all(torch.equal(*pair) for pair in zip(*found)), folder
-print("the same")
+for line in iter(sys.stdin.readline, ""):
+    auto, folder, twin, own = line.split()
+    try:
+        found = []
+        for path, trusted in ((folder, {}), (twin, {"trust_remote_code": True} if own == "own" else {})):
+            model, info = getattr(transformers, auto).from_pretrained(path, output_loading_info=True, **trusted)
+            assert not info["missing_keys"] and not info["unexpected_keys"], (path, info)
+            model.set_attn_implementation("eager")
+            for value in model.parameters():
+                value.data = value.data.clone()
+            ids = torch.arange(5, 25).reshape(2, 10)
+            asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            with torch.inference_mode():
+                found.append([model(ids).logits, model.generate(ids, **asked)])
+        assert all(torch.equal(*pair) for pair in zip(*found)), "logits or words differ"
+        print("the same", flush=True)
+    except Exception as error:
+        print(repr(error).replace("\\n", " "), flush=True)
 """
 )
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """What `ELSEWHERE` says of auto class, base and output: one process for all, which starts with an empty cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    environment = {"PATH": "/usr/bin:/bin", "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with (
+        (cache / "stderr").open("w+") as errors,
+        subprocess.Popen(
+            [*warm(), "-c", ELSEWHERE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=cache,
+            env=environment,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+
+        def told(*asked: object) -> str:
+            print(*asked, file=process.stdin, flush=True)
+            return process.stdout.readline().strip() or (cache / "stderr").read_text()
+
+        yield told
+        process.stdin.close()
 
 
 def add_letters(folder: Path) -> Path:
@@ -111,42 +160,55 @@ def plan(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-def test_from_preview_to_training_and_back(model_type: str, plan: Path, tmp_path: Path) -> None:
+def test_from_preview_to_training_and_back(
+    model_type: str, plan: Path, tmp_path: Path, elsewhere: Callable[..., str]
+) -> None:
     auto, changes = LAYOUTS[model_type]
-    base = add_letters(tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16", **changes))
-    if model_type in GRAFTED:
-        plan.write_text(plan.read_text() + "".join(f"  - {operation}\n" for operation in GRAFTS))
+    method = QUANTISED.get(model_type)
+    base = tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16" if method else "float32", **changes)
+    add_letters(quantised(base, method) if method else base)
+    if model_type in IMAGES:
+        add_processor(base)
+    grafts = GRAFTED.get(model_type, ())
+    plan.write_text(plan.read_text() + "".join(f"  - {operation}\n" for operation in grafts))
     shown = surgeon.preview(plan, str(base))
     assert any("proven on a twin" in note for note in shown.notes)
-    surgeon.apply(plan, str(base), tmp_path / "out")
-    text = corpus(tmp_path / "words.jsonl", documents=60)
+    out = tmp_path / f"{model_type}-out"
+    surgeon.apply(plan, str(base), out)
+    assert elsewhere(auto, base, out, "own" if grafts else "native") == "the same"
+    text = corpus(tmp_path / "words.jsonl", documents=30)
     for streamed in (False, True) if model_type in STREAMED else (False,):
-        dtypes = ["auto"] if streamed else ["auto", "float32"]
-        options: dict[str, Any] = {"text": text, "window": 24, "windows": 1, "dtypes": dtypes, "streamed": streamed}
-        verified = surgeon.verify(base, tmp_path / "out", **options)
+        dtypes = ["auto"] if streamed else ["float32", "bfloat16"]
+        options: dict[str, Any] = {"text": text, "window": 20, "windows": 1, "dtypes": dtypes, "streamed": streamed}
+        verified = surgeon.verify(base, out, **options)
         assert verified.holds
         assert verified.identical
+        assert_images(model_type, verified, 0 if streamed else len(dtypes))
 
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
-    surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu")
-    assert surgeon.verify(base, tmp_path / "run", text=text, window=24, windows=1).holds
+    surgeon.train(out, tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    trained = surgeon.verify(base, tmp_path / "run", text=text, window=20, windows=1)
+    assert trained.holds
+    assert trained.identical is False
     surgeon.revert(tmp_path / "run", tmp_path / "back")
-    before, after = weights(base), weights(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same_bytes(weights(base), weights(tmp_path / "back"))
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
 
 
-def test_they_load_where_surgeon_is_not(plan: Path, tmp_path: Path) -> None:
-    """As the base's own classes, with the base's logits and words."""
-    lines = []
-    for model_type in ("mixtral", "qwen3_next", "gemma3", "nemotron_h", "gpt2"):
-        auto, changes = LAYOUTS[model_type]
-        base = tiny_decoder(tmp_path / model_type, model_type, auto, **changes)
-        surgeon.apply(plan, str(base), tmp_path / f"{model_type}-out")
-        lines.append(f"{auto} {base} {base}-out\n")
-    told = subprocess.run([*warm(), "-c", ELSEWHERE], input="".join(lines), capture_output=True, text=True, check=False)
-    assert told.stdout == "the same\n", told.stderr
+def assert_images(model_type: str, verified: Verification, times: int) -> None:
+    """A prompt with an image was compared so many times; where it could not be, a note says why."""
+    compared = [c.mode for c in verified.comparisons if c.mode in (PREFILL_IMAGE, CACHED_DECODE_IMAGE)]
+    notes = [check.detail for check in verified.checks if check.name == "images"]
+    lacking = IMAGES.get(model_type)
+    if lacking and is_torchvision_available():
+        return
+    if lacking == "" and times:
+        assert compared == [PREFILL_IMAGE, CACHED_DECODE_IMAGE] * times
+        assert not notes
+        return
+    assert not compared
+    assert len(notes) == (model_type in IMAGES)
+    assert all(("--streamed" if not times else str(lacking)) in note for note in notes)
 
 
 def test_layers_above_the_stack_stay_above_it(plan: Path, tmp_path: Path) -> None:
@@ -401,14 +463,72 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(case: str, tmp_path: Pa
         surgeon.preview(path, str(base))
 
 
-def test_above_the_layers_that_take_an_images_features_it_is_exact(tmp_path: Path) -> None:
-    base = tiny_decoder(tmp_path / "base", "qwen3_vl", IMAGE_TEXT)
+def test_above_the_layers_that_take_an_images_features_it_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below them it is exact on text alone: had the twin not refused that, the prompt with an image shows it."""
+    base = add_processor(add_letters(tiny_decoder(tmp_path / "base", "qwen3_vl", IMAGE_TEXT)))
     path = tmp_path / "plan.yaml"
-    path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [2, 3]}, init: {kind: copy}}\n")
-    surgeon.apply(path, str(base), tmp_path / "out")
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
-    assert verified.holds
-    assert verified.identical
+    for after, exact in ([2, 3], True), ([0], False):
+        if not exact:
+            monkeypatch.setattr(proof, "_hidden_with_image", lambda *_: None)
+        path.write_text(
+            f"surgeon: 1\noperations:\n  - {{op: insert_layers, where: {{after: {after}}}, init: {{kind: copy}}}}\n"
+        )
+        out = tmp_path / f"out-{exact}"
+        surgeon.apply(path, str(base), out)
+        verified = surgeon.verify(base, out, window=20, windows=1)
+        assert {c.mode: c.identical for c in verified.comparisons} == {
+            PREFILL: True,
+            CACHED_DECODE: True,
+            PREFILL_IMAGE: exact,
+            CACHED_DECODE_IMAGE: exact,
+        }
+        assert verified.holds is exact
+
+
+def test_an_image_that_is_not_compared_is_noted(tmp_path: Path) -> None:
+    """Where there is no processor, one for another model, one without bounds, or none that can be loaded.
+
+    A tower for images that was changed is found by its bytes.
+    """
+    base = add_letters(tiny_decoder(tmp_path / "base", "gemma3", IMAGE_TEXT))
+    path = tmp_path / "plan.yaml"
+    path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [3]}, init: {kind: copy}}\n")
+
+    def noted(name: str) -> str:
+        surgeon.apply(path, str(base), tmp_path / name)
+        verified = surgeon.verify(base, tmp_path / name, window=20, windows=1)
+        assert verified.holds
+        assert verified.identical
+        assert [c.mode for c in verified.comparisons] == [PREFILL, CACHED_DECODE]
+        (note,) = (check for check in verified.checks if check.note)
+        assert note.name == "images"
+        return note.detail
+
+    assert "there is no processor in the folder" in noted("none")
+    add_processor(base)
+    file = base / "processor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"image_seq_length": 5}))
+    assert "Image features and image tokens do not match" in noted("other")
+    image = settings["image_processor"] | {"size": {"height": 10**6, "width": 10**6}}
+    file.write_text(json.dumps(settings | {"image_processor": image}))
+    assert "processor_config.json: the processor" in noted("large")
+    file.write_text(json.dumps(settings | {"processor_class": "AutoModel", "image_processor": "AutoModel"}))
+    assert "the processor in the folder cannot be loaded" in noted("no class")
+
+    shard, name = next(
+        (shard, name)
+        for shard in sorted((tmp_path / "no class").glob("*.safetensors"))
+        for name in load_file(shard)
+        if "vision_tower" in name
+    )
+    held = load_file(shard)
+    held[name] = held[name] + 1
+    save_file(held, shard, metadata={"format": "pt"})
+    verified = surgeon.verify(base, tmp_path / "no class", logits=False)
+    assert [name in check.detail for check in verified.checks if not check.holds] == [True]
 
 
 @pytest.mark.parametrize("init", ["copy", "random"])
