@@ -23,7 +23,9 @@ import surgeon
 from surgeon.errors import BadInput
 from surgeon.families import proof
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
-from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE
+from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE, compare_with_image
+from surgeon.models.load import load_model
+from surgeon.models.tokenizer import open_processor
 from surgeon.verify.verify import Verification
 from tests.decoders import JAMBA, tiny_decoder
 from tests.end_to_end.conftest import WITHOUT_SURGEON, same_bytes, weights
@@ -488,47 +490,58 @@ def test_above_the_layers_that_take_an_images_features_it_is_exact(
 
 
 def test_an_image_that_is_not_compared_is_noted(tmp_path: Path) -> None:
-    """Where there is no processor, one for another model, one without bounds, or none that can be loaded.
-
-    A tower for images that was changed is found by its bytes.
-    """
+    """Where there is no processor. A tower for images that was changed is found by its bytes all the same."""
     base = add_letters(tiny_decoder(tmp_path / "base", "gemma3", IMAGE_TEXT))
     path = tmp_path / "plan.yaml"
     path.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [3]}, init: {kind: copy}}\n")
-
-    def noted(name: str) -> str:
-        surgeon.apply(path, str(base), tmp_path / name)
-        verified = surgeon.verify(base, tmp_path / name, window=20, windows=1)
-        assert verified.holds
-        assert verified.identical
-        assert [c.mode for c in verified.comparisons] == [PREFILL, CACHED_DECODE]
-        (note,) = (check for check in verified.checks if check.note)
-        assert note.name == "images"
-        return note.detail
-
-    assert "there is no processor in the folder" in noted("none")
-    add_processor(base)
-    file = base / "processor_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"image_seq_length": 5}))
-    assert "Image features and image tokens do not match" in noted("other")
-    image = settings["image_processor"] | {"size": {"height": 10**6, "width": 10**6}}
-    file.write_text(json.dumps(settings | {"image_processor": image}))
-    assert "processor_config.json: the processor" in noted("large")
-    file.write_text(json.dumps(settings | {"processor_class": "AutoModel", "image_processor": "AutoModel"}))
-    assert "the processor in the folder cannot be loaded" in noted("no class")
+    surgeon.apply(path, str(base), tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=20, windows=1)
+    assert verified.holds
+    assert [c.mode for c in verified.comparisons] == [PREFILL, CACHED_DECODE]
+    (note,) = (check for check in verified.checks if check.note)
+    assert note.name == "images"
+    assert "there is no processor in the folder" in note.detail
 
     shard, name = next(
         (shard, name)
-        for shard in sorted((tmp_path / "no class").glob("*.safetensors"))
+        for shard in sorted((tmp_path / "out").glob("*.safetensors"))
         for name in load_file(shard)
         if "vision_tower" in name
     )
     held = load_file(shard)
     held[name] = held[name] + 1
     save_file(held, shard, metadata={"format": "pt"})
-    verified = surgeon.verify(base, tmp_path / "no class", logits=False)
+    verified = surgeon.verify(base, tmp_path / "out", logits=False)
     assert [name in check.detail for check in verified.checks if not check.holds] == [True]
+
+
+def test_processors_that_do_not_suit_are_reported(tmp_path: Path) -> None:
+    """One that makes another number of tokens than the model takes, one without bounds, one that is no JSON.
+
+    Classes of another sort are not taken from a folder: the model type's own is.
+    """
+    base = add_processor(add_letters(tiny_decoder(tmp_path / "base", "gemma3", IMAGE_TEXT)))
+    file = base / "processor_config.json"
+    settings = json.loads(file.read_text())
+    image = settings["image_processor"] | {"size": {"height": 10**6, "width": 10**6}}
+
+    def opened(**changes: Any) -> tuple[Any, str]:
+        file.write_text(json.dumps(settings | changes))
+        return open_processor(base)
+
+    model = load_model(base)
+    inputs = opened(image_seq_length=5)[0].with_picture()
+    with pytest.raises(BadInput, match="Image features and image tokens do not match"):
+        compare_with_image(model, model, inputs)
+    with pytest.raises(BadInput, match=r"processor_config\.json: the processor "):
+        opened(image_processor=image)[0].with_picture()
+    named = {"image_processor_type": "AutoModel"}
+    other, _ = opened(processor_class="AutoModel", image_processor=settings["image_processor"] | named)
+    assert other.with_picture().keys() == inputs.keys()
+    file.write_text("{")
+    processor, why_not = open_processor(base)
+    assert processor is None
+    assert "the processor in the folder cannot be loaded" in why_not
 
 
 @pytest.mark.parametrize("init", ["copy", "random"])
