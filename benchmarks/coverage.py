@@ -1,10 +1,11 @@
-"""Which decoders of the installed transformers take which surgery: every model type, tiny, from plan to proof.
+"""Which models of the installed transformers take which surgery: every model type, tiny, from plan to proof.
 
-`python -m benchmarks.coverage [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default config with sizes
-shrunk, changed by tests/decoders.py where that cannot run, in bfloat16), applies one plan for each surgery, verifies
-the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and in float32) and
-reverts it (every byte). `apply` itself runs a step of training on a twin where it attaches something. It prints a
-table: `exact`, or the first line of the reason.
+`python -m benchmarks.coverage [--encoders] [TYPE …] [--to FILE]` makes a tiny checkpoint of each type (its default
+config with sizes shrunk, changed by tests/decoders.py where that cannot run, in bfloat16), applies one plan for each
+surgery, verifies the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and
+in float32) and reverts it (every byte). `apply` itself runs a step of training on a twin where it attaches something.
+It prints a table: `exact`, or the first line of the reason. With `--encoders` it does so with encoders and control
+states alone (tests/encoders.py), whose outputs are compared on whole sequences, some of them padded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ PLANS = {
     "slot": "{op: pmoe_experts, threshold: 1}",
     "states": "{op: mixture_of_control, rank: 4}",
 }
+ENCODER_PLANS = {"states": PLANS["states"]}
 
 
 @dataclass
@@ -42,16 +44,15 @@ class Row:
     seconds: float = 0.0
 
 
-def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
-    """Every plan on a tiny checkpoint of this type."""
+def tried(model_type: str, auto: str, plans: dict[str, str], made: Callable[..., Path]) -> Row:
+    """Every plan on a tiny checkpoint of this type, as `made` makes it."""
     import surgeon
     from surgeon.errors import SurgeonError
-    from tests.decoders import tiny_decoder
 
     row, began = Row(model_type, auto), time.perf_counter()
     with scratch() as folder:
         try:
-            base = tiny_decoder(folder / "base", model_type, auto, dtype="bfloat16")
+            base = made(folder / "base", model_type, auto, dtype="bfloat16")
         except Exception as error:
             row.told = dict.fromkeys(plans, f"no tiny checkpoint: {_line(error)}")
             return row
@@ -60,7 +61,7 @@ def tried(model_type: str, auto: str, plans: dict[str, str]) -> Row:
             plan.write_text(f"surgeon: 1\nseed: 0\noperations:\n  - {operation}\n")
             try:
                 surgeon.apply(str(plan), str(base), out)
-                found = surgeon.verify(str(base), out, windows=1, window=32, dtypes=("auto", "float32"))
+                found = surgeon.verify(str(base), out, windows=2, window=32, dtypes=("auto", "float32"))
                 surgeon.revert(out, folder / f"{name}-back")
                 same = _same_bytes(base, folder / f"{name}-back")
                 row.told[name] = "exact" if found.holds and found.identical and same else "DIFFERS"
@@ -113,22 +114,25 @@ def table(rows: list[Row], plans: dict[str, str]) -> str:
 
 
 def main() -> None:
-    from tests.decoders import decoders
+    from tests.decoders import decoders, tiny_decoder
+    from tests.encoders import encoders, tiny_encoder
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("types", nargs="*")
+    parser.add_argument("--encoders", action="store_true")
     parser.add_argument("--to", type=Path)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
-    for model_type, auto in decoders():
+    plans, made = (ENCODER_PLANS, tiny_encoder) if asked.encoders else (PLANS, tiny_decoder)
+    for model_type, auto in encoders() if asked.encoders else decoders():
         if asked.types and model_type not in asked.types:
             continue
         with contextlib.redirect_stderr(io.StringIO()):
-            row = tried(model_type, auto, PLANS)
+            row = tried(model_type, auto, plans, made)
         rows.append(row)
         print(f"{row.seconds:6.1f} s  {model_type} {auto}: {row.told}", file=sys.stderr, flush=True)
-    text = table(rows, PLANS)
+    text = table(rows, plans)
     print(text)
     if asked.to:
         asked.to.write_text(text + "\n")

@@ -28,8 +28,9 @@ def check_skeleton(blueprint: Blueprint) -> None:
     Raises BadInput naming the first tensor that one of them has and the other lacks, or has in another shape.
     """
     model = _build(blueprint.config)
-    if isinstance(native_of(blueprint.config), Composition):
-        _check_converted(blueprint, model)
+    native = native_of(blueprint.config)
+    if isinstance(native, Composition):
+        _check_converted(blueprint, model, encoder=native.encoder)
         return
     wanted = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
     planned = {output.name: tuple(output.recipe.shape) for output in blueprint.outputs}
@@ -58,7 +59,7 @@ def check_skeleton(blueprint: Blueprint) -> None:
             raise BadInput(f"{printable(name)}: the plan makes this tensor, the shipped code has no place for it")
 
 
-def _check_converted(blueprint: Blueprint, model: Any) -> None:
+def _check_converted(blueprint: Blueprint, model: Any, *, encoder: bool) -> None:
     """The same of a derived model type, whose tensors transformers may make of several that are stored."""
     config, stored = blueprint.config, blueprint.outputs
     plain = {out.name for out in stored if out.recipe.dtype in FLOAT_DTYPES and not is_scale(config, out.name)}
@@ -80,6 +81,10 @@ def _check_converted(blueprint: Blueprint, model: Any) -> None:
                     f" {list(wanted[name])}"
                 )
     planned = {name for told in made.values() for name in told.names} | set(model.all_tied_weights_keys)
+    if encoder:
+        # Heads come and go, and a pooler nothing reads.
+        above = f"{model.base_model_prefix}."
+        wanted = {name: shape for name, shape in wanted.items() if _of_layers(name, above)}
     if lacking := [name for name in wanted if name not in planned]:
         raise BadInput(f"{lacking[0]}: the shipped code needs this tensor, the plan does not make it")
 

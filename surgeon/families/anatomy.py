@@ -35,12 +35,21 @@ _TEXT_STEM = (
 )
 
 
+# The same of encoders, which stand under their model type's name, or alone.
+_ENCODER_STEM = (
+    r"(?:(?:\w*bert\w*|bros|canine|data2vec_text|electra|ernie|esmc?|fnet|gte|layoutlm\w*|lilt|longformer|luke"
+    r"|markuplm|mpnet|mra|new|nystromformer|roformer|splinter|tapas|transformer|yoso)\.(?:(?:encoder|transformer)\.)?layers?"
+    r"|(?:encoder|transformer)\.layer)\."
+)
+
+
 @cache
 def _layer_name() -> re.Pattern[str]:
     families = (*FAMILIES.values(), *ENCODERS.values())
     stems = sorted({f"{prefix}{family.stem}" for family in families for prefix in (family.prefix, "")})
     return re.compile(
-        rf"(?P<stem>{'|'.join(map(re.escape, stems))}|{_TEXT_STEM})(?P<index>0|[1-9][0-9]{{0,8}})\.(?P<suffix>.+)",
+        rf"(?P<stem>{'|'.join(map(re.escape, stems))}|{_TEXT_STEM}|{_ENCODER_STEM})"
+        r"(?P<index>0|[1-9][0-9]{0,8})\.(?P<suffix>.+)",
         re.DOTALL,
     )
 

@@ -16,8 +16,9 @@ from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
+from surgeon.families.spans import heads_of, told_class
 from surgeon.families.twin import one_thread
-from surgeon.runtime.composition import ATTENTION, FFN, Composition, SiteClass
+from surgeon.runtime.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,6 +59,7 @@ def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton
             activation=_activation(skeleton.text),
             layers=tuple(dict.fromkeys(told_class(type(layer)) for layer in skeleton.layers)),
             sites=sites,
+            heads=heads_of(model, OTHER_AUTOS),
         )
     except ValueError as error:
         raise _unfit(config, str(error)) from error
@@ -78,11 +80,6 @@ def _unfit(config: Mapping[str, Any], reason: str) -> BadInput:
         f"{printable(str(config.get('model_type')))}: no upcycled classes can be composed for it ({printable(reason)});"
         " use operations that add layers"
     )
-
-
-def told_class(kind: type[Any]) -> str:
-    """A class as a composition names it."""
-    return f"{kind.__module__.removeprefix('transformers.')}.{kind.__name__}"
 
 
 def _activation(text: Any) -> str:

@@ -6,6 +6,7 @@ Names of a checkpoint's tensors and their shapes are matched as transformers its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
@@ -17,7 +18,7 @@ from typing import Any
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.checkpoint.weights import QUANTISATION
-from surgeon.common.library import first_line
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
 from surgeon.families.anatomy import (
@@ -29,7 +30,7 @@ from surgeon.families.anatomy import (
     layer_of,
     owner_of,
 )
-from surgeon.families.composing import composition_of, told_class
+from surgeon.families.composing import composition_of
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
@@ -39,15 +40,19 @@ from surgeon.families.names import Names, match
 from surgeon.families.proof import layer_axis, prove
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import InMemory, with_roles
-from surgeon.families.silence import Silence, silences
+from surgeon.families.silence import Silence, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
+from surgeon.families.spans import encoder_composition, told_class
 from surgeon.families.twin import one_thread, twin_of
-from surgeon.runtime.composition import Composition, upcycled
+from surgeon.runtime.composition import Composition, short_name, upcycled
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
 
 # Ids by which a model is built larger to see what grows with its vocabulary.
 _MORE_WORDS = 1024
+# Some divide their width by three, or have norms as wide as one head.
+_ENCODER_HEADS = (2, 3, 1)
+_NO_LAYERS = "layers are added to decoders alone"
 # A twin has two heads; some code wants more.
 _HEADS = (2, 4, 8)
 
@@ -71,6 +76,9 @@ class Derived:
     @property
     def evidence(self) -> str:
         """What was proven, in one line."""
+        if self.skeleton.encoder:
+            kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
+            return f"derived: an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
         proven = sorted({name for each in self.silence for name in each.values})
         silent = ", ".join(_short(proven)) or "nothing"
         kinds = f", {len(self.titles)} kinds of layers" if len(self.titles) > 1 else ""
@@ -104,7 +112,7 @@ def _derived(kept: str) -> Derived:
     left = skips(config, skeleton)
     kind_of = numbered(list(zip(keys, left, strict=True)))
     firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
-    found, mixed, heads = _probed(config, firsts)
+    found, mixed, heads = _unprobed(config, firsts) if skeleton.encoder else _probed(config, firsts)
     return Derived(
         skeleton=skeleton,
         kind_of=tuple(kind_of),
@@ -114,6 +122,25 @@ def _derived(kept: str) -> Derived:
         heads=heads,
         seconds=time.perf_counter() - began,
     )
+
+
+def _unprobed(
+    config: Mapping[str, Any], layers: list[int]
+) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
+    """The same of an encoder, to which no layer is added."""
+    return dict.fromkeys(layers, Silence({}, _NO_LAYERS, {})), dict.fromkeys(layers), _encoder_heads(config)
+
+
+def _encoder_heads(config: Mapping[str, Any]) -> int:
+    """With how many heads a twin of an encoder runs; where it never does, what seeks its blocks will say why."""
+    import torch
+
+    for heads in _ENCODER_HEADS:
+        with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+            twin = twin_of(config, heads=heads)
+            twin.model(input_ids=some_tokens(twin))
+            return heads
+    return _ENCODER_HEADS[0]
 
 
 def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
@@ -180,6 +207,15 @@ class _Found(Derivation):
 
     def blocks(self, layer: int) -> dict[str, str]:
         """As `Derivation` says."""
+        if self.composition.encoder:
+            modules = dict(self.derived.skeleton.layers[layer].named_modules())
+            return {
+                span.role: span.writes
+                for span in self.composition.spans
+                for reads, writes in ((modules.get(span.reads), modules.get(span.writes)),)
+                if reads is not None and told_class(type(reads)) == span.reader
+                if writes is not None and told_class(type(writes)) == span.writer
+            }
         held = self.derived.skeleton.layers[layer]._modules
         found: dict[str, str] = {}
         for site in self.composition.sites:
@@ -202,7 +238,11 @@ class _Found(Derivation):
         composition = self.composition
         named = [str(name) for name in trunk.get("architectures") or ()]
         head = composition.head.rpartition(".")[2]
-        if named not in ([], [head]):
+        if composition.encoder:
+            # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
+            known = (head, *(short_name(each.native) for each in composition.heads))
+            head = next((name for name in known if name in named), short_name(composition.model))
+        elif named not in ([], [head]):
             raise BadInput(
                 f"config.json: `architectures` is {printable(repr(named))}; grafts are made for {head} of this type"
             )
@@ -214,7 +254,7 @@ class _Found(Derivation):
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
         made = left_out(made, modules, self.derived.skeleton)
         made["model_type"] = PREFIX + composition.model_type
-        made["architectures"] = [upcycled(composition.head)]
+        made["architectures"] = [upcycled(head)]
         made["auto_map"] = composition.auto_map
         changed = changed_fields(trunk, made)
         for key in ("model_type", "auto_map"):
@@ -348,7 +388,8 @@ def _composition(kept: str) -> Composition:
     config = json.loads(kept)
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+    compose = encoder_composition if found.skeleton.encoder else composition_of
+    return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
 
 
 def _check_one_vocabulary(skeleton: Skeleton) -> None:
@@ -412,10 +453,16 @@ def anatomy_of(
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
     sizes = _sizes(found)
     # What stands beside the layers, as a decoder's control states do, begins as their names do.
-    prefix, stem = _parted(names.stem)
+    prefix, stem = _parted(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
     return Anatomy(
-        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix=prefix, stem=stem),
+        family=Family(
+            str(config["model_type"]),
+            lambda _config, _sizes: (),
+            prefix=prefix,
+            stem=stem,
+            encoder=found.skeleton.encoder,
+        ),
         sizes=sizes,
         kinds=tuple(
             _kind(found, kind, first, names, _without_scales(names.layers[first], config), layers[first], packed[kind])
@@ -456,8 +503,15 @@ def _without_grafts(
     return native, grafts, bank
 
 
-def _parted(stem: str) -> tuple[str, str]:
-    """A stem as what it shares with the decoder's other tensors, and the name of its list: `model.`, `layers.`."""
+def _parted(stem: str, skeleton: Skeleton) -> tuple[str, str]:
+    """A stem as what it shares with the decoder's other tensors, and the name of its list: `model.`, `layers.`.
+
+    Of an encoder the list may stand lower in the base model: `bert.`, `encoder.layer.`.
+    """
+    if skeleton.encoder:
+        base = f"{skeleton.model.base_model_prefix}."
+        prefix = base if stem.startswith(base) else ""
+        return prefix, stem.removeprefix(prefix)
     above, dot, own = stem.removesuffix(".").rpartition(".")
     return above + dot, f"{own}."
 

@@ -7,6 +7,7 @@ their own, and expanded twins are copies. Prefill, cached generation and one ste
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,9 @@ def prove_grafts(trunk: Mapping[str, Any], grafted: Mapping[str, Any], *, heads:
 
     before = twin_of(trunk, heads=heads)
     after = replace(before, model=_with_grafts(before, grafted, heads))
+    if before.encoder:
+        _prove_encoder(before, after)
+        return
     tokens = some_tokens(before)
     with one_thread():
         _check_equal(before, after, tokens, "")
@@ -39,6 +43,60 @@ def prove_grafts(trunk: Mapping[str, Any], grafted: Mapping[str, Any], *, heads:
         for twin in (before, after):
             _lower(twin.model)
         _check_equal(before, after, tokens, " in bfloat16")
+
+
+def _prove_encoder(before: Skeleton, after: Skeleton) -> None:
+    """The same of an encoder: whole sequences, one of them padded."""
+    import torch
+
+    tokens = torch.cat([some_tokens(before), some_tokens(before, seed=2)])
+    mask = torch.ones_like(tokens)
+    mask[1, -4:] = 0
+    tokens[1, -4:] = before.text.pad_token_id or 0
+    with one_thread():
+        for kind in ("", " in bfloat16"):
+            if kind:
+                for twin in (before, after):
+                    _lower(twin.model)
+                    twin.model.to(torch.bfloat16)
+            with torch.no_grad():
+                one = _encoded(before, tokens, mask, "without")
+                other = _encoded(after, tokens, mask, "with")
+            if not torch.equal(one, other):
+                raise BadInput(f"on a twin of this model the output{kind} is not the base's once it has its controls")
+            if not kind:
+                _check_moves(after, tokens, mask)
+
+
+def _encoded(twin: Skeleton, tokens: Any, mask: Any, how: str, **more: Any) -> Any:
+    """An encoder's first output where there is no padding, or as it is where it is no output of tokens."""
+    try:
+        output = twin.model(input_ids=tokens, attention_mask=mask, return_dict=True, **more)[0]
+    except LOAD_FAILURES as error:
+        raise BadInput(f"a twin of this model cannot be run {how} controls ({first_line(error)})") from error
+    return output[mask.bool()] if output.shape[:2] == mask.shape else output
+
+
+def _check_moves(twin: Skeleton, tokens: Any, mask: Any) -> None:
+    """Raise BadInput where training would leave all controls as they are."""
+    import torch
+
+    model = twin.model.train()
+    names = model.freeze_base()
+    # A flow of one's own: without it the model says that its losses have no part.
+    flow = sys.modules[type(model).__module__].Flow()  # type: ignore[attr-defined]
+    output = _encoded(twin, tokens, mask, "with", surgery_flow=flow)
+    draws = torch.Generator().manual_seed(0)
+    (output * torch.randn(output.shape, generator=draws)).sum().backward()
+    held = dict(model.named_parameters())
+    still = [name for name in names if name.endswith("lora_B") and not _has_gradient(held[name])]
+    if still:
+        raise BadInput(f"on a twin of this model {still[0]} gets no gradient, so it would never learn")
+    model.eval()
+
+
+def _has_gradient(value: Any) -> bool:
+    return value.grad is not None and bool(value.grad.any())
 
 
 def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> None:

@@ -15,15 +15,29 @@ from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
+from surgeon.runtime.composition import ENCODER_AUTOS
 
 if TYPE_CHECKING:
     from torch import nn
 
 CAUSAL = "AutoModelForCausalLM"
 IMAGE_TEXT = "AutoModelForImageTextToText"
+BASE = "AutoModel"
+# Where transformers says which classes each auto class finds.
+_NAMES = {
+    BASE: "MODEL_MAPPING_NAMES",
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    IMAGE_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+}
 
 # Towers beside the text decoder, which surgery leaves alone; a decoder's own encoder is one too.
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|encoder|qformer|perceiver|mtp)")
+# Beside an encoder's layers.
+_BESIDE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|decoder|initial|final)")
 # Counts of modules: a config that asks for a billion of them would be built one by one.
 _COUNT = re.compile(r"(^|_)(num|n|max)_.*(layers?|blocks?|experts?)$|^(depth|n_layer|layers)$")
 _MOST_EXPERTS = 4096
@@ -34,7 +48,8 @@ _MOST_BUILT = 1000
 class Skeleton:
     """A built model: `text` is its text decoder's config object, which stands at `path` in config.json.
 
-    `stack` is the name of the list of decoder layers in `model`, `count_key` the field that says how many there are.
+    `stack` is the name of the list of layers in `model`, `count_key` the field that says how many there are. An
+    `encoder` reads a text in both directions.
     """
 
     model: Any
@@ -42,16 +57,43 @@ class Skeleton:
     path: tuple[str, ...]
     stack: str
     count_key: str | None
+    encoder: bool = False
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers."""
+        """The decoder's, or encoder's, layers."""
         return list(self.model.get_submodule(self.stack))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers has a text decoder of this config's model type."""
-    return auto_of(config) is not None
+    """Whether the installed transformers has a text decoder, or encoder, of this config's model type."""
+    return encoder_auto(config) is not None or auto_of(config) is not None
+
+
+def classes_of(model_type: object, auto: str) -> tuple[str, ...]:
+    """The names of the classes that an auto class finds for a model type; none where it finds none."""
+    from transformers.models.auto import modeling_auto
+
+    found = getattr(modeling_auto, _NAMES[auto]).get(model_type, ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def encoder_auto(config: Mapping[str, Any]) -> str | None:
+    """The auto class that finds an encoder as its config names it; None for what is no encoder of text.
+
+    An encoder's type has a masked-language head, or heads for sequences and tokens and none that generates. Where the
+    config names a head that none of these auto classes knows, it is taken without its head.
+    """
+    model_type, named = config.get("model_type"), [str(name) for name in config.get("architectures") or ()]
+    generating = [*classes_of(model_type, CAUSAL), *classes_of(model_type, IMAGE_TEXT)]
+    heads = {auto: classes_of(model_type, auto) for auto in ENCODER_AUTOS}
+    masked, others = heads.pop(ENCODER_AUTOS[0]), any(heads.values())
+    if not classes_of(model_type, BASE) or not (masked or (others and not generating)):
+        return None
+    if set(named) & set(generating) or (config.get("is_decoder") is True and generating):
+        return None
+    stated = {auto for auto in ENCODER_AUTOS if set(named) & set(classes_of(model_type, auto))}
+    return next((auto for auto in ENCODER_AUTOS if auto in stated), BASE)
 
 
 def auto_of(config: Mapping[str, Any]) -> str | None:
@@ -96,7 +138,8 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     from transformers import CONFIG_MAPPING
     from transformers.initialization import no_init_weights
 
-    auto = auto_of(config)
+    encoder = encoder_auto(config)
+    auto = encoder or auto_of(config)
     shown = printable(str(config.get("model_type")))
     if auto is None:
         raise BadInput(
@@ -105,6 +148,10 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
         )
     _check_counts(config)
     kind = CONFIG_MAPPING[str(config["model_type"])]
+    if encoder is not None and (config.get("is_encoder_decoder") or kind().is_encoder_decoder):
+        raise BadInput(
+            f"config.json: {shown} has an encoder and a decoder that reads it; surgery knows models of one stack alone"
+        )
     # In full precision: what is quantised changes where numbers are stored, not what is computed.
     config = {key: value for key, value in config.items() if key != QUANTISATION}
     try:
@@ -117,8 +164,13 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
             f"config.json: transformers cannot build this {shown} ({first_line(error)}); {OWN_CONFIG}"
         ) from error
     text, path = _text_part(model.config)
-    stack = _stack(model, text, shown)
-    return Skeleton(model.eval(), text, path, stack, _count_key(text))
+    if encoder is not None and path:
+        raise BadInput(
+            f"config.json: the text encoder is a part of this {shown} ({'.'.join(path)}), whose other parts no control"
+            " can stand beside; operate on an encoder of text alone"
+        )
+    stack = _stack(model, text, shown, encoder=encoder is not None)
+    return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder is not None)
 
 
 def _fitting(model: Any, settings: Any) -> Any:
@@ -168,17 +220,28 @@ def _count_key(text: Any) -> str | None:
     return key if key in text.to_dict() else None
 
 
-def _stack(model: Any, text: Any, shown: str) -> str:
+def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
     from torch import nn
 
     count = getattr(text, "num_hidden_layers", None)
-    found: list[tuple[int, str]] = [
-        (sum(value.numel() for value in module.parameters()), name)
+    others = _BESIDE if encoder else _TOWER
+    lists = [
+        (len(module), sum(value.numel() for value in module.parameters()), name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and not _TOWER.search(name)
+        if isinstance(module, nn.ModuleList) and not others.search(name)
     ]
-    if not found:
+    found = [(size, name) for length, size, name in lists if length == count]
+    beside = [name for _, name in found if encoder and name.rpartition(".")[0] == found[0][1].rpartition(".")[0]]
+    if len(beside) > 1:
         raise BadInput(
-            f"config.json: no stack of {count} decoder layers is found in this {shown}; is it a text decoder?"
+            f"config.json: this {shown} keeps the parts of its layers in lists of their own ({', '.join(beside)}), so"
+            " nothing holds a layer that a control could stand in"
+        )
+    if not found:
+        kind = "encoder" if encoder else "decoder"
+        fewer = [(length, name) for length, _, name in lists if encoder and type(count) is int and length < count]
+        seen = f" (`{fewer[0][1]}` has {fewer[0][0]}: layers that share weights cannot differ)" if fewer else ""
+        raise BadInput(
+            f"config.json: no stack of {count} {kind} layers is found in this {shown}{seen}; is it a text {kind}?"
         )
     return max(found)[1]

@@ -93,7 +93,15 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
         else:
             made[key] = copy.deepcopy(value)
     _fit_state_space(made, width)
+    _fit_boxes(made, width)
     return made
+
+
+def _fit_boxes(made: dict[str, Any], width: int) -> None:
+    """Embeddings of the corners and sizes of a word's box make up the width together (LayoutLMv3)."""
+    if type(made.get("coordinate_size")) is int and type(made.get("shape_size")) is int:
+        made["shape_size"] = width // 8
+        made["coordinate_size"] = (width - 2 * made["shape_size"]) // 4
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int:

@@ -12,18 +12,24 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
+from surgeon.families.skeleton import BASE, encoder_auto
 from surgeon.models.load import load_model, running
+from surgeon.runtime.composition import ENCODER_AUTOS, Composition
+from surgeon.runtime.known import native_of
 from surgeon.runtime.natives import ENCODER_HEADS
 
 WHOLE = "whole sequences"
+# What heads return, or the model without one.
+_OUTPUTS = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
 
 
 @dataclass(frozen=True)
 class OutputComparison:
     """The result of comparing the outputs of `base` and `out` over the same tokens.
 
-    `output` is `logits`, or `last_hidden_state` where the checkpoint has no head. `tokens`: positions that are not
-    padding. `identical`: torch.equal on every value; padding counts only where the output is one vector a sequence.
+    `output` is `logits` (of a head for answers `start_logits`), or `last_hidden_state` where there is no head.
+    `tokens`: positions that are not padding. `identical`: torch.equal on every value; padding counts only where the
+    output is one vector a sequence.
     """
 
     mode: str
@@ -41,6 +47,12 @@ class OutputComparison:
 
 def auto_class(config: Mapping[str, Any]) -> str:
     """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
+    native = native_of(config)
+    if isinstance(native, Composition):
+        named = str(next(iter(config.get("architectures") or ()), ""))
+        return next((auto for auto in ENCODER_AUTOS if native.class_of(auto) == named), BASE)
+    if native is None and (auto := encoder_auto(config)) is not None:
+        return auto
     named = str(next(iter(config.get("architectures") or ()), "Model"))
     return next((auto for head, auto in ENCODER_HEADS.items() if named.endswith(head)), "AutoModel")
 
@@ -62,7 +74,7 @@ def compare_encoders(
     """
     base_model = load_encoder(base, dtype=dtype, device=device, auto=auto)
     config = base_model.config
-    check_window(config, ids.shape[1])
+    check_window(base_model, ids.shape[1])
     out_model = load_encoder(
         out,
         dtype=base_model.dtype,
@@ -81,7 +93,7 @@ def compare_encoders(
         for model in (base_model, out_model):
             with torch.inference_mode(), running(model):
                 outputs.append(model(input_ids=ids_BT, attention_mask=mask_BT))
-        name = "logits" if "logits" in outputs[0] else "last_hidden_state"
+        name = next(key for key in _OUTPUTS if key in outputs[0])
         first, second = (_compared(output[name], mask_BT) for output in outputs)
         if first.isnan().any():
             raise BadInput(
@@ -111,11 +123,15 @@ def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
     return model.to(model.dtype)
 
 
-def check_window(config: Any, window: int) -> None:
+def check_window(model: Any, window: int) -> None:
     """Raise BadInput where a window of tokens is longer than the encoder's positions."""
-    # RoBERTa counts positions from after the padding index.
-    taken = (config.pad_token_id or 0) + 1 if config.model_type.endswith("roberta") else 0
-    room = config.max_position_embeddings - taken
+    # RoBERTa and its like count positions from after the padding index.
+    counted = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = next((index for module in counted if (index := getattr(module, "padding_idx", None)) is not None), -1)
+    room = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(room, int):
+        return
+    room -= padding + 1
     if window > room:
         raise BadInput(
             f"config.json: the base has {room} positions, a window has {window} tokens; use a smaller window"

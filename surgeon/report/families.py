@@ -34,7 +34,9 @@ from surgeon.operations.operation import Operation
 from surgeon.operations.selectors import show
 from surgeon.plan.plan import carry_out
 
-_DERIVED = "any other text decoder of the installed transformers ({version}) is derived: `surgeon families BASE`"
+_DERIVED = (
+    "any other text decoder or encoder of the installed transformers ({version}) is derived: `surgeon families BASE`"
+)
 _NO_NEW_LAYERS = "layers are added to decoders alone"
 
 

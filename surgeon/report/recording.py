@@ -29,7 +29,7 @@ def observer_of(
     if anatomy.family.encoder:
         auto = auto_class(folder.config)
         model = load_encoder(folder, device=device, auto=auto)
-        check_window(model.config, window)
+        check_window(model, window)
     else:
         model = load_model(folder, device=device, say=say)
     observer = Observer(model, encoder=anatomy.family.encoder)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .composition import Composition, short_name, upcycled
+from .composition import TORCH_CLASSES, Composition, short_name, upcycled
 from .known import GRAFTS, native_of
 from .natives import PREFIX, Native
 from .rules import GraftRules
@@ -84,6 +84,52 @@ class {upcycled}(DerivedLayer, FirstOutput, {native}):
     activation_field = "{activation}"
     sites: ClassVar[Any] = GRAFT_SITES
     branch_of = {upcycled}Branch
+"""
+
+_SPAN_LAYER = """
+
+class {upcycled}(DerivedEncoderLayer, FirstOutput, {native}):
+    \"""A layer.\"""
+
+    spans: ClassVar[Any] = GRAFT_SITES
+"""
+
+# The class at a block's end, at its beginning, or at both: what it is called after the native one, and is composed of.
+_SPAN_PARTS = {
+    "Start": ("SpanStart", "able to keep what the block reads"),
+    "End": ("SpanEnd", "able to carry grafts"),
+    "Block": ("SpanEnd, SpanStart", "able to carry grafts"),
+}
+
+_SPAN = """
+
+class {upcycled}({mixed_in}, {native}):
+    \"""The native module, {able}.\"""
+"""
+
+_PLACES = (
+    "Blocks that can carry grafts: their name in a layer, their class, what grafts call them, their class with grafts."
+)
+_SPAN_PLACES = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
+
+_OUTPUT = """
+
+@dataclass
+class {upcycled}({native}):
+    \"""The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+"""
+
+_HEAD = """
+
+class {upcycled}(DerivedHead, {native}):
+    \"""{what}.\"""
+
+    config_class = {config}
+    stack = "{stack}"
+    decoder_class = {text}
+    output_class = {output}
+    by_token = {by_token}
+    forward = head_forward({native}.forward)
 """
 
 _OUTER = """
@@ -160,7 +206,10 @@ def uses_of(raw: Mapping[str, Any], native: Native | Composition) -> tuple[Use, 
 
 def roots_of(native: Native | Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
-    mixed_in = "derived" if isinstance(native, Composition) else "encoders" if native.encoder else "models"
+    if isinstance(native, Composition):
+        mixed_in = "derived_encoders" if native.encoder else "derived"
+    else:
+        mixed_in = "encoders" if native.encoder else "models"
     roots = {f"{_PACKAGE}.{mixed_in}", f"{_PACKAGE}.graft"}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
@@ -222,17 +271,20 @@ def classes_of(native: Native, uses: tuple[Use, ...]) -> str:
 
 def derived_classes(native: Composition, uses: tuple[Use, ...]) -> str:
     """The source of a derived model type's classes with these grafts, its imports before it."""
-    site_classes = list(dict.fromkeys(site.native for site in native.sites))
     several = native.text_config != native.config
     config, text_config = upcycled(native.config), upcycled(native.text_config)
     model, text = upcycled(native.model), upcycled(native.text)
-    outer = list(dict.fromkeys((native.text, native.model, native.head)))
-    told = [native.config, native.text_config, *outer, native.output, *native.layers, *site_classes]
+    own_heads = (native.head, *(head.native for head in native.heads))
+    outer = list(dict.fromkeys((native.text, native.model, *own_heads)))
+    spans = [told for span in native.spans for told in (span.reader, span.writer)]
     imports: dict[str, set[str]] = {}
-    for each in told:
+    for each in (*native.classes, *spans):
         module, _, name = each.rpartition(".")
-        imports.setdefault(f"transformers.{module}", set()).add(name)
+        imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
+    sites, places = _spans(native) if native.encoder else _sites(native)
+    layer = _SPAN_LAYER if native.encoder else _LAYER
+    found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
     template = (files(__package__) / "derived.template").read_text(encoding="utf-8")
     return template.format(
         imports="\n".join(_from_line(name, sorted(held, key=_import_order)) for name, held in sorted(imports.items())),
@@ -245,23 +297,18 @@ def derived_classes(native: Composition, uses: tuple[Use, ...]) -> str:
         if several
         else "",
         model_type=PREFIX + native.model_type,
+        encoder=native.encoder,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
-        sites="".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in site_classes),
+        sites=sites,
+        places_are=_SPAN_PLACES if native.encoder else _PLACES,
+        places="".join(f"\n    {place}," for place in places) + ("\n" if places else ""),
         layers="".join(
-            _LAYER.format(
-                upcycled=upcycled(each),
-                native=short_name(each),
-                activation=native.activation,
-            )
+            layer.format(upcycled=upcycled(each), native=short_name(each), activation=native.activation)
             for each in native.layers
         ),
-        places="".join(
-            f'\n    ("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)}),'
-            for site in native.sites
-        )
-        + ("\n" if native.sites else ""),
         Text=text,
         NativeText=short_name(native.text),
+        text_is="The model without a head" if native.encoder else "The text decoder",
         stack=native.stack,
         layer_classes=f"{layer_classes}\n    ",
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
@@ -269,12 +316,60 @@ def derived_classes(native: Composition, uses: tuple[Use, ...]) -> str:
         if native.model not in (native.text, native.head)
         else "",
         Model=model,
-        NativeOutput=short_name(native.output),
-        losses=_losses({name: what for use in uses for name, what in use.rules.losses.items()}),
-        Head=upcycled(native.head),
-        NativeHead=short_name(native.head),
-        registered="\n".join(f'{upcycled(native.head)}.register_for_auto_class("{auto}")' for auto in native.autos),
+        heads=_heads(native, uses),
+        registered="\n".join(f'{upcycled(told)}.register_for_auto_class("{auto}")' for auto, told in found_by.items()),
         conversions="\n".join(f"carry_conversions({upcycled(each)}, {short_name(each)})" for each in outer),
+    )
+
+
+def _sites(native: Composition) -> tuple[str, list[str]]:
+    """The classes of a decoder's blocks with grafts, and where they stand."""
+    kinds = dict.fromkeys(site.native for site in native.sites)
+    return "".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in kinds), [
+        f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in native.sites
+    ]
+
+
+def _spans(native: Composition) -> tuple[str, list[str]]:
+    """The same of an encoder's."""
+    found: dict[tuple[str, str], None] = {}
+    places: list[str] = []
+    for span in native.spans:
+        parts = ("Block", "Block") if span.reads == span.writes else ("Start", "End")
+        ends = tuple(zip((span.reader, span.writer), parts, strict=True))
+        found |= dict.fromkeys(ends)
+        (reader, start), (writer, end) = ends
+        first = f'"{span.reads}", {short_name(reader)}, {upcycled(reader)}{start}'
+        last = f'"{span.writes}", {short_name(writer)}, {upcycled(writer)}{end}'
+        places.append(f'({first}, {last}, "{span.role}")')
+    classes = ""
+    for told, part in found:
+        mixed_in, able = _SPAN_PARTS[part]
+        classes += _SPAN.format(upcycled=upcycled(told) + part, mixed_in=mixed_in, native=short_name(told), able=able)
+    return classes, places
+
+
+def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
+    """The classes of heads, and of what they return."""
+    outputs = {native.output: "UpcycledOutput"}
+    outputs |= {head.output: upcycled(head.output) for head in native.heads if head.output != native.output}
+    losses = _losses({name: what for use in uses for name, what in use.rules.losses.items()})
+    made = "".join(
+        _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
+    )
+    all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
+    return made + "".join(
+        _HEAD.format(
+            upcycled=upcycled(told),
+            native=short_name(told),
+            what="The model with its head" if told == native.head else "The model with another head",
+            config=upcycled(native.config),
+            stack=native.stack,
+            text=upcycled(native.text),
+            output=outputs[output],
+            by_token=told == native.head and not native.encoder,
+        )
+        for told, output in all_heads
     )
 
 

@@ -5,6 +5,10 @@
                 "sites": [{"block": "mlp", "native": "….Qwen3MoeSparseMoeBlock", "role": "mlp"}, …],
                 "trunk": {"num_hidden_layers": [4], …}}
 
+`heads` are further heads, each with the auto class that finds it and what it returns. An encoder has `spans` in place
+of `sites`: of each of a layer's blocks the module that reads what the block reads, and the one whose output is added to
+the stream. Both keys are left out where there are none.
+
 `trunk` are the fields of config.json, by their path, that read otherwise without branches: a list of the one value, or
 an empty list where the field is not there.
 """
@@ -12,8 +16,8 @@ an empty list where the field is not there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .natives import MODULE
@@ -23,11 +27,21 @@ ATTENTION, FFN = "self_attn", "mlp"
 _CLASS = re.compile(
     r"(models\.[a-z][a-z0-9_]*\.(modeling|configuration)_[a-z0-9_]+|modeling_outputs)\.[A-Za-z][A-Za-z0-9_]*"
 )
+# Of torch's own modules those at which a block of an encoder may begin or end.
+TORCH_CLASSES = ("torch.nn.Dropout", "torch.nn.Linear")
 # Fields that are lists of names.
 _LISTS = ("autos", "path", "layers")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_PATH = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 AUTOS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+# Heads that return no words.
+OTHER_AUTOS = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+)
+ENCODER_AUTOS = ("AutoModelForMaskedLM", *OTHER_AUTOS)
 
 
 @dataclass(frozen=True)
@@ -40,13 +54,36 @@ class SiteClass:
 
 
 @dataclass(frozen=True)
+class SpanClass:
+    """A block of an encoder's layer: the module that reads first, the one that writes last, by path and class.
+
+    They may be one and the same. `role` is the name by which grafts know the block.
+    """
+
+    reads: str
+    reader: str
+    writes: str
+    writer: str
+    role: str
+
+
+@dataclass(frozen=True)
+class HeadClass:
+    """A further head: the auto class that finds it, its class, and the class of what it returns."""
+
+    auto: str
+    native: str
+    output: str
+
+
+@dataclass(frozen=True)
 class Composition:
     """Classes of transformers, each as its module below `transformers` and its name.
 
     `autos` are the auto classes that find `head`, its own first; `model` is what AutoModel finds; `text` the text
     decoder, whose list of layers is called `stack`, and whose config is `text_config`, at `path` in config.json.
     `output` is what `head` returns, `activation` the text config's field that names the activation, empty where it has
-    none.
+    none. Of an encoder `text` and `model` are the base model, `stack` is a path in it.
     """
 
     model_type: str
@@ -62,28 +99,52 @@ class Composition:
     activation: str
     layers: tuple[str, ...]
     sites: tuple[SiteClass, ...]
+    heads: tuple[HeadClass, ...] = ()
+    spans: tuple[SpanClass, ...] = ()
 
     # What any `Native` says of itself.
-    encoder = False
     prefix = "Upcycled"
 
     def __post_init__(self) -> None:
-        classes = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
-        for told in (*classes, *(site.native for site in self.sites)):
+        classes = self.classes
+        ends = [told for span in self.spans for told in (span.reader, span.writer) if told not in TORCH_CLASSES]
+        for told in (*classes, *ends):
             if _CLASS.fullmatch(told) is None:
                 raise ValueError(f"config.anatomy: `{told}` names no class of transformers' models")
         if _MODEL_TYPE.fullmatch(self.model_type) is None:
             raise ValueError(f"config.model_type: `{self.model_type}` is no name of a model type")
         blocks = (site.block for site in self.sites)
-        for name in (self.stack, *self.path, *blocks, *((self.activation,) if self.activation else ())):
+        for name in (*self.path, *blocks, *((self.activation,) if self.activation else ())):
             if _NAME.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no name of a module or field")
-        if not self.autos or set(self.autos) - set(AUTOS) or {site.role for site in self.sites} - {ATTENTION, FFN}:
+        for name in (self.stack, *(path for span in self.spans for path in (span.reads, span.writes))):
+            if _PATH.fullmatch(name) is None or ("." in name and not self.encoder):
+                raise ValueError(f"config.anatomy: `{name}` is no path of a module")
+        roles = {site.role for site in self.sites} | {span.role for span in self.spans}
+        known = ENCODER_AUTOS if self.encoder else AUTOS
+        if not self.autos or set(self.autos) - set(known) or roles - {ATTENTION, FFN}:
             raise ValueError("config.anatomy: `autos` or a site's `role` is none that is known")
+        others = [head.auto for head in self.heads]
+        if set(others) - set(OTHER_AUTOS) or len({*others, *self.autos}) < len(others) + len(self.autos):
+            raise ValueError("config.anatomy: `heads` names an auto class that is not known, or one twice")
+        if self.spans and (self.sites or self.path):
+            raise ValueError("config.anatomy: `spans` are an encoder's, `sites` and `path` a decoder's")
         short: dict[str, str] = {}
-        for told in (*classes, *(site.native for site in self.sites)):
+        for told in (*classes, *ends):
             if short.setdefault(short_name(told), told) != told:
                 raise ValueError(f"config.anatomy: two classes are called `{short_name(told)}`")
+
+    @property
+    def encoder(self) -> bool:
+        """Whether it reads a sequence in both directions and has no cache."""
+        return bool(self.spans)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Every class of transformers, but those at which an encoder's blocks begin and end."""
+        own = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
+        further = (told for head in self.heads for told in (head.native, head.output))
+        return (*own, *(site.native for site in self.sites), *further)
 
     @property
     def title(self) -> str:
@@ -102,20 +163,31 @@ class Composition:
 
     def class_of(self, auto: str) -> str | None:
         """The upcycled class that an auto class finds; None where it finds none."""
-        told = self.head if auto in self.autos else self.model if auto == "AutoModel" else None
+        told = self._found.get(auto)
         return None if told is None else upcycled(told)
+
+    @property
+    def _found(self) -> dict[str, str]:
+        """The native class that each auto class finds."""
+        further = {head.auto: head.native for head in self.heads}
+        return {"AutoModel": self.model, **dict.fromkeys(self.autos, self.head), **further}
 
     @property
     def auto_map(self) -> dict[str, str]:
         """The output config's `auto_map`."""
-        classes = {"AutoConfig": self.config, "AutoModel": self.model, **dict.fromkeys(self.autos, self.head)}
+        classes = {"AutoConfig": self.config, **self._found}
         return {auto: f"{MODULE}.{upcycled(told)}" for auto, told in classes.items()}
 
     def to_json(self) -> dict[str, Any]:
         """As `anatomy` says it; the model type is told by the config itself."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model_type"}
-        sites = [{each.name: getattr(site, each.name) for each in fields(site)} for site in self.sites]
-        return told | {key: [*told[key]] for key in _LISTS} | {"sites": sites}
+        listed = {key: [asdict(each) for each in told.pop(key)] for key in _ENTRIES}
+        kept = {key: value for key, value in listed.items() if value or key == "sites"}
+        return told | {key: [*told[key]] for key in _LISTS} | kept
+
+
+# Keys of `anatomy` that are lists of entries.
+_ENTRIES = {"sites": SiteClass, "heads": HeadClass, "spans": SpanClass}
 
 
 def read_composition(model_type: str, told: Any) -> Composition:
@@ -123,16 +195,12 @@ def read_composition(model_type: str, told: Any) -> Composition:
     if not isinstance(told, Mapping):
         raise ValueError("config.anatomy is not there")
     known = {each.name for each in fields(Composition)} - {"model_type"}
+    told = {"heads": [], "spans": []} | dict(told)
     if lacking := sorted((known ^ set(told)) - {"trunk"}):
         raise ValueError(f"config.anatomy: `{lacking[0]}` is missing or unknown")
-    sites = told["sites"]
-    if not isinstance(sites, list) or not all(
-        isinstance(site, Mapping) and set(site) == {"block", "native", "role"} and _texts(list(site.values()))
-        for site in sites
-    ):
-        raise ValueError("config.anatomy: `sites` must be a list of blocks, each with `block`, `native` and `role`")
+    entries: dict[str, Any] = {key: tuple(_entries(key, kind, told[key])) for key, kind in _ENTRIES.items()}
     listed = {key: told[key] for key in _LISTS}
-    texts = {key: told[key] for key in known - {"sites", *_LISTS}}
+    texts = {key: told[key] for key in known - {*_ENTRIES, *_LISTS}}
     if not all(isinstance(value, list) and _texts(value) for value in listed.values()) or not _texts([*texts.values()]):
         raise ValueError("config.anatomy: names of classes must be texts")
     return Composition(
@@ -140,9 +208,18 @@ def read_composition(model_type: str, told: Any) -> Composition:
         autos=tuple(listed["autos"]),
         path=tuple(listed["path"]),
         layers=tuple(listed["layers"]),
-        sites=tuple(SiteClass(**site) for site in sites),
+        **entries,
         **texts,
     )
+
+
+def _entries(key: str, kind: Any, told: Any) -> Iterator[Any]:
+    """Entries of a list of the `anatomy` as what they are. Raises ValueError."""
+    names = [each.name for each in fields(kind)]
+    for entry in told if isinstance(told, list) else (None,):
+        if not isinstance(entry, Mapping) or set(entry) != set(names) or not _texts(list(entry.values())):
+            raise ValueError(f"config.anatomy: `{key}` must be a list of entries, each with {', '.join(names)}")
+        yield kind(**entry)
 
 
 def _texts(values: Sequence[Any]) -> bool:

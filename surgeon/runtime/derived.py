@@ -1,4 +1,4 @@
-"""Decoders of any model type with grafts: the native model is built whole, then its layers become upcycled ones.
+"""Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
 
 transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk, and
 the blocks beside which something stands, change their class to a named one composed of theirs. An expanded twin is a
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from .rules import Surgery, read_surgery
 
 # Attributes by which modules know their layer's number.
 LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
+# Arguments of heads that ask for a loss.
+_LABELS = ("labels", "start_positions")
 # Names of grafts' own tensors; `*` is any text.
 GRAFT_TENSORS = ("*mlp.adapter.*", "*interpolator.*", "*expert_router.*", "*control_bank.*", "*.lora_*")
 
@@ -112,6 +114,17 @@ class DerivedGrafted(GraftedLayer):
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in; `index` is the layer's, of trunk or tail."""
+        self.open_blocks(index, surgery)
+        asked = {role for graft in surgery.rules for role in graft.blocks(surgery, index)}
+        if lacking := sorted(role for role in asked if not self.carries(role)):
+            raise ValueError(f"config.surgery: layer {index} has no `{lacking[0]}` beside which a graft could stand")
+        self.grafts: tuple[Graft, ...] = tuple(
+            graft for graft in surgery.rules if graft.attach(self, config, index, surgery)
+        )
+        self._weigh(surgery, index)
+
+    def open_blocks(self, index: int, surgery: Surgery) -> None:
+        """Make the blocks beside which grafts stand able to carry them."""
         for name, native, role, kind in self.sites:
             beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
             found = self._modules.get(name)
@@ -123,15 +136,9 @@ class DerivedGrafted(GraftedLayer):
             setattr(self, role, seat)
             vars(seat)["activation_field"] = self.activation_field
             block.carry(seat, beside)
-        asked = {role for graft in surgery.rules for role in graft.blocks(surgery, index)}
-        if lacking := sorted(role for role in asked if not self._carries(role)):
-            raise ValueError(f"config.surgery: layer {index} has no `{lacking[0]}` beside which a graft could stand")
-        self.grafts: tuple[Graft, ...] = tuple(
-            graft for graft in surgery.rules if graft.attach(self, config, index, surgery)
-        )
-        self._weigh(surgery, index)
 
-    def _carries(self, role: str) -> bool:
+    def carries(self, role: str) -> bool:
+        """Whether a block can carry grafts, by its usual name."""
         return any(kept == role and isinstance(self._modules.get(name), kind) for name, _, kept, kind in self.sites)
 
 
@@ -193,7 +200,7 @@ def _at_tail(twin: Any, home: int, surgery: Surgery, config: Any, branch: int) -
 
 
 class DerivedPreTrained(UpcycledPreTrained):
-    """What upcycled models of any type share; `stack` is what the decoder calls its list of layers."""
+    """What upcycled models of any type share; `stack` is the path of the list of layers in the model that holds it."""
 
     stack: ClassVar[str]
 
@@ -230,8 +237,10 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
     def graft(self) -> None:
         """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
         surgery = self.surgery = read_surgery(self.config)
-        layers: Any = getattr(self, self.stack)[: surgery.trunk_layers]
-        setattr(self, self.stack, layers)
+        above, _, name = self.stack.rpartition(".")
+        parent = self.get_submodule(above)
+        layers: Any = getattr(parent, name)[: surgery.trunk_layers]
+        setattr(parent, name, layers)
         twins = {home: copied(layers[home]) for home in surgery.homes.values()}
         for index, layer in enumerate(layers):
             layer.__class__ = self.layer_classes[type(layer)]
@@ -247,7 +256,7 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         super()._init_weights(module)
         if module is self:
             # What a model sets in its layers by walking through them, it does not set in their twins.
-            for layer in getattr(self, self.stack):
+            for layer in cast(nn.ModuleList, self.get_submodule(self.stack)):
                 copy_unsaved(layer, layer._modules.get("expanded"))
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
@@ -300,11 +309,14 @@ class DerivedOuter(DerivedPreTrained):
 
     def __init__(self, config: Any) -> None:
         upcycled, native = self.decoder_class.config_class, self.decoder_class.__bases__[-1]
-        text = config.get_text_config(decoder=True)
+        text, whole = config.get_text_config(decoder=True), type(config)
         # Native code asks by a config's class which model to build.
-        if text is not config:
-            text.__class__ = upcycled.__bases__[-1]
-        super().__init__(config)
+        text.__class__ = upcycled.__bases__[-1]
+        config.__class__ = whole.__bases__[-1]
+        try:
+            super().__init__(config)
+        finally:
+            config.__class__ = whole
         decoder: Any
         (decoder,) = (module for module in self.modules() if type(module) is native)
         decoder.config.__class__ = upcycled
@@ -315,15 +327,20 @@ class DerivedOuter(DerivedPreTrained):
 
 
 class DerivedHead(DerivedOuter):
-    """A native head over the upcycled decoder; its loss in training holds the auxiliary losses."""
+    """A native head over the upcycled decoder; its loss in training holds the auxiliary losses.
+
+    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
+    """
 
     output_class: ClassVar[type[Any]]
+    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
+    by_token: ClassVar[bool]
 
     def run_grafted(
         self, run: Callable[..., Any], given: dict[str, Any], domain_ids: Tensor | None, flow: Flow | None
     ) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        labels = given.get("labels")
+        labels = next((given[name] for name in _LABELS if given.get(name) is not None), None)
         if not self.training or labels is None:
             with in_flow(flow):
                 return run(**given)
@@ -333,7 +350,9 @@ class DerivedHead(DerivedOuter):
         with in_flow(flow or Flow()):
             output = run(return_dict=True, **given)
         if flow is not None:
-            scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
+            scale: float | Tensor = 1.0
+            if self.by_token:
+                scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
             output = self.output_class(**close_flow(output, flow, scale))
         return output.to_tuple() if as_tuple else output
 

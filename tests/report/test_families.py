@@ -44,7 +44,10 @@ def test_all_families_are_listed() -> None:
     assert shown.exit_code == 0
     for name in (*FAMILIES, *ENCODERS):
         assert name in shown.output
-    assert f"any other text decoder of the installed transformers ({found.derived_by}) is derived" in shown.output
+    assert (
+        f"any other text decoder or encoder of the installed transformers ({found.derived_by}) is derived"
+        in shown.output
+    )
     assert json.loads(CliRunner().invoke(app, ["families", "--json"]).output) == found.to_json()
 
 
