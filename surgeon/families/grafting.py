@@ -84,7 +84,7 @@ def _check_moves(twin: Skeleton, tokens: Any, mask: Any) -> None:
     model = twin.model.train()
     names = model.freeze_base()
     # A flow of one's own: without it the model says that its losses have no part.
-    flow = sys.modules[type(model).__module__].Flow()  # type: ignore[attr-defined]
+    flow = sys.modules[type(model).__module__].Flow()
     output = _encoded(twin, tokens, mask, "with", surgery_flow=flow)
     draws = torch.Generator().manual_seed(0)
     (output * torch.randn(output.shape, generator=draws)).sum().backward()

@@ -244,4 +244,5 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
         raise BadInput(
             f"config.json: no stack of {count} {kind} layers is found in this {shown}{seen}; is it a text {kind}?"
         )
-    return max(found)[1]
+    longest: str = max(found)[1]
+    return longest

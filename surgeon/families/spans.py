@@ -54,7 +54,7 @@ def heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
     found: list[HeadClass] = []
     for auto in autos:
         for name in classes_of(model.config.model_type, auto)[:1]:
-            native = getattr(transformers, name, None)
+            native: Any = getattr(transformers, name, None)
             output = None if native is None else _returned(native)
             fits = getattr(native, "config_class", None) is type(model.config)
             if output is not None and fits and native.base_model_prefix == model.base_model_prefix:
@@ -252,7 +252,10 @@ def _blocks(seen: _Watched, width: int) -> list[_Span]:
     for event in seen.events:
         times[event.module] = times.get(event.module, 0) + 1
     # The stream, and norms of it, one of which may be the stream from there on; and what was that before.
-    streams, before, spans, began = [seen.stream], [], [], 0
+    streams = [seen.stream]
+    before: list[Tensor] = []
+    spans: list[_Span] = []
+    began = 0
     # Every tensor in the order in which it is first seen, the layer's own output last.
     shown = sorted(
         [(event.before, value) for event in seen.events for value in event.given]

@@ -91,7 +91,8 @@ class DerivedEncoderLayer(DerivedLayer):
             first: Any = held.get(reads)
             last: Any = held.get(writes)
             beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
-            if type(first) is not reader or type(last) is not writer or not beside:
+            fits = (type(first), type(last)) == (reader, writer)
+            if not fits or not beside:
                 continue
             first.__class__, last.__class__ = start, end
             if role not in self._modules:
