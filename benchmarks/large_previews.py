@@ -1,7 +1,9 @@
 """What a preview of the largest open models takes: their headers and configs, without a byte of weights.
 
 `python -m benchmarks.large_previews` writes shards that are header and hole (nothing on disk), in a temporary folder,
-and runs `surgeon preview` on each in a process of its own: wall seconds and peak resident memory, imports included.
+and runs `surgeon preview` on each in a process of its own, twice: with an empty cache, and with what the first run left
+there. Wall seconds, the process' own seconds (which other programs' work changes less) and peak resident memory,
+imports included. It writes results/large_previews.md.
 """
 
 from __future__ import annotations
@@ -82,23 +84,59 @@ def sparse_checkpoint(folder: Path, config: dict[str, Any]) -> int:
     return total
 
 
+_ABOUT = """# Previews of the largest open models
+
+`python -m benchmarks.large_previews`: {machine}.
+Headers and configs of these shapes, no weights; a copy after every fourth layer. Each preview is a process of its own,
+imports included: first with an empty cache, then with what the first one left in it
+([families](../../docs/families.md#what-is-kept)). A family that surgeon describes (Llama) needs neither a twin nor the
+cache. CPU seconds are the process' own (user and system), one thread.
+
+| model | parameters | tensors | first: seconds | CPU seconds | memory | again: seconds | CPU seconds | memory |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
 def main() -> None:
-    print("| model | parameters | tensors on disk | seconds | peak memory |\n|---|---|---|---|---|")
+    import torch
+    import transformers
+
+    lines = []
     with tempfile.TemporaryDirectory(prefix="surgeon-large-") as room:
         plan = Path(room) / "plan.yaml"
         plan.write_text(PLAN)
+        # Modules are compiled before anything is measured, as they are after any first use.
         for nth, (name, config) in enumerate(SHAPES.items()):
             folder = Path(room) / str(nth)
             parameters = sparse_checkpoint(folder, config)
             tensors = len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
-            began = time.perf_counter()
-            ran = subprocess.Popen([sys.executable, "-m", "surgeon", "preview", str(plan), str(folder)], stdout=-3)
-            _, code, used = os.wait4(ran.pid, 0)
-            seconds = time.perf_counter() - began
-            if code:
-                sys.exit(f"{name}: exit {code}")
-            memory = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            print(f"| {name} | {parameters:,} | {tensors:,} | {seconds:.1f} | {memory / 1e6:,.0f} MB |", flush=True)
+            cells = [name, f"{parameters:,}", f"{tensors:,}"]
+            measured(plan, folder, cache="off")
+            for _ in ("first", "again"):
+                cells += measured(plan, folder, cache=str(Path(room) / "cache"))
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    machine = f"{versions}, {os.cpu_count()} cores, load averages {load} at the end"
+    (Path(__file__).parent / "results" / "large_previews.md").write_text(
+        _ABOUT.format(machine=machine) + "\n".join(lines) + "\n"
+    )
+
+
+def measured(plan: Path, folder: Path, *, cache: str) -> list[str]:
+    """Wall seconds, CPU seconds and peak memory of a preview in a process of its own."""
+    settings = {**os.environ, "SURGEON_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    began = time.perf_counter()
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "surgeon", "preview", str(plan), str(folder)], stdout=-3, env=settings
+    )
+    _, code, used = os.wait4(ran.pid, 0)
+    seconds = time.perf_counter() - began
+    if code:
+        sys.exit(f"{folder.name}: exit {code}")
+    memory = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", f"{memory / 1e6:,.0f} MB"]
 
 
 if __name__ == "__main__":

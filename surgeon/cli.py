@@ -187,7 +187,7 @@ OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the 
 Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit) of the base")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="accept a base that has code of its own")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run and carry a base's own code (its auto_map)")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
 TextFile = Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")]
 NamedTexts = Annotated[

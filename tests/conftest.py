@@ -19,6 +19,8 @@ from tests.warm import start
 _CODE = tempfile.mkdtemp(prefix="surgeon-tests-code-")
 os.environ["HF_MODULES_CACHE"] = _CODE
 atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
+# Nothing that one test found out is known to another.
+os.environ["SURGEON_CACHE"] = "off"
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import PROMISE_STYLES, listed
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
-from surgeon.errors import printable
+from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
 from surgeon.manifest.manifest import Manifest, written_manifest
 from surgeon.plan.plan import LoadedPlan
@@ -87,7 +87,7 @@ def apply(
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
         preview_of(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters)
-    located = locate(base, revision=revision)
+    located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     shown = preview_of(loaded, folder, adapters, max_shard_bytes=max_shard_bytes)
     base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
@@ -135,6 +135,7 @@ def surgery_job(
         found = base_entry(base, base_id, layers=layers, digests=proof.digests_of(base), files=files)
         for adapter in adapters.values():
             adapter.check_unchanged()
+        _check_code(base, proof.files)
         manifest = compose(
             loaded,
             blueprint,
@@ -171,6 +172,13 @@ def surgery_job(
         else None,
         read_back=read_back,
     )
+
+
+def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
+    """Raise BadInput where the base's own code that was carried along is not that which was run."""
+    for name, content in base.own.files.items() if base.own is not None else ():
+        if files[name] != _digest_of(content):
+            raise BadInput(f"{printable(name)}: changed meanwhile; start again when nothing writes to it")
 
 
 def _digest_of(content: bytes) -> str:

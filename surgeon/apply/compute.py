@@ -514,7 +514,7 @@ def activations(
     read or gives too few tokens, and for a base without tokenizer.
     """
     windows = -(-support.samples // support.window)
-    vocabulary = dissect(base.config, base.tensors).sizes.vocabulary
+    vocabulary = dissect(base.config, base.tensors, base.own).sizes.vocabulary
     tokens = token_batches(base.path, text=text, window=support.window, windows=windows, vocabulary=vocabulary)
     if tokens.ids.numel() < support.samples:
         raise BadInput(

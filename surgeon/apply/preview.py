@@ -28,6 +28,7 @@ from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer,
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
+from surgeon.checkpoint.own_code import has_own_code
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
@@ -37,6 +38,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config, with_vocabulary, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import broken_pattern
+from surgeon.families.remembered import keep, recalled
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
@@ -142,7 +144,7 @@ def preview(
     """
     loaded = loaded_plan(plan)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
-    return preview_of(loaded, folder, adapters_of_plan(loaded))
+    return preview_of(loaded, folder, adapters_of_plan(loaded), recall=True)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
@@ -163,20 +165,28 @@ def preview_of(
     adapters: Mapping[str, AdapterFolder],
     *,
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
+    recall: bool = False,
 ) -> Preview:
-    """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput."""
+    """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput.
+
+    With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
+    """
     if folder.manifest is not None:
         # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = (recalled if recall else dissect)(folder.config, folder.tensors, folder.own)
     known = {name: adapter.facts for name, adapter in adapters.items()}
     vocabularies = vocabularies_of(loaded.plan.operations, loaded.source, folder, anatomy)
     blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts)
     prove_on_twin(blueprint, anatomy)
+    if recall:
+        keep(anatomy, folder.config, folder.tensors, folder.own)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
     notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
+    if folder.own is not None:
+        notes.append(f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}")
     broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers]) if blueprint.native else None
     notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
@@ -415,6 +425,10 @@ def _budget(preview: Preview) -> FittedTable:
     table.add_row("reads", size(preview.bytes_to_read))
     table.add_row("writes", f"{size(preview.bytes_to_write)}{holes}, {len(preview.shards)} shards")
     table.add_row("peak memory", f"about {size(preview.peak_memory)}")
-    native = "native: loads without custom code" if preview.blueprint.native else "loads with trust_remote_code=True"
+    native = "native: loads without custom code"
+    if has_own_code(preview.blueprint.config):
+        native = "the base's own class and code: loads with trust_remote_code=True"
+    elif not preview.blueprint.native:
+        native = "loads with trust_remote_code=True"
     table.add_row("output", native)
     return table

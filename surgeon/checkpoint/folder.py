@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -47,7 +48,8 @@ class CheckpointFolder:
     relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
     `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
     exactly what this version of surgeon ships for its config, or other code, which `scripts` names and the user
-    trusts (of this folder alone). `classes` says whose classes the model is built of.
+    trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the folder's own,
+    `own` is their code, whose files are side files too.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class CheckpointFolder:
     code: Code = "none"
     classes: Classes = "installed"
     scripts: tuple[str, ...] = ()
+    own: OwnCode | None = None
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -94,6 +97,9 @@ class CheckpointFolder:
         notes = list(weights.notes)
         notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
         side_files = _side_files(source, listing, notes)
+        own = own_code(config, source, brought.scripts) if brought.classes == "own" and has_own_code(config) else None
+        if own is not None:
+            side_files = tuple(sorted({*side_files, *own.files}))
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
         known.update(f"{folder}/" for folder, slash, _ in (name.partition("/") for name in side_files) if slash)
         if SINGLE_FILE not in weights.files:
@@ -114,6 +120,7 @@ class CheckpointFolder:
             code=brought.code,
             classes=brought.classes,
             scripts=brought.scripts,
+            own=own,
         )
 
     def read(self, name: str) -> bytearray:

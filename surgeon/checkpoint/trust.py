@@ -195,15 +195,16 @@ def refuse_quantised(config: Mapping[str, Any], *, passed: bool = True) -> None:
             )
 
 
-def check_written(config: Mapping[str, Any], shown: str) -> None:
+def check_written(config: Mapping[str, Any], shown: str, *, trusted: Any = None) -> None:
     """Raise BadInput for a config that is to be written out, yet leads to code that is not surgeon's, or elsewhere.
 
-    For a config that comes from a manifest, which anybody can have edited.
+    For a config that comes from a manifest, which anybody can have edited; `trusted` is the `auto_map` of a folder
+    whose own code the user trusts.
     """
     native = native_of(config)
     mapped = config.get("auto_map") or None
     found = leads_to_code(dict(config), except_auto_map=True)
-    if mapped is not None and (native is None or mapped != native.auto_map):
+    if mapped is not None and (native is None or mapped != native.auto_map) and mapped != trusted:
         found = "has `auto_map`"
     if found:
         raise BadInput(f"{shown}: the config.json kept in it {found}; was it edited by hand?")

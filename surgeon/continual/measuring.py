@@ -30,7 +30,7 @@ class Measure:
         self._opened: dict[tuple[str, str | None, bool], Documents] = {}
         # Each source by itself: sequences that are scored together are of one length.
         self._held: dict[str, list[list[PackedSequence]]] = {}
-        encoder = Encoder(base.path, vocabulary=dissect(base.config, base.tensors).sizes.vocabulary)
+        encoder = Encoder(base.path, vocabulary=dissect(base.config, base.tensors, base.own).sizes.vocabulary)
         sources: list[TaskSource | GeneralSource] = [*config.general]
         sources += [source for task in config.tasks for source in task.sources]
         if any(source.kind == "chat" for source in sources):

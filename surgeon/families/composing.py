@@ -181,7 +181,8 @@ def _role(run: _Run, width: int) -> str | None:
     except (KeyError, IndexError):
         return None
     fits = isinstance(x, torch.Tensor) and isinstance(run.output, torch.Tensor) and x.is_floating_point()
-    if not fits or x.ndim != 3 or x.shape[-1] != width or run.output.numel() != x.numel():
+    # With tokens along the second axis: where they are not, nothing shows what goes from one to the next.
+    if not fits or x.ndim != 3 or x.shape[1] < 2 or x.shape[-1] != width or run.output.numel() != x.numel():
         return None
     other = x.clone()
     other[:, 0] = -other[:, 0].flip(-1)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
+from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, first_line
@@ -37,6 +38,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.mixture import Mixture, groups_of, mixtures
 from surgeon.families.names import Names, match
+from surgeon.families.own_classes import code_of, like, trusted, written
 from surgeon.families.proof import layer_axis, prove
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import InMemory, with_roles
@@ -198,6 +200,11 @@ class _Found(Derivation):
     @property
     def composition(self) -> Composition:
         """The classes that carry grafts. Raises BadInput where there are none."""
+        if code_of(self.config) is not None:
+            raise BadInput(
+                "config.json: `auto_map` names the base's own code, and grafts are composed of transformers' classes;"
+                " use operations that add whole layers (insert_layers, stack_layers)"
+            )
         return _composition(json.dumps(self.config, sort_keys=True))
 
     @property
@@ -281,7 +288,7 @@ class _Found(Derivation):
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
         modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
-        return left_out(made, modules, self.derived.skeleton)
+        return written(left_out(made, modules, self.derived.skeleton))
 
     def _modules(self, layer: int) -> list[str]:
         """The modules of a layer that hold its quantised tensors."""
@@ -306,7 +313,9 @@ class _Found(Derivation):
                     if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
                 }
             )
-        told = json.dumps([self.config, grown, [*order], [*kept], in_memory, self.derived.heads], sort_keys=True)
+        told = json.dumps(
+            [self.config, like(grown, self.config), [*order], [*kept], in_memory, self.derived.heads], sort_keys=True
+        )
         _prove(told)
 
     @property
@@ -363,7 +372,8 @@ class _Found(Derivation):
         before = self.derived.skeleton.model.state_dict(keep_vars=True).get(place or "")
         if before is None:
             return None
-        after = _skeleton(json.dumps(grown, sort_keys=True)).model.state_dict(keep_vars=True).get(place)
+        built = _skeleton(json.dumps(like(grown, self.config), sort_keys=True))
+        after = built.model.state_dict(keep_vars=True).get(place)
         if after is None or after.shape == before.shape:
             return None
         return layer_axis(tuple(before.shape), tuple(after.shape), len(self.derived.kind_of), layers)
@@ -427,15 +437,21 @@ def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
 
 
 def anatomy_of(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, carries_grafts: bool = False
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    own: OwnCode | None = None,
+    *,
+    carries_grafts: bool = False,
 ) -> Anatomy:
     """Dissect a checkpoint of a model type that no family describes; with grafts, `config` is that of its trunk.
 
-    Raises BadInput where its model cannot be built, or names the first tensor that does not fit.
+    `own` is the checkpoint's own code, which runs here. Raises BadInput where its model cannot be built, or names the
+    first tensor that does not fit.
     """
+    config = trusted(config, own)
     if not is_known(config):
         family_of(config)  # says what is known
-    refuse_quantised(config)
+    refuse_quantised(config, passed=own is None)
     found = derive(config)
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)

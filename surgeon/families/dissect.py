@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, printable
@@ -34,15 +35,17 @@ from surgeon.runtime.states_rules import BANK
 _OLD_BUFFERS = ("self_attn.rotary_emb.inv_freq",)
 
 
-def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Anatomy:
+def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
     """Sort the tensors of a checkpoint into layers and the rest, and check every shape against the config.
 
+    `own` is the code that its model is built of where it brings some: what a model type is called says nothing then.
     Raises BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
     """
-    carries_grafts, derived = is_grafted(config), is_derived(config)
+    own = own if own is not None and own.builds_models else None
+    carries_grafts, derived = is_grafted(config), is_derived(config) or own is not None
     config = native_config(config)
     if derived:
-        return _dissect_derived(config, tensors, carries_grafts=carries_grafts)
+        return _dissect_derived(config, tensors, own, carries_grafts=carries_grafts)
     family = family_of(config)
     refuse_quantised(config, passed=False)
     if config.get("per_layer_config"):
@@ -95,11 +98,13 @@ def is_derived(config: Mapping[str, Any]) -> bool:
     return not described and native not in ENCODERS
 
 
-def _dissect_derived(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, carries_grafts: bool) -> Anatomy:
+def _dissect_derived(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None, *, carries_grafts: bool
+) -> Anatomy:
     # Imports torch and transformers, which reading a family's checkpoint does without.
     from surgeon.families.derived import anatomy_of
 
-    return anatomy_of(config, tensors, carries_grafts=carries_grafts)
+    return anatomy_of(config, tensors, own, carries_grafts=carries_grafts)
 
 
 # Heads of encoders, which come and go: which of them are used is a matter of the class that loads them.

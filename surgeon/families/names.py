@@ -100,8 +100,8 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     held = model.state_dict(keep_vars=True)
     prefix = model.base_model_prefix
-    found: dict[str, Made] = {}
-    for name in names:
+
+    def asked(name: str) -> Made:
         target, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:
             target, pattern = rename_source_key(name, [], [], prefix, held)
@@ -109,8 +109,26 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
         first, *others = converter.target_patterns if converter is not None else [""]
         targets = (target, *(target.replace(first, other) for other in others))
         operations = tuple(type(each).__name__ for each in converter.operations) if converter is not None else ()
-        found[name] = Made(targets, converter is not None, operations)
+        return Made(targets, converter is not None, operations)
+
+    found: dict[str, Made] = dict.fromkeys(names, Made((), False))
+    for group in _by_expert(found):
+        known = {name: asked(name) for name in (group[0], group[-1])}
+        # Of thousands of experts the first and the last are asked; where they go to one place, those between do too.
+        together = known[group[0]] == known[group[-1]]
+        found |= {name: known[group[0]] if together else known.get(name) or asked(name) for name in group}
     return found
+
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def _by_expert(names: Iterable[str]) -> Iterable[list[str]]:
+    """Names in groups that differ in an expert's number alone; every other name by itself."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_EXPERT.sub("*", name, count=1), []).append(name)
+    return groups.values()
 
 
 def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A model as transformers builds it from a config: its class, and the stack of its text decoder's layers.
 
-Nothing of the checkpoint's folder runs: classes are those of the installed transformers. On the meta device a model of
+Classes are those of the installed transformers; of a checkpoint that brings its own code, and that the user trusts,
+those of that code. On the meta device a model of
 any size takes no memory for weights.
 """
 
@@ -15,6 +16,7 @@ from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
+from surgeon.families.own_classes import code_of, own_class
 from surgeon.runtime.composition import ENCODER_AUTOS
 
 if TYPE_CHECKING:
@@ -66,8 +68,8 @@ class Skeleton:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers has a text decoder, or encoder, of this config's model type."""
-    return encoder_auto(config) is not None or auto_of(config) is not None
+    """Whether the installed transformers, or the checkpoint's own code, has a text model for this config."""
+    return code_of(config) is not None or encoder_auto(config) is not None or auto_of(config) is not None
 
 
 def classes_of(model_type: object, auto: str) -> tuple[str, ...]:
@@ -133,44 +135,58 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     Raises BadInput where the installed transformers has no decoder of this type, cannot build it, or no stack of
     decoder layers is found in it.
     """
-    import transformers
     from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING
     from transformers.initialization import no_init_weights
 
+    encoder = code_of(config) is None and encoder_auto(config) is not None
+    shown = printable(str(config.get("model_type")))
+    _check_counts(config)
+    kind, model = _classes(config, shown)
+    # In full precision: what is quantised changes where numbers are stored, not what is computed.
+    config = {key: value for key, value in config.items() if key != QUANTISATION}
+    try:
+        with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
+            model = model._from_config(_fitting(model, config_of(config, kind)))
+    except LOAD_FAILURES as error:
+        builder = "transformers" if code_of(config) is None else "its own code"
+        raise BadInput(
+            f"config.json: {builder} cannot build this {shown} ({first_line(error)}); {OWN_CONFIG}"
+        ) from error
+    text, path = _text_part(model.config)
+    if encoder and path:
+        raise BadInput(
+            f"config.json: the text encoder is a part of this {shown} ({'.'.join(path)}), whose other parts no control"
+            " can stand beside; operate on an encoder of text alone"
+        )
+    stack = _stack(model, text, shown, encoder=encoder)
+    return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder)
+
+
+def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
+    """The classes of a config and its model. Raises BadInput where there are none."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    code = code_of(config)
+    if code is not None:
+        model = own_class(code, CAUSAL)
+        if model is None:
+            raise BadInput(f"config.json: its `auto_map` names no {CAUSAL}, so there is no text decoder to operate on")
+        return own_class(code, "AutoConfig") or model.config_class, model
     encoder = encoder_auto(config)
     auto = encoder or auto_of(config)
-    shown = printable(str(config.get("model_type")))
     if auto is None:
         raise BadInput(
             f"config.json: transformers {transformers.__version__} has no text decoder of model_type {shown!r};"
             " update it, or get a model that it knows"
         )
-    _check_counts(config)
     kind = CONFIG_MAPPING[str(config["model_type"])]
     if encoder is not None and (config.get("is_encoder_decoder") or kind().is_encoder_decoder):
         raise BadInput(
             f"config.json: {shown} has an encoder and a decoder that reads it; surgery knows models of one stack alone"
         )
-    # In full precision: what is quantised changes where numbers are stored, not what is computed.
-    config = {key: value for key, value in config.items() if key != QUANTISATION}
-    try:
-        with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
-            settings = config_of(config, kind)
-            model = getattr(transformers, auto)._model_mapping[kind]
-            model = (model[0] if isinstance(model, tuple) else model)._from_config(_fitting(model, settings))
-    except LOAD_FAILURES as error:
-        raise BadInput(
-            f"config.json: transformers cannot build this {shown} ({first_line(error)}); {OWN_CONFIG}"
-        ) from error
-    text, path = _text_part(model.config)
-    if encoder is not None and path:
-        raise BadInput(
-            f"config.json: the text encoder is a part of this {shown} ({'.'.join(path)}), whose other parts no control"
-            " can stand beside; operate on an encoder of text alone"
-        )
-    stack = _stack(model, text, shown, encoder=encoder is not None)
-    return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder is not None)
+    model = getattr(transformers, auto)._model_mapping[kind]
+    return kind, model[0] if isinstance(model, tuple) else model
 
 
 def _fitting(model: Any, settings: Any) -> Any:

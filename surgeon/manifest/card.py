@@ -70,7 +70,7 @@ def _delta(
     commit = manifest.base.revision or ""
     pinned = f" --revision {commit}" if base != "BASE" and _COMMIT.fullmatch(commit) else ""
     at = f" at {_code(commit)}" if commit else ""
-    trust = "" if manifest.native else ", trust_remote_code=True"
+    trust = ", trust_remote_code=True" if manifest.code else ""
     load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("OUT"{trust})'
     earlier = " It is itself an output of surgeon, of earlier surgeries." if manifest.lineage else ""
     return [
@@ -247,13 +247,18 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
 
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
     name = repo_id or "path/to/this/folder"
-    options = [] if manifest.native else ["trust_remote_code=True"]
+    options = ["trust_remote_code=True"] if manifest.code else []
     note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
     broken = broken_pattern(config, [layer.base for layer in manifest.layers]) if manifest.native else None
     if broken is not None:
         note = f"It is the base's own class with more layers: no custom code. But {broken}.\n"
-    if not manifest.native:
-        files = ", ".join(map(_code, manifest.code))
+    files = ", ".join(map(_code, manifest.code))
+    if manifest.native and manifest.code:
+        note = (
+            f"It is the base's own class with more layers. The code beside the weights ({files}; sha256 in"
+            f" `{MANIFEST_FILE}`) is the base's, byte for byte: read it before you let it run.\n"
+        )
+    elif not manifest.native:
         note = (
             f"The code beside the weights ({files}; sha256 in `{MANIFEST_FILE}`) imports torch"
             " and transformers only; surgeon need not be installed.\n"
@@ -263,7 +268,7 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
         note += (
             "\nPin `revision` to a commit hash of this repository (`surgeon push` printed it; the page's *Files and"
             " versions* has it)"
-            + ("" if manifest.native else ", so that no later change of the code runs unseen")
+            + (", so that no later change of the code runs unseen" if manifest.code else "")
             + ".\n"
         )
     arguments = ", ".join([f'"{name}"', *options])

@@ -122,7 +122,7 @@ class Lineage:
             if rows != there:
                 more[name] = there.shape[0] - rows.shape[0]
         shapes = {name: parts[name].shape if name in parts else info.shape for name, info in held.items()}
-        dissect(config, {n: dataclasses.replace(info, name=n, shape=shapes[n]) for n, info in held.items()})
+        dissect(config, {n: dataclasses.replace(info, name=n, shape=shapes[n]) for n, info in held.items()}, out.own)
         return State(number, self, own, undone, places, config, _code(config, undone[0], out), held, more, parts)
 
     def _file_of(self, number: int) -> str:

@@ -254,6 +254,11 @@ class _Tally:
                 if self.more
                 else " expected the same vocabulary"
             )
+        if base_BTV.shape[:-1] != targets_BT.shape:
+            raise BadInput(
+                f"the base gives logits for {base_BTV.shape[1]} positions of a text of {targets_BT.shape[1]} tokens"
+                f" ({self.mode}), so they cannot be compared token by token; is it a text decoder?"
+            )
         base_NV, out_NV, targets_N = base_BTV.flatten(0, 1), out_BTV.flatten(0, 1), targets_BT.flatten()
         rows = max(1, _CHUNK_ELEMENTS // base_NV.shape[1])
         for base_CV, out_CV, targets_C in zip(

@@ -94,7 +94,7 @@ class StreamedModel:
     def _converted_names(self) -> dict[str, tuple[str, ...]]:
         """Of a model type that no family describes: as transformers itself would load it."""
         try:
-            anatomy = dissect(self.folder.config, self.folder.tensors)
+            anatomy = dissect(self.folder.config, self.folder.tensors, self.folder.own)
         except BadInput as error:
             raise self.failure(f"{self._shown}: {error}") from error
         assert anatomy.derivation is not None

@@ -127,7 +127,7 @@ def families(
             raise BadInput("`revision` is a base's: name the base too")
         return _overview()
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
     return KnownBase(
         base=str(base),
         model_type=str(folder.config["model_type"]),

@@ -104,7 +104,7 @@ def gather(
     # Files are read first, so that a wrong path is reported before any work.
     recorded = read_routing(Path(routing)) if routing is not None else None
     curves = read_curves(Path(log)) if log is not None else ()
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
     heat_maps: list[HeatMap] = []
     if maps:
 

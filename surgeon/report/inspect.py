@@ -55,7 +55,7 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
     return Inspection(
         path=Path(folder),
         folder=opened,
-        anatomy=dissect(opened.config, opened.tensors),
+        anatomy=dissect(opened.config, opened.tensors, opened.own),
         manifest=manifest,
         parameters=sum(info.numel for info in opened.tensors.values()),
     )

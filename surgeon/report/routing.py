@@ -70,7 +70,7 @@ def routing_report(
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
         raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
 
     from surgeon.models.tokenizer import open_tokenizer
     from surgeon.models.tokens import token_batches

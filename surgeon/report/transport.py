@@ -228,7 +228,7 @@ def _draw(
     folder: CheckpointFolder, layer: int, neighbour: str, lower: int, upper: int, settings: Mapping[str, object]
 ) -> dict[str, Coupling] | None:
     """The maps between two layers, by name; None where these are of two kinds."""
-    draft = Draft(dissect(folder.config, folder.tensors), folder.config, seed=0)
+    draft = Draft(dissect(folder.config, folder.tensors, folder.own), folder.config, seed=0)
     draft.layers = [draft.layers[lower], draft.layers[upper]]
     if draft.kind_of(0) is not draft.kind_of(1):
         return None

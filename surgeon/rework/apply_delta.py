@@ -19,6 +19,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
+from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import at_revision, size
@@ -104,7 +105,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         raise wrong_base(manifest, CONFIG_FILE, base.source.shown)
     if manifest.lineage != surgeries_of(base):
         raise wrong_base(manifest, MANIFEST_FILE, base.source.shown)
-    drawn = Drawn.of(manifest, base.config, base.tensors, str(delta.path / MANIFEST_FILE))
+    drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(delta.path / MANIFEST_FILE))
     if wrong := manifest_differences(manifest, drawn.loaded, drawn.blueprint):
         raise BadInput(
             f"{printable(str(delta.path / MANIFEST_FILE))}: `{printable(wrong[0])}` is not what plan and base make, so"
@@ -112,7 +113,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         )
     origins = _origins(delta, base)
     shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
-    _check_whole(delta, shards, origins)
+    _check_whole(delta, shards, origins, base.own)
     files = dict(delta.files)
     if small_files:
         files |= _from_base(delta, base)
@@ -159,7 +160,7 @@ def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Ou
     return tuple(copied(name, origins[name].tensor) for name in names)
 
 
-def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin]) -> None:
+def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin], own: OwnCode | None) -> None:
     """BadInput where the index forgets or repeats a tensor, or what it puts together is no model."""
     named = [output.name for shard in shards for output in shard.outputs]
     if len(named) != len(set(named)) or not delta.tensors.keys() <= set(named):
@@ -167,7 +168,7 @@ def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, 
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:
         raise delta.edited(f"`shards` has {SINGLE_FILE} beside others")
     try:
-        dissect(delta.config, {name: dataclasses.replace(origins[name].tensor, name=name) for name in named})
+        dissect(delta.config, {name: dataclasses.replace(origins[name].tensor, name=name) for name in named}, own)
     except BadInput as error:
         raise BadInput(f"{delta.shown}: what would be put together is no model ({error})") from error
 

@@ -334,6 +334,9 @@ def _side_files(
     """Digests of the side files that the base brings; the others, terms among them, are added to `files`."""
     from_base: dict[str, str] = {}
     for name in out.side_files:
+        # A delta brings code itself, so that what runs is what its manifest says.
+        if name in files:
+            continue
         content = out.read_side_file(name)
         if base is None:
             brought = name not in manifest.inserted

@@ -119,14 +119,15 @@ def revert(
 
 def reverting_job(out: CheckpointFolder, state: State) -> Job:
     """The job that writes an earlier state of `out`. Raises BadInput where its config.json leads to foreign code."""
-    check_written(state.config, printable(str(out.path / MANIFEST_FILE)))
+    trusted = out.config.get("auto_map") if out.own is not None else None
+    check_written(state.config, printable(str(out.path / MANIFEST_FILE)), trusted=trusted)
     outputs = [
         Output(name, state.parts[name], None) if name in state.parts else copied(name, info)
         for name, info in state.held.items()
     ]
     shards = lay_out(outputs, out.tensors)
     files = model_files(state.config, shards, state.code) | _grown_files(out, state)
-    carried = {name: digest for name, digest in state.base.files.items() if _holds(out, name, digest)}
+    carried = {n: digest for n, digest in state.base.files.items() if n not in files and _holds(out, n, digest)}
     if state.manifest is not None:
         files |= manifest_and_card(state.manifest, state.config, shards, metadata_of(out))
 

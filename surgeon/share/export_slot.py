@@ -83,7 +83,7 @@ def export_slot(
     manifest, target = manifest_of(folder), Path(dest)
     if not is_grafted(folder.config):
         raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
     origin = origin_of(folder, manifest)
     pieces = pieces_of(folder, anatomy, origin, slot)
     config = peft_config(pieces, anatomy, origin, dropout=_dropout(folder, slot))

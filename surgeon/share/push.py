@@ -137,7 +137,7 @@ def push(
                 found,
                 out,
                 # One that was not asked for should not need the memory of two models.
-                streamed=base is None and not dissect(folder.config, folder.tensors).family.encoder,
+                streamed=base is None and not dissect(folder.config, folder.tensors, folder.own).family.encoder,
                 trust_remote_code=trust_remote_code,
                 listener=listener,
             )
@@ -260,7 +260,7 @@ def _message(manifest: Manifest, *, delta: bool) -> str:
 
 def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
-    anatomy = dissect(folder.config, folder.tensors)
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
 
 

@@ -48,7 +48,7 @@ def prepare(
     wrong: list[str] = []
     sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
     wanted = _tried(lambda: trainable_set(out, manifest, loaded.config.what), wrong)
-    anatomy = dissect(out.config, out.tensors)
+    anatomy = dissect(out.config, out.tensors, out.own)
     settled = None
     if wanted is not None:
         operations = wanted.operations

@@ -144,7 +144,7 @@ def publishing_job(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
     # What surgery put there, and no other file of code that the user trusts.
-    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name)]
+    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
     code = {name: content for name in ours if (content := out.read_code(name)) is not None}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:

@@ -28,6 +28,7 @@ from surgeon.checkpoint.folder import (
     CheckpointFolder,
 )
 from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.own_code import has_own_code
 from surgeon.checkpoint.ranges import zeros_sha256
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -153,7 +154,8 @@ class Beside:
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
-        carried = {name: digest for name, digest in base.files.items() if is_side_file(name)}
+        own = blueprint.native and has_own_code(base.config)
+        carried = {n: digest for n, digest in base.files.items() if is_side_file(n) or (own and n.endswith(".py"))}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
         return cls(blueprint.code_files, carried, grown)
 

@@ -19,6 +19,7 @@ from surgeon.blueprint.recipes import Constant, Copy, Extended, Listed, PerLayer
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.own_code import OwnCode, has_own_code
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.plain import same_json
 from surgeon.errors import printable
@@ -62,10 +63,17 @@ class Drawn:
     anatomy: Anatomy
 
     @classmethod
-    def of(cls, manifest: Manifest, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], file: str) -> Drawn:
+    def of(
+        cls,
+        manifest: Manifest,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+        own: OwnCode | None,
+        file: str,
+    ) -> Drawn:
         """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
         loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
-        anatomy = dissect(config, tensors)
+        anatomy = dissect(config, tensors, own)
         adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
         return cls(loaded, draw(loaded, anatomy, config, adapters, grown), anatomy)
 
@@ -311,7 +319,7 @@ def check_earlier(
     )
     if wrong:
         return [checked]
-    again = redrawn(state.undone, base.tensors, first=state.number + 1, file=file)
+    again = redrawn(state.undone, base.tensors, base.own, first=state.number + 1, file=file)
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
     grown = {state.places[name]: state.held[name] for name in state.more}
@@ -352,7 +360,14 @@ class Redrawn:
     trains_all: bool
 
 
-def redrawn(surgeries: Sequence[Manifest], tensors: Mapping[str, TensorInfo], *, first: int, file: str) -> Redrawn:
+def redrawn(
+    surgeries: Sequence[Manifest],
+    tensors: Mapping[str, TensorInfo],
+    own: OwnCode | None,
+    *,
+    first: int,
+    file: str,
+) -> Redrawn:
     """Draw the plans of `surgeries` again, the first on a base of these `tensors`, each on what the one before makes.
 
     `first` is the number of the first one, for messages. Raises BadInput for a plan that cannot be drawn.
@@ -374,7 +389,7 @@ def redrawn(surgeries: Sequence[Manifest], tensors: Mapping[str, TensorInfo], *,
         }
         differing = base_differences(claimed, claimed.model_copy(update={"tensors": found, "files": files}))
         wrong += [f"{where}the base's {name}" for name in differing]
-        step = Drawn.of(manifest, claimed.config, tensors, f"{file} (surgery {number})")
+        step = Drawn.of(manifest, claimed.config, tensors, own, f"{file} (surgery {number})")
         blueprint = step.blueprint
         beside = Beside.of(blueprint, claimed, manifest).names
         wrong += [f"{where}files.{name}" for name in beside ^ manifest.files.keys() if name != RECORD_FILE]
@@ -456,6 +471,10 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """Nothing for a native output."""
     if manifest.native and not manifest.code:
         return []
+    if has_own_code(out.config):
+        held = digests_beside(out, manifest.code)
+        wrong = [name for name, digest in manifest.code.items() if held.get(name) != digest]
+        return [Check.of("code", wrong, "not the base's own files", f"the base's own, {some(list(held))}, by digest")]
     if not manifest.code:
         return [Check("code", False, f"none of it is in {MANIFEST_FILE}")]
     return [_same_code(manifest, manifest.code.keys(), out)]

@@ -121,7 +121,7 @@ def verify(
         raise BadInput(f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from")
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    anatomy = dissect(base_folder.config, base_folder.tensors)
+    anatomy = dissect(base_folder.config, base_folder.tensors, base_folder.own)
     if streamed and anatomy.family.encoder:
         raise BadInput(
             f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
@@ -256,7 +256,7 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         more = max(state.more.values(), default=0)
         return _Static(state.promise, state.trained, state.layers, checks, more)
-    drawn = Drawn.of(manifest, base.config, base.tensors, str(file))
+    drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
     return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks, blueprint.more_rows)

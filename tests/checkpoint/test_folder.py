@@ -333,7 +333,13 @@ def test_code_with_trust(tmp_path: Path) -> None:
     write_config(sharded(tmp_path), auto_map={"AutoModel": "modeling_x.X"})
     (tmp_path / "modeling_x.py").write_text("")
     folder = CheckpointFolder.open(tmp_path, trust_remote_code=True)
-    assert folder.left_behind == ("modeling_x.py",)
+    assert folder.left_behind == () and folder.side_files == ("modeling_x.py",)
+    assert folder.own is not None and folder.own.files == {"modeling_x.py": b""}
+    (tmp_path / "not-a-module.py").write_text("")
+    assert CheckpointFolder.open(tmp_path, trust_remote_code=True).left_behind == ("not-a-module.py",)
+    (tmp_path / "modeling_surgeon.py").write_text("")
+    with pytest.raises(BadInput, match="what surgeon calls its own code"):
+        CheckpointFolder.open(tmp_path, trust_remote_code=True)
 
 
 CARRIED = [

@@ -111,6 +111,14 @@ def test_fields_that_read_otherwise_are_kept_and_put_back() -> None:
     }
 
 
+def test_a_block_that_reads_tokens_along_another_axis_has_no_place_for_grafts(tmp_path: Path) -> None:
+    """XLNet's: nothing shows there what goes from one token to the next."""
+    base = tiny_decoder(tmp_path / "base", "xlnet", layers=2)
+    plan = surgeon.parse_plan("surgeon: 1\noperations:\n  - {op: gated_adapters, size: 8}\n")
+    with pytest.raises(BadInput, match="has no FFN beside which a graft could stand"):
+        surgeon.preview(plan, str(base))
+
+
 def test_a_strangers_anatomy_is_refused(tmp_path: Path) -> None:
     """Code that does not follow from the config is a stranger's; a trunk that cannot be read is named."""
     base = tiny_decoder(tmp_path / "base", "olmoe")

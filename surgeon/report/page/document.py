@@ -103,7 +103,7 @@ def headline(findings: Findings) -> Markup:
             "good" if manifest.promise == "exact" else "warn",
         ),
         ("proof", state, tone),
-        ("loads", "without custom code" if manifest.native else "with its own code", None),
+        ("loads", "with its own code" if manifest.code else "without custom code", None),
     ]
     return el(
         "dl", *(el("div", el("dt", name), el("dd", value, class_=tone)) for name, value, tone in facts), class_="facts"

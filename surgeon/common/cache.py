@@ -1,0 +1,87 @@
+"""Small files of the user's own that save work: `$SURGEON_CACHE`, or `surgeon` in the user's folder for caches.
+
+What lies there is never needed, and never trusted more than any file: who reads it checks it, and makes anew what is
+missing or damaged. Nothing here raises for a cache that cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+# `SURGEON_CACHE=off` goes without a cache.
+VARIABLE = "SURGEON_CACHE"
+_OFF = "off"
+MAX_ENTRY_BYTES = 16_000_000
+_MAX_ENTRIES = 128
+_MAX_BYTES = 128_000_000
+
+
+def cache_folder(kind: str) -> Path | None:
+    """Where entries of this kind lie; None where the user wants no cache, or there is no home for one."""
+    named = os.environ.get(VARIABLE, "").strip()
+    if named == _OFF:
+        return None
+    if named:
+        return Path(named).expanduser().absolute() / kind
+    # As the XDG base directory specification says: a relative path counts as none.
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (home if home.is_absolute() else Path.home() / ".cache") / "surgeon" / kind
+    except RuntimeError:
+        return None
+
+
+def read_entry(folder: Path, name: str) -> bytes | None:
+    """The content of an entry; None where there is none, it is too large, no regular file or another user's."""
+    try:
+        handle = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_ENTRY_BYTES or not _is_ours(found):
+            return None
+        try:
+            content = file.read(MAX_ENTRY_BYTES + 1)
+        except OSError:
+            return None
+    return content if len(content) <= MAX_ENTRY_BYTES else None
+
+
+def write_entry(folder: Path, name: str, content: bytes) -> None:
+    """Put an entry in place by one rename, and remove the oldest where the cache has become too large."""
+    if len(content) > MAX_ENTRY_BYTES:
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(os.lstat(folder)):
+            return
+        handle, staged = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(staged).replace(folder / name)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                Path(staged).unlink()
+        _prune(folder)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether nobody else can have written it."""
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
+def _prune(folder: Path) -> None:
+    held = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(folder)]
+    held.sort(key=lambda each: each[0].st_mtime_ns, reverse=True)
+    total = 0
+    for number, (found, path) in enumerate(held, 1):
+        total += found.st_size
+        if number > _MAX_ENTRIES or total > _MAX_BYTES:
+            with contextlib.suppress(FileNotFoundError):
+                Path(path).unlink()

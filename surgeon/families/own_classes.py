@@ -1,0 +1,81 @@
+"""Classes of a checkpoint's own code, imported as a package of its own from the bytes that were read and judged.
+
+Only what `trusted` was given in this process can run, and nothing but it: no other folder, no cache, no Hub. A config
+carries which code it is for by the code's digest, under a name that no config.json can have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.own_code import OwnCode, module_and_class
+from surgeon.common.library import LOAD_FAILURES, first_line
+from surgeon.errors import BadInput, printable
+
+# check_config refuses config.json files with such a field.
+_FIELD = "__code__"
+_trusted: dict[str, OwnCode] = {}
+# Removed when the process ends; until then Python may want the source again.
+_rooms: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def trusted(config: Mapping[str, Any], code: OwnCode | None) -> dict[str, Any]:
+    """The config as that of a model built of `code`, which the user trusts."""
+    if code is None:
+        return dict(config)
+    _trusted[code.digest] = code
+    return {**config, _FIELD: code.digest}
+
+
+def like(config: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as one of the same code as `of`."""
+    return {**config, **({_FIELD: of[_FIELD]} if _FIELD in of else {})}
+
+
+def written(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as it is written to a file."""
+    return {key: value for key, value in config.items() if key != _FIELD}
+
+
+def code_of(config: Mapping[str, Any]) -> OwnCode | None:
+    """The code that a config's model is built of; None where that is transformers' own."""
+    return _trusted[config[_FIELD]] if _FIELD in config else None
+
+
+def own_class(code: OwnCode, auto: str) -> Any:
+    """The class that the code has for an auto class; None where its `auto_map` names none. This runs the code.
+
+    Raises BadInput, one line, for whatever the code raises, and for code that lies elsewhere.
+    """
+    named = module_and_class(code, auto)
+    if named is None:
+        return None
+    module, name = named
+    try:
+        return getattr(importlib.import_module(f"{_package(code)}.{module}"), name)
+    except LOAD_FAILURES as error:
+        raise BadInput(
+            f"{printable(module)}.py: {name}, which config.json's `auto_map` names, cannot be imported"
+            f" ({first_line(error)}); install what it needs, or update it for this version of transformers"
+        ) from error
+
+
+def _package(code: OwnCode) -> str:
+    """The package that holds the modules of this code, by its digest: another code never meets it."""
+    name = f"surgeon_own_{code.digest}"
+    if name not in sys.modules:
+        room = tempfile.TemporaryDirectory(prefix="surgeon-own-", ignore_cleanup_errors=True)
+        _rooms.append(room)
+        for file, content in code.files.items():
+            (Path(room.name) / file).write_bytes(content)
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [room.name]
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+    return name

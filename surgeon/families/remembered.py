@@ -1,0 +1,307 @@
+"""A derived anatomy kept from one preview to the next, so that the second needs neither torch nor a twin.
+
+An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since: grown
+configs, and that a growth was proven on a twin. It counts for the same config, tensors, versions and code of surgeon
+alone. Only answers are kept, never refusals: those are made anew each time. An entry is a file that anybody may have
+changed, so it is checked as one, and what writes a checkpoint or verifies one (`apply`, `verify`) never reads it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+
+from surgeon._version import __version__
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
+from surgeon.errors import BadInput
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, is_grafted
+from surgeon.families.dissect import dissect, is_derived
+from surgeon.families.family import Family, Sizes
+
+# Raised whenever entries mean something else.
+_FORMAT = 1
+_KIND = "anatomies"
+# What a derivation runs on.
+_LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")
+_Answer = TypeVar("_Answer")
+
+
+class _Entry(BaseModel):
+    """One base as it was found, but for what its own headers say; `answers` are the derivation's, by their question."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    day: datetime.date
+    evidence: str
+    stack: str
+    path: tuple[str, ...]
+    prefix: str
+    stem: str
+    sizes: Sizes
+    kinds: tuple[LayerKind, ...]
+    kind_of: tuple[int, ...]
+    # Each layer's tensors in order: the lists that occur, and which of them each layer has.
+    suffixes: tuple[tuple[str, ...], ...]
+    suffixes_of: tuple[int, ...]
+    outer: tuple[str, ...]
+    beyond: tuple[tuple[str, ...], ...]
+    layer_types: tuple[str, ...] | None
+    tied: bool
+    idle: tuple[str, ...]
+    answers: dict[str, JsonValue]
+
+
+class Remembered(Derivation):
+    """A derivation whose answers are kept; what was not asked before is asked of the base's own, made when needed."""
+
+    def __init__(self, made: Callable[[], Derivation], entry: _Entry | None, answers: dict[str, JsonValue]) -> None:
+        self._made = made
+        self._own: Derivation | None = None
+        self._entry = entry
+        self.answers = answers
+
+    @property
+    def own(self) -> Derivation:
+        """The base's own derivation, which takes torch and transformers."""
+        if self._own is None:
+            self._own = self._made()
+        return self._own
+
+    @property
+    def is_new(self) -> bool:
+        """Whether anything was found out that the entry does not hold."""
+        return self._own is not None
+
+    @property
+    def evidence(self) -> str:  # type: ignore[override]
+        """As `Derivation` says, and whether that was proven earlier."""
+        if self._entry is None or self.is_new:
+            return self.own.evidence
+        return f"{self._entry.evidence} (on {self._entry.day}, kept in the cache; `apply` proves it again)"
+
+    @property
+    def stack(self) -> str:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.own.stack if self._entry is None else self._entry.stack
+
+    @property
+    def path(self) -> tuple[str, ...]:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.own.path if self._entry is None else self._entry.path
+
+    @property
+    def activation(self) -> str:
+        """As `Derivation` says."""
+        return self._asked(str, lambda own: own.activation, "activation")
+
+    def blocks(self, layer: int) -> Mapping[str, str]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, str], lambda own: dict(own.blocks(layer)), "blocks", layer)
+
+    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, tuple[int, ...]], lambda own: dict(own.linear(layer)), "linear", layer)
+
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, Any], lambda own: own.grown(order, opened), "grown", [*order], [*opened])
+
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
+        """As `Derivation` says."""
+        asked = ("grafted", trunk, [*order], [*twins], [*modules])
+        return self._asked(dict[str, Any], lambda own: own.grafted(trunk, order, twins, modules), *asked)
+
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, bool], lambda own: own.vocabulary_tensors(rows), "vocabulary", rows)
+
+    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+        """As `Derivation` says."""
+        question = ("axis", grown, name, layers)
+        return self._asked(int | None, lambda own: own.layer_axis(grown, name, layers), *question)
+
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says; once proven, it is not proven again."""
+
+        def proven(own: Derivation) -> bool:
+            own.prove(grown, order, kept, silenced)
+            return True
+
+        self._asked(bool, proven, "prove", grown, [*order], [*kept], [*silenced])
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says; once proven, it is not proven again."""
+
+        def proven(own: Derivation) -> bool:
+            own.prove_grafts(trunk, grafted)
+            return True
+
+        self._asked(bool, proven, "prove_grafts", trunk, grafted)
+
+    def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
+        """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""
+        key = _digest(question)
+        if key in self.answers:
+            try:
+                return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
+            except ValidationError:
+                pass
+        answer = ask(self.own)
+        self.answers[key] = json.loads(json.dumps(answer))
+        return answer
+
+
+def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
+    """As `dissect`, from what is kept of this base where there is something; `keep` then stores what was found out.
+
+    Raises BadInput as `dissect` does.
+    """
+    folder = cache_folder(_KIND)
+    if folder is None or is_grafted(config) or (own is None and not is_derived(config)):
+        return dissect(config, tensors, own)
+    key = _key(config, tensors, own)
+    entry = _read(folder, key)
+    if entry is not None:
+        found = _anatomy_of(entry, config, tensors, own)
+        if found is not None:
+            return found
+    anatomy = dissect(config, tensors, own)
+    derivation = anatomy.derivation
+    if derivation is None:
+        return anatomy
+    return replace(anatomy, derivation=Remembered(lambda: derivation, None, {}))
+
+
+def keep(
+    anatomy: Anatomy, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None
+) -> None:
+    """Store what was found out of a base that `recalled` gave, if anything is new."""
+    folder, derivation = cache_folder(_KIND), anatomy.derivation
+    if folder is None or not isinstance(derivation, Remembered) or not derivation.is_new:
+        return
+    lists = list(dict.fromkeys(tuple(layer) for layer in anatomy.layers))
+    entry = _Entry(
+        key=_key(config, tensors, own),
+        day=datetime.date.today(),
+        evidence=derivation.evidence,
+        stack=derivation.stack,
+        path=derivation.path,
+        prefix=anatomy.prefix,
+        stem=anatomy.family.stem,
+        sizes=anatomy.sizes,
+        kinds=anatomy.kinds,
+        kind_of=anatomy.kind_of,
+        suffixes=tuple(lists),
+        suffixes_of=tuple(lists.index(tuple(layer)) for layer in anatomy.layers),
+        outer=tuple(anatomy.outer),
+        beyond=tuple(tuple(layer) for layer in anatomy.beyond),
+        layer_types=None if anatomy.layer_types is None else tuple(anatomy.layer_types),
+        tied=anatomy.tied,
+        idle=anatomy.idle,
+        answers=derivation.answers,
+    )
+    write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode())
+
+
+def _read(folder: Path, key: str) -> _Entry | None:
+    """The entry of this key; None where there is none, or it is damaged."""
+    content = read_entry(folder, f"{key}.json")
+    if content is None:
+        return None
+    try:
+        found = _Entry.model_validate(parse_json_strict(content, file=key, max_bytes=MAX_ENTRY_BYTES))
+    except (BadInput, ValidationError):
+        return None
+    return found if found.key == key else None
+
+
+def _anatomy_of(
+    entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
+) -> Anatomy | None:
+    """The anatomy that an entry tells of, with this base's tensors; None where it does not fit them."""
+    above = f"{entry.prefix}{entry.stem}"
+    try:
+        layers = tuple(
+            {suffix: tensors[f"{above}{index}.{suffix}"] for suffix in entry.suffixes[number]}
+            for index, number in enumerate(entry.suffixes_of)
+        )
+        beyond = tuple(
+            {suffix: tensors[f"{above}{index}.{suffix}"] for suffix in suffixes}
+            for index, suffixes in enumerate(entry.beyond, len(layers))
+        )
+        outer = {name: tensors[name] for name in entry.outer}
+    except (KeyError, IndexError):
+        return None
+    counted = len(outer) + sum(map(len, (*layers, *beyond)))
+    numbers = {*entry.kind_of, *entry.suffixes_of}
+    types = entry.layer_types
+    fits = counted == len(tensors) and len(layers) == len(entry.kind_of) == entry.sizes.layers and min(numbers) >= 0
+    if not fits or max(entry.kind_of) >= len(entry.kinds) or (types is not None and len(types) != len(layers)):
+        return None
+
+    def made() -> Derivation:
+        derivation = dissect(config, tensors, own).derivation
+        assert derivation is not None
+        return derivation
+
+    return Anatomy(
+        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix=entry.prefix, stem=entry.stem),
+        sizes=entry.sizes,
+        kinds=entry.kinds,
+        kind_of=entry.kind_of,
+        prefix=entry.prefix,
+        layers=layers,
+        outer=outer,
+        layer_types=None if types is None else list(types),
+        tied=entry.tied,
+        grafted=tuple({} for _ in layers),
+        bank={},
+        idle=entry.idle,
+        beyond=beyond,
+        derivation=Remembered(made, entry, dict(entry.answers)),
+    )
+
+
+def _key(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> str:
+    """What an anatomy follows from: the base's config and headers, and the code and libraries that found it out."""
+    versions = {name: metadata.version(name) for name in _LIBRARIES}
+    held = [(name, info.dtype, info.shape) for name, info in tensors.items()]
+    built = [_FORMAT, __version__, _code(), versions, platform.python_version(), platform.machine()]
+    return _digest([built, config, held, own and own.digest])
+
+
+@cache
+def _code() -> str:
+    """A digest of surgeon's own modules: its version says nothing of a working copy."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

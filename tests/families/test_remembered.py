@@ -1,0 +1,231 @@
+"""What previews keep of derived bases: the second is the first, without torch; and nothing damaged or other counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surgeon
+from surgeon.common import cache
+from surgeon.errors import BadInput
+from surgeon.families import derived, remembered
+from tests.decoders import tiny_decoder
+
+PLAN = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n"
+KEPT_WORDS = "kept in the cache"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_decoder(tmp_path_factory.mktemp("bases") / "base", "qwen3_moe", layers=2)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    return tmp_path / "plan.yaml"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where entries lie."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "anatomies"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each time that a base was derived."""
+    lines: list[str] = []
+    original = derived.anatomy_of
+
+    def counting(*args: Any, **options: Any) -> Any:
+        lines.append("derived")
+        return original(*args, **options)
+
+    monkeypatch.setattr(derived, "anatomy_of", counting)
+    return lines
+
+
+def without_notes(shown: Any) -> dict[str, Any]:
+    return {key: value for key, value in shown.to_json().items() if key != "notes"}
+
+
+def entry_of(kept: Path) -> Path:
+    (found,) = kept.iterdir()
+    return found
+
+
+def test_a_second_preview_is_the_first_without_torch(base: Path, plan: Path, kept: Path) -> None:
+    first = surgeon.preview(plan, base)
+    assert KEPT_WORDS not in first.notes[0]
+    assert entry_of(kept).stat().st_mode & 0o077 == 0
+    code = (
+        "import json, sys, surgeon; found = surgeon.preview(*sys.argv[1:]);"
+        " print(json.dumps([found.to_json(), found.blueprint.config, 'torch' in sys.modules]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, plan, base], capture_output=True, text=True, check=True)
+    shown, config, torch = json.loads(ran.stdout)
+    assert not torch
+    assert {key: value for key, value in shown.items() if key != "notes"} == json.loads(
+        json.dumps(without_notes(first))
+    )
+    assert config == first.blueprint.config
+    assert shown["notes"][0].startswith(first.notes[0]) and KEPT_WORDS in shown["notes"][0]
+
+
+def test_another_plan_is_proven_by_itself(base: Path, plan: Path, kept: Path, asked: list[str]) -> None:
+    surgeon.preview(plan, base)
+    surgeon.preview(plan, base)
+    assert len(asked) == 1
+    plan.write_text(PLAN.replace("every: 2", "every: 1"))
+    assert KEPT_WORDS not in surgeon.preview(plan, base).notes[0]
+    assert len(asked) == 2
+    plan.write_text(PLAN)
+    assert KEPT_WORDS in surgeon.preview(plan, base).notes[0]
+    assert len(asked) == 2
+
+
+def test_a_refusal_is_made_anew(base: Path, plan: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise BadInput("the logits differ")
+
+    derived._prove.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(derived, "prove", refuse)
+        for _ in range(2):
+            with pytest.raises(BadInput, match="the logits differ"):
+                surgeon.preview(plan, base)
+    assert not kept.exists()
+    surgeon.preview(plan, base)
+    derived._prove.cache_clear()
+    plan.write_text(PLAN.replace("every: 2", "every: 1"))
+    monkeypatch.setattr(derived, "prove", refuse)
+    with pytest.raises(BadInput, match="the logits differ"):
+        surgeon.preview(plan, base)
+
+
+def test_another_config_header_version_or_code_has_another_key(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = surgeon.inspect(base)
+    config = json.loads((base / "config.json").read_text())
+    tensors = {info.name: info for layer in folder.anatomy.layers for info in layer.values()}
+    keys = {remembered._key(config, tensors)}
+    assert keys == {remembered._key(dict(config), dict(tensors))}
+    keys.add(remembered._key({**config, "rms_norm_eps": 1e-3}, tensors))
+    keys.add(remembered._key(config, dict(list(tensors.items())[1:])))
+    monkeypatch.setattr(remembered, "_code", lambda: "another")
+    keys.add(remembered._key(config, tensors))
+    monkeypatch.setattr(remembered.metadata, "version", lambda name: "0")
+    keys.add(remembered._key(config, tensors))
+    assert len(keys) == 5
+
+
+def _set(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content | {key: value}
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no object": lambda content: [],
+    "another base's": _set("key", "0" * 64),
+    "an unknown field": _set("more", 1),
+    "a field of another type": _set("kind_of", "x"),
+    "a kind that is not there": lambda content: content | {"kind_of": [9] * len(content["kind_of"])},
+    "a tensor too few": lambda content: content | {"outer": content["outer"][1:]},
+    "a tensor that is not there": lambda content: content | {"outer": [*content["outer"][1:], "model.x"]},
+    "a list that is not there": lambda content: content | {"suffixes_of": [99] * len(content["suffixes_of"])},
+    "answers of another kind": lambda content: content | {"answers": dict.fromkeys(content["answers"], "x")},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_made_anew(base: Path, plan: Path, kept: Path, asked: list[str], damage: str) -> None:
+    first = surgeon.preview(plan, base)
+    entry = entry_of(kept)
+    whole = entry.read_bytes()
+    entry.write_text(json.dumps(DAMAGE[damage](json.loads(whole))))
+    assert without_notes(surgeon.preview(plan, base)) == without_notes(first)
+    assert len(asked) == 2
+    again = json.loads(entry.read_bytes())
+    assert again["answers"].keys() == json.loads(whole)["answers"].keys()
+    assert "x" not in again["answers"].values()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"key": NaN}'])
+def test_a_file_that_is_no_entry_is_made_anew(
+    base: Path, plan: Path, kept: Path, asked: list[str], content: bytes
+) -> None:
+    surgeon.preview(plan, base)
+    entry = entry_of(kept)
+    entry.write_bytes(content)
+    surgeon.preview(plan, base)
+    assert len(asked) == 2 and entry.read_bytes().startswith(b'{"key"')
+
+
+def test_what_others_can_write_is_not_read(base: Path, plan: Path, kept: Path, asked: list[str]) -> None:
+    surgeon.preview(plan, base)
+    entry = entry_of(kept)
+    entry.chmod(0o666)
+    surgeon.preview(plan, base)
+    assert len(asked) == 2
+    elsewhere = kept.parent / "elsewhere"
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
+    surgeon.preview(plan, base)
+    assert len(asked) == 3 and not entry.is_symlink()
+    entry.unlink()
+    os.mkfifo(entry)
+    surgeon.preview(plan, base)
+    assert len(asked) == 4
+
+
+def test_apply_and_verify_prove_for_themselves(
+    base: Path, plan: Path, kept: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surgeon.preview(plan, base)
+
+    def refuse(*_args: Any) -> bytes:
+        raise AssertionError("the cache was read")
+
+    monkeypatch.setattr(remembered, "read_entry", refuse)
+    monkeypatch.setattr(remembered, "write_entry", refuse)
+    applied = surgeon.apply(plan, base, tmp_path / "out")
+    assert KEPT_WORDS not in applied.preview.notes[0]
+    assert surgeon.verify(base, tmp_path / "out", logits=False).holds
+
+
+def test_off_keeps_nothing(base: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    surgeon.preview(plan, base)
+    assert not (tmp_path / "home").exists()
+    monkeypatch.delenv(cache.VARIABLE)
+    assert cache.cache_folder("x") == tmp_path / "home" / "surgeon" / "x"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.cache_folder("x") == Path.home() / ".cache" / "surgeon" / "x"
+
+
+def test_a_folder_that_cannot_be_written_is_no_trouble(base: Path, plan: Path, kept: Path) -> None:
+    kept.parent.write_text("a file")
+    surgeon.preview(plan, base)
+
+
+def test_the_oldest_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
+    for number in range(5):
+        cache.write_entry(tmp_path / "a", str(number), b"x")
+        os.utime(tmp_path / "a" / str(number), (number, number))
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["2", "3", "4"]
+    monkeypatch.setattr(cache, "_MAX_BYTES", 10)
+    cache.write_entry(tmp_path / "a", "5", b"x" * 9)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["4", "5"]
+    monkeypatch.setattr(cache, "MAX_ENTRY_BYTES", 5)
+    assert cache.read_entry(tmp_path / "a", "5") is None
+    cache.write_entry(tmp_path / "a", "6", b"x" * 9)
+    assert not (tmp_path / "a" / "6").exists()
