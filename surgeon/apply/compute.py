@@ -30,9 +30,11 @@ from surgeon.blueprint.recipes import (
     Fused,
     Imported,
     Interpolated,
+    Joined,
     Listed,
     MapRef,
     Matched,
+    Noised,
     OneExpert,
     PerLayer,
     Predicted,
@@ -209,6 +211,14 @@ class Workshop:
                 return self._one_expert(recipe)
             case PerLayer():
                 raise AssertionError("moved as bytes, and nothing is made of it")
+            case Joined(pieces):
+                rows = [self._read(piece.of.source)[piece.start : piece.stop] for piece in pieces]
+                return torch.cat([each.flatten() for each in rows]).view(recipe.shape)
+            case Noised(of, key, share):
+                plain = self._working(of)
+                noise = torch.from_numpy(self._generator(key).standard_normal(recipe.shape, dtype=np.float32))
+                noise.mul_(share * float(plain.double().std()))
+                return plain.add_(noise.to(plain)).to(stored_dtype(recipe.dtype))
             case Matched(experts, number, by):
                 matching = self._map(MapRef(by))
                 assert isinstance(matching, AssignmentMap), by

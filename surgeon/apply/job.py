@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon._version import __version__
+from surgeon.apply.parts import ranges_of
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, PerLayer, moved_from, numel
+from surgeon.blueprint.recipes import Copy, Joined, PerLayer, Recipe, moved_from, numel
 from surgeon.blueprint.shards import Shard, is_hole, nbytes
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
@@ -103,15 +104,23 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
     """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`, or of their parts."""
     return {
-        output.name: Origin(
-            folder.source,
-            folder.tensors[moved.source],
-            output.recipe if isinstance(output.recipe, PerLayer) else None,
-        )
+        output.name: origin_in(folder, output.recipe, moved)
         for shard in shards
         for output in shard.outputs
         if (moved := moved_from(output.recipe)) is not None
     }
+
+
+def origin_in(folder: CheckpointFolder, recipe: Recipe, moved: Copy) -> Origin:
+    """Where the bytes lie that `recipe` moves, the first of them in the tensor `moved` of `folder`."""
+    info = folder.tensors[moved.source]
+    match recipe:
+        case PerLayer():
+            return Origin(folder.source, info, recipe)
+        case Joined() if recipe.whole is None:
+            return Origin(folder.source, info, pieces=ranges_of(recipe, folder.tensors))
+        case _:
+            return Origin(folder.source, info)
 
 
 def begins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, int]:

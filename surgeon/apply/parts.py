@@ -1,4 +1,4 @@
-"""Tensors that hold a part for each layer, read with their parts in another order: bytes are moved, none is decoded.
+"""Tensors that are made of parts or rows of others: bytes are moved, none is decoded.
 
 A tensor of embeddings for each layer may take gigabytes: it is read in pieces.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from surgeon.blueprint.recipes import PerLayer
+from surgeon.blueprint.recipes import Joined, PerLayer
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.ranges import fill, pieces_of, sha256_pieces
 from surgeon.checkpoint.source import Source
@@ -59,3 +60,36 @@ def parts_digest(source: Source, tensor: TensorInfo, recipe: PerLayer) -> str:
         return sha256_pieces(parts_in_order(opened, tensor.begin, recipe))
     finally:
         os.close(opened)
+
+
+def ranges_of(recipe: Joined, tensors: Mapping[str, TensorInfo]) -> tuple[TensorInfo, ...]:
+    """Where the pieces of `recipe` lie: of each tensor its rows alone, by their begin and end."""
+    found: list[TensorInfo] = []
+    for piece in recipe.pieces:
+        info = tensors[piece.of.source]
+        row = info.nbytes // info.shape[0]
+        begin, end = info.begin + piece.start * row, info.begin + piece.stop * row
+        found.append(replace(info, shape=(piece.stop - piece.start, *info.shape[1:]), begin=begin, end=end))
+    return tuple(found)
+
+
+def pieces_in_order(pieces: Sequence[TensorInfo], opened: Callable[[str], int]) -> Iterator[memoryview]:
+    """The bytes of `pieces`, one after the other; `opened` gives the descriptor of a shard, by its file."""
+    for piece in pieces:
+        yield from pieces_of(opened(piece.file), piece.begin, piece.end, _BUFFER)
+
+
+def pieces_digest(source: Source, pieces: Sequence[TensorInfo]) -> str:
+    """Hex sha256 of `pieces` of tensors of `source`, one after the other. Raises BadInput where a shard has changed."""
+    descriptors: dict[str, int] = {}
+
+    def opened(file: str) -> int:
+        if file not in descriptors:
+            descriptors[file] = source.open_shard(file)
+        return descriptors[file]
+
+    try:
+        return sha256_pieces(pieces_in_order(pieces, opened))
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)

@@ -16,6 +16,7 @@ from surgeon.blueprint.recipes import (
     Constant,
     Copy,
     Extended,
+    Joined,
     PerLayer,
     Predicted,
     Recipe,
@@ -219,6 +220,8 @@ def preview_of(
 
 def _new_numbers(recipe: Recipe) -> int:
     """How many numbers of a new tensor are new."""
+    if isinstance(recipe, Joined) and recipe.still:
+        return 0
     return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended | PerLayer) else 0)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
 from surgeon.apply.finite import FiniteCheck
-from surgeon.apply.parts import parts_in_order
+from surgeon.apply.parts import parts_in_order, pieces_in_order
 from surgeon.blueprint.recipes import PerLayer
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -33,12 +33,18 @@ _READERS = 2
 class Origin:
     """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder.
 
-    With `parts` it is copied part by part, in their order.
+    With `parts` it is copied part by part, in their order. With `pieces` its bytes are theirs, one after the other.
     """
 
     source: Source
     tensor: TensorInfo
     parts: PerLayer | None = None
+    pieces: tuple[TensorInfo, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of `tensor`, byte for byte."""
+        return self.parts is None and not self.pieces
 
     @property
     def key(self) -> tuple[int, str]:
@@ -61,10 +67,20 @@ class OpenShards:
 
     def of(self, origin: Origin) -> int:
         """The descriptor of the shard that holds it; BadInput where the shard was changed since it was opened."""
-        shard = id(origin.source), origin.tensor.file
+        return self.opened(origin.source, origin.tensor.file)
+
+    def opened(self, source: Source, file: str) -> int:
+        """The descriptor of a shard. Raises BadInput where it was changed since it was opened."""
+        shard = id(source), file
         if shard not in self._opened:
-            self._opened[shard] = origin.source.open_shard(origin.tensor.file)
+            self._opened[shard] = source.open_shard(file)
         return self._opened[shard]
+
+    def read(self, origin: Origin) -> Iterator[memoryview]:
+        """The bytes of what is copied in parts or pieces. Raises BadInput where a shard ends early."""
+        if origin.parts is not None:
+            return parts_in_order(self.of(origin), origin.tensor.begin, origin.parts)
+        return pieces_in_order(origin.pieces, lambda file: self.opened(origin.source, file))
 
 
 class ReadBack:
@@ -112,7 +128,7 @@ class ReadBack:
             self.maps.update(record["maps"])
             self.not_finite.update(record.get("not_finite", ()))
             for name, digest in record["digests"].items():
-                if (origin := self._origins.get(name)) is not None and origin.parts is None:
+                if (origin := self._origins.get(name)) is not None and origin.whole:
                     self._originals[origin.key] = digest
 
     def settle(self) -> None:
@@ -142,7 +158,7 @@ class ReadBack:
                     if (origin := self._origins.get(output.name)) is not None:
                         look = FiniteCheck(info.dtype)
                         digests[output.name] = (
-                            _compared(written, info, shards.of(origin), origin, look)
+                            _compared(written, info, shards, origin, look)
                             if self._compare
                             else self._digest(shards, origin, look)
                         )
@@ -162,18 +178,18 @@ class ReadBack:
 
     def _digest(self, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
         """An original's digest; a layer's copy finds it known where its original's shard is done."""
-        if origin.parts is not None:
-            return sha256_pieces(parts_in_order(shards.of(origin), origin.tensor.begin, origin.parts), look)
+        if not origin.whole:
+            return sha256_pieces(shards.read(origin), look)
         known = self._originals.get(origin.key)
         return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end, look)
 
 
-def _compared(written: int, info: TensorInfo, source: int, origin: Origin, look: FiniteCheck) -> str:
+def _compared(written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
     original = origin.tensor
-    if origin.parts is None:
-        digest = compare_ranges(source, original.begin, written, info.begin, original.nbytes, look)
+    if origin.whole:
+        digest = compare_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes, look)
     else:
-        digest = compare_pieces(parts_in_order(source, original.begin, origin.parts), written, info.begin, look)
+        digest = compare_pieces(shards.read(origin), written, info.begin, look)
     if digest is None:
         raise PromiseBroken(
             f"{printable(info.name)} ({info.file}): what was read back is not what {printable(original.name)}"

@@ -21,7 +21,7 @@ from surgeon.apply.job import Job
 from surgeon.apply.parts import parts_in_order
 from surgeon.apply.readback import OpenShards, ReadBack
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Listed, PerLayer, is_computed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
 from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, FLOAT_DTYPES, build_header
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
@@ -323,17 +323,20 @@ def _write_tensor(
     run: _Share, output: Output, target: int, begin: int, end: int, shards: OpenShards, behind: WriteBehind
 ) -> None:
     match output.recipe:
-        case Copy():
+        case Copy() | Joined():
             origin = run.job.origins[output.name]
             with run.stopwatch.stage("copy"):
-                copy_range(
-                    shards.of(origin),
-                    target,
-                    source_offset=origin.tensor.begin,
-                    target_offset=begin,
-                    count=end - begin,
-                    progress=run.listener.advance,
-                )
+                for place in origin.pieces or (origin.tensor,):
+                    copy_range(
+                        shards.opened(origin.source, place.file),
+                        target,
+                        source_offset=place.begin,
+                        target_offset=begin,
+                        count=place.nbytes,
+                        progress=run.listener.advance,
+                    )
+                    begin += place.nbytes
+                assert begin == end, output.name
         case PerLayer():
             origin = run.job.origins[output.name]
             with run.stopwatch.stage("copy"):

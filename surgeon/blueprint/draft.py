@@ -7,9 +7,9 @@ that preview shows, `apply` writes and `verify` checks against. No weight is rea
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from surgeon.blueprint.grafts import (
     Graft,
@@ -65,7 +65,13 @@ def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]
 # What new layers of a quantised base are stored in, and a part of FP8 layers that nothing in full precision reads.
 _OPENED = "BF16"
 _ACTIVATIONS = "activation_scale"
-Promise = Literal["exact", "none"]
+# From the strongest to the weakest.
+Promise = Literal["exact", "rounding", "none"]
+
+
+def weakest(promises: Iterable[Promise]) -> Promise:
+    """The weakest promise of several; of none, the strongest."""
+    return max(promises, key=get_args(Promise).index, default="exact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,8 @@ class Claim:
     """What an operation promises about the base's function.
 
     `exact`: every logit is bit-identical at birth, in the checkpoint's dtype and with the same attention
-    implementation. `none`: the function changes. `reason` says why, in one sentence.
+    implementation. `rounding`: the same function, computed in another order, so logits differ by rounding. `none`: the
+    function changes. `reason` says why, in one sentence.
     """
 
     promise: Promise
@@ -178,7 +185,7 @@ class Blueprint:
     @property
     def promise(self) -> Promise:
         """The weakest promise of all operations: what the output as a whole promises."""
-        return "exact" if all(record.claim.promise == "exact" for record in self.operations) else "none"
+        return weakest(record.claim.promise for record in self.operations)
 
     @property
     def more_rows(self) -> int:
@@ -218,6 +225,8 @@ class Draft:
         self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
+        # Of a model that becomes one of another class: its config.json.
+        self.converted: dict[str, Any] | None = None
         # Model-wide keys of `config.surgery`.
         self.settings: dict[str, Any] = settings_of(config)
         brought = grafts_of(config)
@@ -404,6 +413,8 @@ class Draft:
         return made
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
+        if self.converted is not None:
+            return self.converted
         if self.anatomy.derivation is not None:
             trunk = self.trunk_config(self.anatomy.derivation)
             return self._grafted_config(self.anatomy.derivation, trunk) if grafted else trunk

@@ -47,6 +47,54 @@ class PerLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `start:stop` of a tensor of the base."""
+
+    of: Copy
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Rows of tensors of the base, one piece below the other, byte for byte, read as a tensor of `shape`.
+
+    `still`: the base computes with it, under another name, so it does not train with what is new.
+    """
+
+    pieces: tuple[Rows, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    still: bool
+
+    @property
+    def whole(self) -> Copy | None:
+        """The tensor of the base that it is, all of it; None where it is another."""
+        piece = self.pieces[0]
+        entire = len(self.pieces) == 1 and (piece.start, piece.stop) == (0, piece.of.shape[0])
+        return piece.of if entire and piece.of.shape == self.shape else None
+
+
+@dataclass(frozen=True, slots=True)
+class Noised:
+    """`of` with noise: normal, of `share` times the standard deviation of `of`, seeded from (the seed, `key`)."""
+
+    of: Joined
+    key: str
+    share: float
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what gets the noise."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what gets the noise."""
+        return self.of.shape
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """Every element is `value` (0, or the value that makes a norm's effective scale zero or one)."""
 
@@ -302,6 +350,8 @@ class Extended:
 Recipe = (
     Copy
     | PerLayer
+    | Joined
+    | Noised
     | Constant
     | Listed
     | Random
@@ -396,7 +446,9 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
         case Dequantised(weight, scales):
             yield weight
             yield scales
-        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of):
+        case Joined(pieces):
+            yield from dict.fromkeys(piece.of for piece in pieces)
+        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of) | Noised(of):
             yield of
         case Matched(experts, number):
             yield experts[number]
@@ -438,6 +490,10 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"copy": source}
         case PerLayer(of, axis, _, order):
             return {"per_layer": of.source, "axis": axis, "order": list(order)}
+        case Joined(pieces, still=still):
+            return {"rows": [[piece.of.source, piece.start, piece.stop] for piece in pieces], "still": still}
+        case Noised(of, key):
+            return {"noised": describe(of), "key": key, "share": recipe.share}
         case Constant(value):
             return {"constant": value}
         case Listed(values):
@@ -492,15 +548,17 @@ def numel(recipe: Recipe) -> int:
 
 def is_computed(recipe: Recipe) -> bool:
     """Whether the recipe needs computation, so that weights must be read into memory."""
-    return not isinstance(recipe, Copy | PerLayer | Constant | Listed)
+    return not isinstance(recipe, Copy | PerLayer | Joined | Constant | Listed)
 
 
 def moved_from(recipe: Recipe) -> Copy | None:
-    """The tensor whose bytes a recipe moves, all of them or parts; None where it makes bytes of its own."""
+    """The (first) tensor whose bytes a recipe moves, all or parts; None where it makes bytes of its own."""
     match recipe:
         case Copy():
             return recipe
         case PerLayer(of):
             return of
+        case Joined(pieces):
+            return pieces[0].of
         case _:
             return None

@@ -10,6 +10,7 @@ from surgeon.errors import printable
 
 PROMISE_STYLES = {
     "exact": Text("exact", style="bold green"),
+    "rounding": Text("rounding only", style="bold green"),
     "none": Text("not preserving", style="bold yellow"),
 }
 
@@ -17,7 +18,7 @@ PROMISE_STYLES = {
 def promise_of(promise: str, *, trained: bool) -> Text:
     """A promise as it holds now: of a model that was trained since, it is about its birth."""
     shown = PROMISE_STYLES[promise]
-    return Text("exact at birth", style=shown.style) if trained and promise == "exact" else shown
+    return Text(f"{shown.plain} at birth", style=shown.style) if trained and promise != "none" else shown
 
 
 def count(number: int) -> str:

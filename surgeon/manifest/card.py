@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
+from surgeon.common.formatting import PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
@@ -134,6 +135,8 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
+    if made.still and made.rows:
+        return math.prod(made.shape)
     kept = made.extends or made.per_layer
     return 0 if kept is None else math.prod(manifest.base.tensors[kept].shape)
 
@@ -227,11 +230,16 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
             f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
             " in the checkpoint's dtype, with and without cache. Why:"
         )
+    elif manifest.promise == "rounding":
+        lines.append(
+            "At birth, before any training, this model computes the function of its base in another order, so logits"
+            " differ by rounding. Why:"
+        )
     else:
         lines.append("This surgery does **not** preserve the base's function. What each operation says:")
     lines.append("")
     for entry in manifest.operations:
-        promise = "exact" if entry.promise == "exact" else "not preserving"
+        promise = PROMISE_STYLES[entry.promise].plain
         lines.append(f"- {_code(entry.op)}, {promise}: {_code(entry.reason)}")
     lines += [
         "",
@@ -245,10 +253,17 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _is_converted(manifest: Manifest) -> bool:
+    """Whether it became a model of another class of transformers, which holds its tensors under other names."""
+    return manifest.native and any(made.rows for made in manifest.new_tensors.values())
+
+
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
     name = repo_id or "path/to/this/folder"
     options = ["trust_remote_code=True"] if manifest.code else []
     note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
+    if _is_converted(manifest):
+        note = f"It is a {_code(config.get('model_type'))} of transformers, without custom code.\n"
     broken = broken_pattern(config, [layer.base for layer in manifest.layers]) if manifest.native else None
     if broken is not None:
         note = f"It is the base's own class with more layers: no custom code. But {broken}.\n"
@@ -284,6 +299,12 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
     rows = {
         name: manifest.base.tensors[of].shape[0] for name, new in manifest.new_tensors.items() if (of := new.extends)
     }
+    if _is_converted(manifest):
+        code = (
+            "for name, parameter in model.named_parameters():\n"
+            '    parameter.requires_grad_(any(part in name for part in (".experts.", ".gate.", ".router.")))'
+        )
+        return f"{head}Experts and routers, so that the rest stays the base's:\n\n{_fenced(code, 'python')}\n"
     if rows:
         return f"{head}`surgeon train` trains what is new: of {_listed(rows)} the rows from {max(rows.values())} on.\n"
     if not manifest.native:

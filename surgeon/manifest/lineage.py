@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from surgeon.blueprint.draft import weakest
 from surgeon.blueprint.recipes import Copy, PerLayer
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Base, Manifest, StoredTensor, layers_of, places_of
+from surgeon.manifest.manifest import Base, Manifest, Piece, StoredTensor, layers_of, pieces_of, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -72,11 +73,14 @@ class Lineage:
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """How tensors of state `number` are called in the output, by layer numbers. Raises BadInput."""
+        """How tensors of state `number` are called in the output. Those that stand there in pieces are left out.
+
+        Raises BadInput.
+        """
         places = {name: name for name in names}
         for nth, manifest in enumerate(self.since(number), number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
-            places = {name: moved[place] for name, place in places.items()}
+            places = {name: moved[place] for name, place in places.items() if place in moved}
         return places
 
     def state(self, number: int | None, out: CheckpointFolder) -> State:
@@ -96,7 +100,8 @@ class Lineage:
         own = self.surgeries[number - 1] if number else None
         undone = self.since(number)
         config = undone[0].base.config
-        places, extended, axes = self._kept(number)
+        kept = self._kept(number)
+        places, extended, axes = kept.places, kept.extended, kept.axes
         layers = self.layers(number)
         order = tuple(layers[layer] for layer in sorted(layers))
         held: dict[str, TensorInfo] = {}
@@ -121,27 +126,49 @@ class Lineage:
             held[name] = rows
             if rows != there:
                 more[name] = there.shape[0] - rows.shape[0]
+        joined = {name: self._pieces(name, pieces, undone[0], out) for name, pieces in kept.joined.items()}
+        for name, lying in joined.items():
+            held[name] = dataclasses.replace(lying[0], shape=tuple(undone[0].base.tensors[name].shape))
+        held = {name: held[name] for name in undone[0].base.tensors}
         shapes = {name: parts[name].shape if name in parts else info.shape for name, info in held.items()}
         dissect(config, {n: dataclasses.replace(info, name=n, shape=shapes[n]) for n, info in held.items()}, out.own)
-        return State(number, self, own, undone, places, config, _code(config, undone[0], out), held, more, parts)
+        code = _code(config, undone[0], out)
+        return State(number, self, own, undone, places, config, code, held, more, parts, joined)
+
+    def _pieces(
+        self, name: str, pieces: tuple[Piece, ...], surgery: Manifest, out: CheckpointFolder
+    ) -> tuple[TensorInfo, ...]:
+        """Where a tensor that stands in pieces lies, by begin and end. Raises BadInput where it does not."""
+        then = surgery.base.tensors[name]
+        found: list[TensorInfo] = []
+        for piece in pieces:
+            there = out.tensors.get(piece.place)
+            if there is None or there.dtype != then.dtype or piece.end > there.numel:
+                raise BadInput(
+                    f"{shown_name(name, piece.place)}: not in {printable(str(out.path))} as it was;"
+                    f" {instead_of(surgery)}"
+                )
+            width = DTYPE_BITS[there.dtype] // 8
+            begin, end = there.begin + piece.begin * width, there.begin + piece.end * width
+            found.append(dataclasses.replace(there, shape=(piece.end - piece.begin,), begin=begin, end=end))
+        return tuple(found)
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
-    def _kept(self, number: int) -> tuple[dict[str, str], set[str], dict[str, int]]:
-        """Where the tensors of state `number` stand in the output, and which of them have more rows there.
-
-        Of those to which a surgery added parts for its new layers also the axis of the parts. Raises BadInput where a
-        surgery found or left another.
-        """
+    def _kept(self, number: int) -> _Kept:
+        """Where the tensors of state `number` stand in the output. Raises BadInput where a surgery left others."""
         extended: set[str] = set()
         undone = self.since(number)
         found: dict[str, StoredTensor] = dict(undone[0].base.tensors)
         places = {name: name for name in found}
         axes: dict[str, int] = {}
+        joined: dict[str, tuple[Piece, ...]] = {}
         for nth, manifest in enumerate(undone, number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
-            for name, place in places.items():
+            in_pieces = pieces_of(manifest)
+            joined = {name: self._moved_on(name, pieces, manifest, nth) for name, pieces in joined.items()}
+            for name, place in list(places.items()):
                 there = manifest.base.tensors.get(place)
                 if there is None or (there != found[name] and name not in extended):
                     how = "gone" if there is None else "trained or edited"
@@ -149,6 +176,10 @@ class Lineage:
                         f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
                         f" there is lost; {instead_of(undone[0])}"
                     )
+                if place not in moved:
+                    joined[name] = in_pieces[place]
+                    del places[name]
+                    continue
                 places[name] = moved[place]
                 made = manifest.new_tensors.get(places[name])
                 if made is not None and made.extends == place and name not in axes:
@@ -156,7 +187,7 @@ class Lineage:
                     extended.add(name)
                     continue
                 # One that only trains on begins as what it was; whether it still is, its bytes will show.
-                if made is None or made.recipe == {"copy": place}:
+                if made is None or made.recipe == {"copy": place} or [piece[0] for piece in made.rows] == [place]:
                     continue
                 # As the next surgery must find it.
                 found[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
@@ -168,7 +199,32 @@ class Lineage:
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
                         f" it another value, so what stood there is lost; {instead_of(manifest)}"
                     )
-        return places, extended, axes
+        return _Kept(places, extended, axes, joined)
+
+    def _moved_on(self, name: str, pieces: tuple[Piece, ...], manifest: Manifest, nth: int) -> tuple[Piece, ...]:
+        """Pieces by the names that surgery `nth` gave what they stand in. Raises BadInput."""
+        moved = places_of(manifest, [piece.place for piece in pieces], file=self._file_of(nth))
+        lost = next((piece.place for piece in pieces if piece.place not in moved), None)
+        if lost is not None:
+            raise BadInput(
+                f"{shown_name(name, lost)}: surgery {nth} moved what holds it, so what stood there is lost;"
+                f" {instead_of(self.surgeries[nth - 1])}"
+            )
+        return tuple(dataclasses.replace(piece, place=moved[piece.place]) for piece in pieces)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where the tensors of a state stand in the output.
+
+    Those in `extended` have more rows there; `axes` has the axis along which a surgery added parts for its new layers.
+    Those in `joined` stand in pieces of others, and have no place of their own.
+    """
+
+    places: dict[str, str]
+    extended: set[str]
+    axes: dict[str, int]
+    joined: dict[str, tuple[Piece, ...]]
 
 
 @dataclass(frozen=True)
@@ -178,7 +234,8 @@ class State:
     `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `places`
     maps that state's tensors to their names in the output, `held` to what holds them there: all of a tensor, or its
     first rows where it got `more` since; of those in `parts`, which got parts for new layers since, only these parts
-    are the state's. `code` are the files of code that lie beside its weights.
+    are the state's. Those in `joined` have no place: they are pieces of other tensors. `code` are the files of code
+    that lie beside its weights.
     """
 
     number: int
@@ -191,6 +248,7 @@ class State:
     held: Mapping[str, TensorInfo]
     more: Mapping[str, int]
     parts: Mapping[str, PerLayer]
+    joined: Mapping[str, tuple[TensorInfo, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def base(self) -> Base:
@@ -204,8 +262,8 @@ class State:
 
     @property
     def promise(self) -> str:
-        """What the surgeries since promise: exact where all of them do."""
-        return "exact" if all(manifest.promise == "exact" for manifest in self.undone) else "none"
+        """What the surgeries since promise: the weakest of all their promises."""
+        return weakest(manifest.promise for manifest in self.undone)
 
     @property
     def trained(self) -> bool:
@@ -308,15 +366,15 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
             operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
         made = [
-            name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers and not tensor.per_layer
+            name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers and not tensor.still
         ]
-        now = list(made if lineage is None else lineage.places(nth, made).values())
-        for name, place in zip(made, now, strict=True):
+        now = dict(zip(made, made, strict=True)) if lineage is None else lineage.places(nth, made)
+        for name, place in now.items():
             if (of := surgery.new_tensors[name].extends) is not None:
                 # Where a vocabulary grew twice, all that came after the first base trains.
                 rows.setdefault(place, surgery.base.tensors[of].shape[0])
         # A later merge may have folded an earlier surgery's branches away.
-        chosen |= dict.fromkeys(name for name in now if surgery is manifest or name in out.tensors)
+        chosen |= dict.fromkeys(name for name in now.values() if surgery is manifest or name in out.tensors)
     if everything:
         chosen, rows = dict.fromkeys(out.tensors), {}
     missing = [name for name in chosen if name not in out.tensors]

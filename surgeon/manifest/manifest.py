@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from surgeon.blueprint.draft import Promise
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
@@ -34,6 +37,9 @@ class Entry(BaseModel):
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
+
+# A tensor of the base, the first of its rows that is meant, and the first that is not.
+Rows = tuple[str, int, int]
 
 
 class Tool(Entry):
@@ -82,7 +88,7 @@ class OperationEntry(Entry):
 
     op: str
     matched: str
-    promise: Literal["exact", "none"]
+    promise: Promise
     reason: str
     trains: Literal["new", "all"]
 
@@ -122,6 +128,17 @@ class NewTensor(StoredTensor):
         """The base's tensor whose parts of layers it holds, where it has one for each: none trains with new layers."""
         source = self.recipe.get("per_layer")
         return source if isinstance(source, str) else None
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The rows of the base's tensors that it holds, one piece below the other: (tensor, first, end)."""
+        told = self.recipe["rows"] if "still" in self.recipe else ()
+        return tuple((name, start, stop) for name, start, stop in told)
+
+    @property
+    def still(self) -> bool:
+        """Whether it stays as it is where new tensors train: the base computes with what it holds."""
+        return self.per_layer is not None or self.recipe.get("still") is True
 
 
 class TrainedTensor(Entry):
@@ -195,7 +212,7 @@ class Surgery(Entry):
     tool: Tool
     base: Base
     plan: str
-    promise: Literal["exact", "none"]
+    promise: Promise
     native: bool
     operations: list[OperationEntry]
     layers: list[LayerEntry]
@@ -326,6 +343,7 @@ def parse(data: object, *, file: str) -> Manifest:
     for surgery in (*manifest.lineage, manifest):
         _check_extended(surgery, file)
         _check_parts(surgery, file)
+        _check_rows(surgery, file)
     return manifest
 
 
@@ -356,6 +374,37 @@ def _check_parts(surgery: Surgery, file: str) -> None:
                 f"{printable(file)}: {printable(name)} is said to hold a part of the base's"
                 f" {printable(made.per_layer)} for each layer, which it cannot; was it edited by hand?"
             )
+
+
+def _check_rows(surgery: Surgery, file: str) -> None:
+    """Raise BadInput where a tensor is said to hold rows of the base's tensors, and these do not make it up."""
+    for name, made in surgery.new_tensors.items():
+        # An extended tensor tells a number of rows, and holds them otherwise.
+        if "still" not in made.recipe:
+            continue
+        told = made.recipe.get("rows")
+        if not isinstance(told, list) or not told or not all(_are_rows(piece, made, surgery) for piece in told):
+            found = -1
+        else:
+            found = sum((stop - start) * _row(surgery.base.tensors[of]) for of, start, stop in told)
+        if found != math.prod(made.shape):
+            raise BadInput(
+                f"{printable(file)}: {printable(name)} is said to hold rows of the base's tensors, which it cannot; was"
+                " it edited by hand?"
+            )
+
+
+def _are_rows(piece: Any, made: NewTensor, surgery: Surgery) -> bool:
+    """Whether it names rows of a tensor of the base, of the dtype of `made`."""
+    if not isinstance(piece, list) or [type(each) for each in piece] != [str, int, int]:
+        return False
+    of = surgery.base.tensors.get(piece[0])
+    return of is not None and of.dtype == made.dtype and bool(of.shape) and 0 <= piece[1] < piece[2] <= of.shape[0]
+
+
+def _row(tensor: StoredTensor) -> int:
+    """How many numbers are in one row."""
+    return math.prod(tensor.shape[1:])
 
 
 def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
@@ -390,10 +439,19 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
-    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say."""
+    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say.
+
+    Those that stand there in several pieces, or in a tensor with others, are left out (`pieces_of` has them).
+    """
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
     places: dict[str, str] = {}
+    moved = pieces_of(manifest)
     for name in manifest.base.tensors if names is None else names:
+        if name in moved:
+            place = moved[name][0].place
+            if len(moved[name]) == 1 and manifest.new_tensors[place].shape == manifest.base.tensors[name].shape:
+                places[name] = place
+            continue
         try:
             places[name] = renumbered(name, layers)
         except KeyError:
@@ -409,6 +467,40 @@ def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[in
     held = {place[1] for name in manifest.base.tensors if (place := layer_of(name)) is not None}
     grown = len(manifest.layers) - manifest.base.layers
     return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Numbers `begin:end` of the output's tensor `place`, counted through its rows."""
+
+    place: str
+    begin: int
+    end: int
+
+
+def pieces_of(manifest: Surgery) -> dict[str, tuple[Piece, ...]]:
+    """Of the base's tensors that the output holds under other names, where it does: one piece after the other.
+
+    Of several places those that stay as they are come first, then the first.
+    """
+    tensors = manifest.base.tensors
+    found: dict[str, dict[int, tuple[int, Piece]]] = {}
+    for name, made in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].still):
+        at = 0
+        for of, start, stop in made.rows:
+            end = at + (stop - start) * _row(tensors[of])
+            found.setdefault(of, {}).setdefault(start, (stop, Piece(name, at, end)))
+            at = end
+    whole: dict[str, tuple[Piece, ...]] = {}
+    for of, rows in found.items():
+        pieces: list[Piece] = []
+        at = 0
+        while at in rows:
+            at, piece = rows[at]
+            pieces.append(piece)
+        if at == tensors[of].shape[0]:
+            whole[of] = tuple(pieces)
+    return whole
 
 
 def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:

@@ -23,6 +23,10 @@ CACHED_DECODE = "cached decode"
 PREFILL_IMAGE = "prefill, image"
 CACHED_DECODE_IMAGE = "cached decode, image"
 
+# By how much of the largest logit two ways to compute one function may differ: some hundred units in the last place of
+# float32, some ten of the narrower dtypes, which many layers add up.
+ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
 # Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1 << 22
 _NO_TARGET = -100
@@ -51,7 +55,8 @@ class LogitComparison:
     nats per position. `top1_agreement`: share of positions with the same most probable token.
     `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
     that is not a number counts as infinite. Of an output with more tokens than the base `identical` and
-    `max_abs_difference` are of the base's tokens, and `grown` says what the others cost.
+    `max_abs_difference` are of the base's tokens, and `grown` says what the others cost. `largest` is the base's
+    largest |logit| where they were not identical.
     """
 
     mode: str
@@ -64,6 +69,12 @@ class LogitComparison:
     base_loss: float
     out_loss: float
     grown: GrownLoss | None = None
+    largest: float = 0.0
+
+    @property
+    def rounded(self) -> bool:
+        """Whether logits differ by no more than rounding makes of one function computed in two ways."""
+        return self.identical or self.max_abs_difference <= ROUNDING[self.dtype] * self.largest
 
     @property
     def next_token(self) -> tuple[float, float, float, float]:
@@ -244,6 +255,7 @@ class _Tally:
         self.difference = self.kl = self.base_loss = self.out_loss = 0.0
         self.more, self.old = more, 1
         self.rise, self.within = 0.0, True
+        self.largest = 0.0
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
         """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
@@ -289,6 +301,7 @@ class _Tally:
         self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
         out_CV = out_CV[:, :old]
         self.identical = self.identical and torch.equal(base_CV, out_CV)
+        self.largest = max(self.largest, _finite(base_CV.abs().max()))
         wide = _wide(base_CV) - _wide(out_CV)
         apart_CV = torch.where(base_CV == out_CV, 0.0, wide.abs())
         self.difference = max(self.difference, _finite(apart_CV.nan_to_num(nan=math.inf).max()))
@@ -319,6 +332,7 @@ class _Tally:
             base_loss=self.base_loss / self.targets,
             out_loss=self.out_loss / self.targets,
             grown=GrownLoss(self.more, self.rise, math.log1p(self.more / self.old), self.within) if self.more else None,
+            largest=self.largest,
         )
 
 

@@ -24,6 +24,7 @@ from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
+from surgeon.operations.upcycle_experts import UpcycleExperts
 
 GROUP = "surgeon.operations"
 _BUILT_IN: tuple[type[Operation], ...] = (
@@ -35,6 +36,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     MixtureOfControl,
     MergeBranches,
     GrowVocabulary,
+    UpcycleExperts,
 )
 
 

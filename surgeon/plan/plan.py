@@ -93,6 +93,11 @@ def draw(
 
 def carry_out(operation: Operation, draft: Draft, number: int) -> None:
     """Let a plan's operation `number` edit the draft. Raises BadInput for what this base does not allow."""
+    if draft.converted is not None:
+        raise BadInput(
+            f"it comes after `{draft.records[-1].op}`, which makes a model of another class; apply it by a plan of its"
+            " own, to the output of this one"
+        )
     _check_kind(operation, draft.anatomy)
     draft.records.append(operation.edit(draft, number))
 

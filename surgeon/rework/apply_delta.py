@@ -12,12 +12,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, copied, index_of
+from surgeon.apply.job import Job, copied, index_of, origin_in
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
+from surgeon.blueprint.recipes import Copy, Joined, Rows
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.staging import check_destination
@@ -28,7 +30,7 @@ from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, places_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, NewTensor, StoredTensor, places_of
 from surgeon.rework.make_delta import Delta
 from surgeon.verify.claims import manifest_differences
 from surgeon.verify.static import Drawn
@@ -146,7 +148,18 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
 def _origins(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
     """Where each tensor of the output lies: in the delta, else in the base."""
     in_base = {place: Origin(base.source, base.tensors[name]) for name, place in places_of(delta.manifest).items()}
+    for name, made in delta.manifest.new_tensors.items():
+        if made.rows:
+            in_base[name] = _of_rows(made, base)
     return in_base | {name: Origin(delta.source, info) for name, info in delta.tensors.items()}
+
+
+def _of_rows(made: NewTensor, base: CheckpointFolder) -> Origin:
+    """Where the bytes of a tensor lie that is made of rows of the base's."""
+    copies = {of: Copy(of, base.tensors[of].dtype, base.tensors[of].shape) for of, _, _ in made.rows}
+    pieces = tuple(Rows(copies[of], start, stop) for of, start, stop in made.rows)
+    recipe = Joined(pieces, made.dtype, tuple(made.shape), made.still)
+    return origin_in(base, recipe, pieces[0].of)
 
 
 def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Output, ...]:
@@ -157,7 +170,14 @@ def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Ou
     for name in names:
         if name not in origins:
             raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
-    return tuple(copied(name, origins[name].tensor) for name in names)
+    return tuple(copied(name, _described(delta, name, origins[name])) for name in names)
+
+
+def _described(delta: Delta, name: str, origin: Origin) -> TensorInfo:
+    """The tensor as a header would have it; what is made of rows has a shape of its own."""
+    if not origin.pieces:
+        return origin.tensor
+    return dataclasses.replace(origin.tensor, shape=tuple(delta.manifest.new_tensors[name].shape))
 
 
 def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin], own: OwnCode | None) -> None:
@@ -168,7 +188,8 @@ def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, 
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:
         raise delta.edited(f"`shards` has {SINGLE_FILE} beside others")
     try:
-        dissect(delta.config, {name: dataclasses.replace(origins[name].tensor, name=name) for name in named}, own)
+        infos = {name: _described(delta, name, origins[name]) for name in named}
+        dissect(delta.config, {name: dataclasses.replace(info, name=name) for name, info in infos.items()}, own)
     except BadInput as error:
         raise BadInput(f"{delta.shown}: what would be put together is no model ({error})") from error
 

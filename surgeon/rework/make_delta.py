@@ -279,8 +279,11 @@ def make_delta_of(
 
 
 def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str]) -> tuple[Shard, ...]:
-    """The tensors of the output, by its shards, that are not the base's in their place."""
+    """The tensors of the output, by its shards, that are not the base's in their place, or made of its rows."""
     base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
+    for name, made in manifest.new_tensors.items():
+        if made.rows:
+            base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
     own = {
         file: kept
         for file, infos in sorted(in_order(out).items())

@@ -135,11 +135,11 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
         """BadInput where a tensor or a file is not what the first surgery that is undone found."""
         if torn := [name for name, digest in carried.items() if proof.files[name] != digest]:
             raise BadInput(f"{printable(torn[0])}: changed meanwhile; start again when nothing writes to it")
-        changed = [name for name in state.places if proof.digests[name] != state.base.tensors[name].sha256]
+        changed = [name for name in state.held if proof.digests[name] != state.base.tensors[name].sha256]
         if changed:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
-                f"{shown_name(changed[0], state.places[changed[0]])}{more}: trained or edited since surgery"
+                f"{shown_name(changed[0], state.held[changed[0]].name)}{more}: trained or edited since surgery"
                 f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)};"
                 f" {instead_of(state.undone[0])}"
             )
@@ -147,7 +147,10 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
 
     return Job(
         shards=shards,
-        origins={name: Origin(out.source, info, state.parts.get(name)) for name, info in state.held.items()},
+        origins={
+            name: Origin(out.source, info, state.parts.get(name), state.joined.get(name, ()))
+            for name, info in state.held.items()
+        },
         begins=begins_in(out, shards),
         files=files,
         carried=out,

@@ -17,7 +17,7 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Listed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, numel
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -96,8 +96,9 @@ def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
     recipe = output.recipe
     if isinstance(recipe, Constant | Listed):
         return constant_digest(recipe)
-    if isinstance(recipe, Copy):
-        return base.tensors[recipe.source].sha256
+    whole = recipe.whole if isinstance(recipe, Joined) else recipe
+    if isinstance(whole, Copy):
+        return base.tensors[whole.source].sha256
     claimed = manifest.new_tensors.get(output.name)
     return "0" * 64 if claimed is None else claimed.sha256
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.parts import parts_digest
+from surgeon.apply.parts import parts_digest, pieces_digest, ranges_of
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Listed, PerLayer, is_computed
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, is_computed
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
@@ -104,6 +104,7 @@ def check_static(
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
         *_parts(blueprint, manifest, base, digests[1]),
+        *_rows(blueprint, manifest, base, *digests),
         _silence(blueprint, manifest, drawn.anatomy, out),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
@@ -174,8 +175,8 @@ def _copies(
     blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
 ) -> Check:
     trained = manifest.trained
-    # What holds a part for each layer holds old layers' parts.
-    old = {o.name for o in blueprint.outputs if not o.new or isinstance(o.recipe, PerLayer)}
+    # What holds a part for each layer holds old layers' parts; other tensors of the base may have another name.
+    old = {o.name for o in blueprint.outputs if not o.new or isinstance(o.recipe, PerLayer) or _is_still(o)}
     stray = [o.name for o in blueprint.outputs if o.name in old and o.name in trained]
     if stray:
         may = set(trainable_set(folder, manifest, "all").names)
@@ -188,6 +189,30 @@ def _copies(
     since = f"; {len(stray)} were trained, as a surgery lets them" if stray else ""
     found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them{since}"
     return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
+
+
+def _is_still(output: Output) -> bool:
+    return isinstance(output.recipe, Joined) and output.recipe.still
+
+
+def _rows(
+    blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, digests: dict[str, str], out: dict[str, str]
+) -> list[Check]:
+    """Nothing where no tensor is made of rows of the base's; else whether all of them are, by bytes."""
+    held = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Joined)}
+    held = {name: recipe for name, recipe in held.items() if name not in manifest.trained}
+    if not held:
+        return []
+    wrong: list[str] = []
+    for name, recipe in held.items():
+        if (whole := recipe.whole) is not None:
+            digest = digests[whole.source]
+        else:
+            digest = pieces_digest(base.source, ranges_of(recipe, base.tensors))
+        wrong += [name] if out[name] != digest else []
+    still = sum(recipe.still for recipe in held.values())
+    kept = f"{still} hold what the base computes with, {len(held) - still} more begin as it, byte for byte"
+    return [Check.of("moved tensors", wrong, "not the rows of the base that they should be", kept)]
 
 
 def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out: Mapping[str, str]) -> list[Check]:
@@ -327,6 +352,8 @@ def check_earlier(
     for name, parts in state.parts.items():
         then[state.places[name]] = parts_digest(out.source, out.tensors[state.places[name]], parts)
     moved = [place for name, place in state.places.items() if then.get(place) != found.tensors[name].sha256]
+    joined = {name: pieces_digest(out.source, pieces) for name, pieces in state.joined.items()}
+    moved += [name for name, digest in joined.items() if digest != found.tensors[name].sha256]
     held = held_by(manifest, file=file)
     edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     edited += [name for name in held if name not in now]
@@ -340,7 +367,7 @@ def check_earlier(
             "tensors since then",
             [] if again.trains_all else moved,
             "not byte-identical to the base's",
-            f"{len(state.places) - len(moved)} of the base's are byte-identical",
+            f"{len(state.held) - len(moved)} of the base's are byte-identical",
         ),
         Check.of(
             "as left",
@@ -396,12 +423,20 @@ def redrawn(
         wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
         drawn.append(step)
         trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
-        moved = {o.name: o.recipe.source for o in blueprint.outputs if not o.new and isinstance(o.recipe, Copy)}
+        moved = {o.name: of.source for o in blueprint.outputs if (of := _unchanged(o)) is not None}
         kept = {} if trains_all else {name: kept[source] for name, source in moved.items() if source in kept}
         tensors = {o.name: _planned(o) for o in blueprint.outputs}
         config = blueprint.config
         files = {name: digest for name, digest in manifest.files.items() if is_side_file(name) or name in manifest.code}
     return Redrawn(drawn, wrong, trains_all)
+
+
+def _unchanged(output: Output) -> Copy | None:
+    """The tensor of the base that an output is and stays while what is new trains; None where it is another."""
+    recipe = output.recipe
+    if isinstance(recipe, Joined):
+        return recipe.whole if recipe.still else None
+    return recipe if not output.new and isinstance(recipe, Copy) else None
 
 
 def _planned(output: Output) -> TensorInfo:
@@ -494,9 +529,9 @@ def _own_base_tensors(
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
-    held = [name for name in changed if manifest.new_tensors[name].per_layer]
+    held = [name for name in changed if manifest.new_tensors[name].still]
     if held and not any(entry.trains == "all" for entry in manifest.operations):
-        return Check("new tensors", False, f"trained, though they hold parts of old layers: {some(held)}")
+        return Check("new tensors", False, f"trained, though they hold what is the base's: {some(held)}")
     trained = len(changed)
     rest = f"{len(manifest.new_tensors) - trained} as they were born"
     return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)

@@ -100,7 +100,7 @@ def headline(findings: Findings) -> Markup:
         (
             "the base's function at birth",
             _PROMISES[manifest.promise],
-            "good" if manifest.promise == "exact" else "warn",
+            "warn" if manifest.promise == "none" else "good",
         ),
         ("proof", state, tone),
         ("loads", "with its own code" if manifest.code else "without custom code", None),
@@ -123,6 +123,8 @@ def _state(findings: Findings) -> tuple[str, str]:
         return f"every static promise holds{trained}", "good"
     if verification.identical:
         return "every logit is bit-identical", "good"
+    if verification.promise == "rounding" and not verification.trained:
+        return "logits differ by rounding alone", "good"
     return "logits differ, as training made them" if verification.trained else "logits differ, as promised", "warn"
 
 
@@ -264,6 +266,7 @@ def proof_section(findings: Findings) -> Markup:
     if verification is None:
         promised = {
             "exact": "promises that at birth this output computes what its base computes, bit for bit",
+            "rounding": "promises that at birth this output computes what its base computes, up to rounding",
             "none": "says that this output does not keep its base's function",
         }[manifest.promise]
         return section(

@@ -1,0 +1,204 @@
+"""`upcycle_experts`: the MLP of every layer becomes a mixture of experts (sparse upcycling, Komatsuzaki et al., 2023).
+
+The output is a class of transformers that mixes experts, found by building it (`surgeon/families/sparse.py`).
+
+`form: shared`: the base's MLP is the expert that every token passes, and stays as it is; routed experts begin as copies
+of its gate and up with an output matrix of zeros. What they add is exactly zero, whatever the router says.
+`form: copies`: every expert is the base's MLP, and the weights of those chosen sum to one: Σ w_e FFN(x) = FFN(x), but
+for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Noised, Random, Recipe, Rows
+from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.errors import BadInput, printable
+from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Target, target_for
+from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
+
+_BALANCE = 0.01
+_ELSEWHERE = "by a plan of their own, before or after this one"
+
+
+class UpcycleExperts(Operation):
+    """The MLP of every layer becomes a mixture of experts, in a class of transformers that engines know."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "komatsuzaki2023sparse",
+            "Komatsuzaki, Aran and Puigcerver, Joan and Lee-Thorp, James and others",
+            "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints",
+            2023,
+            "2212.05055",
+            "ICLR",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({}, {"form": "copies"})
+
+    op: Literal["upcycle_experts"]
+    form: Annotated[
+        Literal["shared", "copies"],
+        Field(description="the base's MLP as an expert that every token passes, or copies of it that are chosen from"),
+    ] = "shared"
+    experts: Annotated[int, Field(ge=2, le=1024, description="how many experts begin as the base's MLP")] = 8
+    top_k: Annotated[int, Field(ge=1, le=1024, description="how many of them a token takes")] = 2
+    init: Annotated[
+        Literal["copy", "noise"],
+        Field(description="what experts begin as: the base's MLP, or that and noise"),
+    ] = "copy"
+    noise: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="`init: noise`: of a matrix's own standard deviation, 0.01 by default"),
+    ] = None
+    router: Annotated[Literal["random"], Field(description="what routers begin as")] = "random"
+    router_std: Annotated[float, Field(gt=0, le=1, description="the standard deviation of a random router's rows")] = (
+        0.02
+    )
+    balance: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=10,
+            description="coefficient of the loss that spreads tokens over experts (router_aux_loss_coef); default:"
+            " 0.01 where the class has one",
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        OneOf(lambda: [target.model_type for target in TARGETS]),
+        Field(description="model_type of the output; default: the first that holds the base"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> UpcycleExperts:
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"`top_k: {self.top_k}` of {self.experts} experts: a token cannot take more than there are"
+            )
+        if self.noise is not None and self.init != "noise":
+            raise ValueError(f"`noise` has no meaning with `init: {self.init}`")
+        return self
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Turn every layer's MLP into experts, and the config into that of the class that has them."""
+        shapes = _layer_shapes(draft)
+        mixture = Mixture(self.form, self.experts, self.top_k)
+        target, dense = target_for(draft.config, shapes, mixture, self.target)
+        mixture = Mixture(self.form, self.experts, self.top_k, balance=self._balance(target))
+        made = target.layer(dense, mixture)
+        for index, layer in enumerate(draft.layers):
+            born = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
+            dropped = target.dropped(dense)
+            layer.tensors = {s: recipe for s, recipe in layer.tensors.items() if s not in dropped} | born
+            layer.rewritten |= dict.fromkeys(born, number)
+            layer.init = f"{mixture.count} experts, top {mixture.chosen}"
+        draft.converted = target.config(dense, mixture)
+        return OperationRecord(
+            op=self.op,
+            matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
+            f" {target.architecture} (also in {target.engines}){self._amended(target, mixture)}",
+            claim=self._claim(target, dense),
+            trains="new",
+        )
+
+    def _balance(self, target: Target) -> float:
+        """The coefficient of the balancing loss. Raises BadInput where the router would never learn."""
+        if not target.balanced:
+            if self.balance:
+                raise BadInput(
+                    f"`balance`: {target.architecture} has no balancing loss in transformers; leave it out, or choose"
+                    " another `target`"
+                )
+            return 0.0
+        balance = _BALANCE if self.balance is None else self.balance
+        if self.top_k == 1 and not balance:
+            raise BadInput(
+                f"`top_k: 1` without `balance`: {target.architecture} gives the one expert the weight 1 whatever its"
+                " router says, so the router would never get a gradient; give `balance`, or `top_k: 2`"
+            )
+        return balance
+
+    def _amended(self, target: Target, mixture: Mixture) -> str:
+        """What the plan did not ask for, and training needs."""
+        if self.top_k == 1 and not target.balanced:
+            return "; weights are not renormalised (norm_topk_prob: false), else the router would get no gradient"
+        if self.balance is None and mixture.balance:
+            return f"; a balancing loss of {mixture.balance:g} is on, by which routers learn from the first step"
+        return ""
+
+    def _claim(self, target: Target, dense: Dense) -> Claim:
+        if self.form == "shared":
+            zero = "routed experts add exactly zero beside the base's MLP, whatever the router says"
+            if target.exact(dense):
+                return Claim("exact", zero)
+            return Claim(
+                "rounding",
+                f"{zero}; but gate and up are one matrix in {target.architecture if target.fused else 'the base'}"
+                f" alone, and activations of half a matrix of {dense.width} neurons, no multiple of 32, are rounded"
+                " otherwise",
+            )
+        if self.init != "copy":
+            return Claim("none", f"experts differ from the base's MLP (init: {self.init}), so what they compute does")
+        one = "one expert of weight 1" if self.top_k == 1 else f"{self.top_k} equal experts whose weights sum to 1"
+        return Claim("rounding", f"{one} compute what the base's MLP does, in another order of sums")
+
+    def _recipe(self, made: Made, layer: LayerDraft, dense: Dense, label: str) -> Recipe:
+        """How one tensor of a layer comes to be."""
+        key = f"{label}.{made.suffix}"
+        down = layer.tensors[dense.source("down").suffix]
+        match made.role:
+            case "router":
+                return Random(key, self.router_std, down.dtype, made.shape)
+            case "bias":
+                return Constant(0.0, "F32", made.shape)
+            case "down" if self.form == "shared":
+                return Constant(0.0, down.dtype, made.shape)
+        joined = _joined(made, layer, still=made.role == "kept")
+        if self.init == "copy" or joined.still:
+            return joined
+        return Noised(joined, key, 0.01 if self.noise is None else self.noise)
+
+
+def _joined(made: Made, layer: LayerDraft, *, still: bool) -> Joined:
+    """The rows of the layer's tensors that it is made of."""
+    pieces: list[Rows] = []
+    for take in made.takes:
+        source = layer.tensors[take.suffix]
+        assert isinstance(source, Copy), take.suffix
+        pieces.append(Rows(source, take.start, take.stop))
+    return Joined(tuple(pieces), pieces[0].of.dtype, made.shape, still)
+
+
+def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's tensors, by suffix. Raises BadInput for a base or a plan that cannot be upcycled."""
+    if any(layer.base is None or layer.rewritten for layer in draft.layers):
+        raise BadInput(f"an earlier operation of this plan changes layers; apply it {_ELSEWHERE}")
+    if draft.bank is not None or any(layer.grafts for layer in draft.layers):
+        raise BadInput(
+            "the model carries grafts, for which no class of transformers that mixes experts has a place; merge or"
+            " revert them first"
+        )
+    if any(draft.anatomy.beyond):
+        raise BadInput(
+            "layers above the stack predict further tokens and have an MLP of their own; take these out first"
+        )
+    odd = next((r for layer in draft.layers for r in layer.tensors.values() if r.dtype not in FLOAT_DTYPES), None)
+    if isinstance(odd, Copy):
+        raise BadInput(
+            f"{printable(odd.source)}: quantised ({odd.dtype}), and experts are to train; operate on the full-precision"
+            " weights and quantise the output"
+        )
+    if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
+        raise BadInput("the layers stand in a larger model, or without a head; save the text model with its head alone")
+    first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
+    for index, layer in enumerate(draft.layers):
+        if {suffix: recipe.shape for suffix, recipe in layer.tensors.items()} != first:
+            raise BadInput(f"layer {index} holds other tensors than layer 0, and a mixture here is one for all layers")
+    return first
