@@ -1,0 +1,340 @@
+"""`upcycle_experts` from plan to training and back, against the native class put together by hand from the base.
+
+Logits and gradients are those of transformers' own class on the base's tensors; nothing of the code under test says
+which class that is, what its settings are, or which tensor goes where.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import surgeon
+from surgeon.errors import BadInput
+from tests import tiny
+from tests.decoders import tiny_decoder
+from tests.end_to_end.conftest import weights
+from tests.end_to_end.test_vocabulary import assert_same
+from tests.train.texts import add_tokenizer, corpus
+
+OP = "upcycle_experts"
+# d_ff a multiple of 32, no window: what every target holds to the bit.
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 64}
+OWN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+}
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GLM: dict[str, Any] = ROUTED | {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+MANY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+THETA: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+# Base, form, the class and what it takes beside the base's own sizes.
+CASES = [
+    ("llama", "shared", "Glm4Moe", GLM),
+    ("qwen2", "shared", "Glm4Moe", GLM | {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3", "shared", "Glm4Moe", GLM | {"use_qk_norm": True, "head_dim": 16, "tie_word_embeddings": True}),
+    ("phi3", "shared", "Glm4Moe", GLM),
+    ("granite", "shared", "GraniteMoeShared", MANY | {"shared_intermediate_size": 64}),
+    ("mistral", "copies", "Mixtral", MANY | THETA),
+    (
+        "qwen3",
+        "copies",
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        | {"head_dim": 16, "tie_word_embeddings": True},
+    ),
+    ("granite", "copies", "GraniteMoe", MANY),
+    ("olmo2", "copies", "FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True} | THETA),
+]
+
+
+def base_of(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Path:
+    if family == "granite":
+        return tiny_decoder(folder / "base", "granite", dtype=dtype, layers=2)
+    return tiny.checkpoint(folder / "base", family, dtype=dtype, **(SIZES | OWN.get(family, {}) | overrides))
+
+
+def plan_of(folder: Path, name: str = "plan", **options: Any) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps({"surgeon": 1, "operations": [{"op": OP, "experts": 4} | options]}))
+    return path
+
+
+def upcycled(folder: Path, base: Path, name: str = "out", **options: Any) -> Path:
+    return surgeon.apply(plan_of(folder, name, **options), base, folder / name, device="cpu").path
+
+
+def loaded(folder: Path, dtype: str = "float32", **options: Any) -> Any:
+    """By plain transformers, without code of the folder's own."""
+    options = {"dtype": getattr(torch, dtype), "output_loading_info": True} | options
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    for value in model.parameters():
+        value.data = value.data.clone()
+    return model.eval()
+
+
+def by_hand(base: Path, out: Path, form: str, prefix: str, own: dict[str, Any], dtype: str) -> Any:
+    """The native class with the base's tensors in memory; routers alone are the output's, as they are drawn."""
+    config = json.loads((base / "config.json").read_text())
+    sizes = {key: config[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes |= {key: config[key] for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")}
+    # One of an end of sequence that the small vocabulary has.
+    sizes |= {"eos_token_id": 2, "pad_token_id": 0}
+    if "Granite" in prefix:
+        multipliers = ("embedding", "residual", "attention")
+        sizes |= {f"{word}_multiplier": config.get(f"{word}_multiplier", 1.0) for word in multipliers}
+        sizes["logits_scaling"] = config.get("logits_scaling", 1.0)
+        sizes["rope_parameters"] = config["rope_parameters"]
+        sizes["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    kind = getattr(transformers, f"{prefix}Config")(**(sizes | own))
+    model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(kind, dtype=getattr(torch, dtype))
+    held, routers = weights(base), weights(out)
+    heads, kv, head_dim = config["num_attention_heads"], config["num_key_value_heads"], config.get("head_dim") or 8
+    state = model.state_dict()
+    done: set[str] = set()
+
+    def put(name: str, value: torch.Tensor) -> None:
+        assert state[name].shape == value.shape, name
+        state[name].copy_(value)
+        done.add(name)
+
+    for name, value in held.items():
+        if ".mlp." in name:
+            continue
+        if "qkv_proj" in name:
+            widths = [heads * head_dim, kv * head_dim, kv * head_dim]
+            for word, part in zip("qkv", value.split(widths), strict=True):
+                put(name.replace("qkv", word), part)
+        else:
+            put(name, value)
+    for index in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{index}."
+        mlp = {n.rpartition("mlp.")[2]: v for n, v in held.items() if n.startswith(f"{stem}mlp.")}
+        both = mlp.get("gate_up_proj.weight")
+        gate, up = both.chunk(2) if both is not None else (mlp["gate_proj.weight"], mlp["up_proj.weight"])
+        down = mlp["down_proj.weight"]
+        (router,) = [
+            v for n, v in routers.items() if n.startswith(stem) and n.endswith((".gate.weight", "layer.weight"))
+        ]
+        block = f"{stem}{'block_sparse_moe' if 'Granite' in prefix else 'mlp'}."
+        put(f"{block}experts.gate_up_proj", torch.cat([gate, up]).expand(4, -1, -1))
+        put(f"{block}experts.down_proj", (torch.zeros_like(down) if form == "shared" else down).expand(4, -1, -1))
+        put(f"{block}{'router' if 'Granite' in prefix else 'gate'}.weight", router)
+        if prefix == "Glm4Moe":
+            put(f"{block}gate.e_score_correction_bias", torch.zeros(4))
+            for word, value in (("gate", gate), ("up", up), ("down", down)):
+                put(f"{block}shared_experts.{word}_proj.weight", value)
+        elif form == "shared":
+            put(f"{stem}shared_mlp.input_linear.weight", torch.cat([gate, up]))
+            put(f"{stem}shared_mlp.output_linear.weight", down)
+    assert done >= state.keys() - ({"lm_head.weight"} if kind.tie_word_embeddings else set())
+    return model.eval()
+
+
+@pytest.mark.parametrize(("family", "form", "prefix", "own"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_the_output_is_the_native_class_and_computes_what_the_base_does(
+    family: str, form: str, prefix: str, own: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_of(tmp_path, family)
+    out = upcycled(tmp_path, base, form=form)
+    ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(0))
+    for dtype in ("float32", "bfloat16") if family in ("llama", "granite") else ("float32",):
+        before, model, reference = loaded(base, dtype), loaded(out, dtype), by_hand(base, out, form, prefix, own, dtype)
+        assert type(model).__name__ == type(reference).__name__ and not hasattr(model.config, "auto_map")
+        with torch.inference_mode():
+            old, found, wanted = (each(input_ids=ids).logits for each in (before, model, reference))
+        assert torch.equal(found, wanted)
+        if form == "shared":
+            assert torch.equal(found, old)
+        else:
+            eps = torch.finfo(old.dtype).eps
+            assert float((found - old).abs().max()) <= 16 * eps * float(old.abs().max())
+    model, reference = loaded(out), by_hand(base, out, form, prefix, own, "float32")
+    for each in (model, reference):
+        each(input_ids=ids, labels=ids, output_router_logits=False).loss.backward()
+    for name, value in reference.named_parameters():
+        assert torch.equal(value.grad, model.get_parameter(name).grad), name
+    experts = [n for n, v in model.named_parameters() if ".experts." in n and float(v.grad.abs().max()) > 0]
+    assert all("down_proj" in name for name in experts) if form == "shared" else len(experts) == 4
+    assert torch.equal(*(loaded(folder).generate(ids[:, :9], max_new_tokens=6) for folder in (base, out)))
+    # By its own name and settings in any engine: no field is left to a class's default that computes otherwise.
+    config = json.loads((out / "config.json").read_text())
+    assert config["num_experts"] == config["num_local_experts"] == 4 and "surgery" not in config
+    surgeon.revert(out, tmp_path / "back")
+    assert_same(base, tmp_path / "back")
+
+
+def trained(folder: Path, out: Path, **options: Any) -> Path:
+    corpus(folder / "fr.jsonl", documents=20)
+    config = {
+        "surgeon_train": 1,
+        "steps": 4,
+        "batch": 2,
+        "length": 16,
+        "validation_sequences": 2,
+        "optimizer": {"lr": 1e-2, "warmup": 0},
+        "sources": [{"name": "fr", "path": "fr.jsonl", "share": 1.0, "validation": 0.1}],
+    } | options
+    (folder / "train.yaml").write_text(json.dumps(config))
+    surgeon.train(out, folder / "train.yaml", folder / f"{out.name}-run", device="cpu")
+    return folder / f"{out.name}-run"
+
+
+@pytest.mark.parametrize(("form", "top_k"), [("shared", 2), ("shared", 1), ("copies", 2), ("copies", 1)])
+def test_experts_part_and_routers_move(form: str, top_k: int, tmp_path: Path) -> None:
+    base = add_tokenizer(base_of(tmp_path, "llama", dtype="float32"))
+    out = upcycled(tmp_path, base, form=form, top_k=top_k)
+    run = trained(tmp_path, out)
+    born, after = weights(out), weights(run)
+    changed = {name for name, value in born.items() if not torch.equal(value, after[name])}
+    assert all(".experts." in name or name.endswith(".gate.weight") for name in changed)
+    routers = [name for name in born if name.endswith(("mlp.gate.weight", "moe.gate.weight"))]
+    assert len(routers) == 2 and changed >= set(routers)
+    word = "down_proj" if form == "shared" else "w2"
+    for layer in range(2):
+        downs = [v for n, v in after.items() if f"layers.{layer}." in n and ".experts." in n and word in n]
+        assert len(downs) == 4
+        assert min(float((a - b).abs().max()) for a, b in zip(downs, downs[1:], strict=False)) > 1e-4
+    proof = surgeon.verify(base, run, device="cpu", windows=1, window=16)
+    assert proof.holds and proof.trained
+    if form == "shared":
+        surgeon.revert(run, tmp_path / "back")
+        assert_same(base, tmp_path / "back")
+    else:
+        with pytest.raises(BadInput, match="trained or edited since"):
+            surgeon.revert(run, tmp_path / "back")
+
+
+def test_layers_before_and_after_in_plans_of_their_own(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "phi3")
+    layers = tmp_path / "layers.yaml"
+    insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
+    layers.write_text(json.dumps({"surgeon": 1, "operations": [insert]}))
+    surgeon.apply(layers, base, tmp_path / "one", device="cpu")
+    upcycled(tmp_path, tmp_path / "one", "two")
+    surgeon.apply(layers, tmp_path / "two", tmp_path / "three", device="cpu")
+    for earlier, name in ((base, "base"), (tmp_path / "one", "one"), (tmp_path / "two", "two")):
+        proof = surgeon.verify(earlier, tmp_path / "three", device="cpu", windows=1, window=16)
+        assert proof.holds and proof.identical, name
+    for number, name in enumerate(("base", "one", "two")):
+        surgeon.revert(tmp_path / "three", tmp_path / f"back-{number}", to=number)
+        assert_same(tmp_path / name, tmp_path / f"back-{number}")
+
+
+def test_a_delta_brings_only_what_the_base_lacks(tmp_path: Path) -> None:
+    for family, form in (("phi3", "shared"), ("granite", "copies")):
+        folder = tmp_path / family
+        folder.mkdir()
+        base = base_of(folder, family)
+        out = upcycled(folder, base, form=form)
+        made = surgeon.make_delta(out, folder / "delta")
+        held = weights(folder / "delta")
+        assert made.tensors == len(held) and all("proj" not in n or "down_proj" in n for n in held)
+        surgeon.apply_delta(folder / "delta", str(base), folder / "again")
+        for file in out.iterdir():
+            assert file.read_bytes() == (folder / "again" / file.name).read_bytes(), file.name
+
+
+def test_what_was_edited_since_is_found(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "phi3")
+    out = upcycled(tmp_path, base)
+    kept = {path: path.read_bytes() for path in out.iterdir()}
+
+    def failing(name: str) -> set[str]:
+        shard = next(path for path in kept if path.suffix == ".safetensors" and name in load_file(path))
+        tensors = load_file(shard)
+        tensors[name].view(-1)[3] += 1
+        save_file(tensors, shard, metadata={"format": "pt"})
+        checks = surgeon.verify(base, out, logits=False).checks
+        shard.write_bytes(kept[shard])
+        return {check.name for check in checks if not check.holds}
+
+    assert failing("model.layers.1.self_attn.k_proj.weight") == {"moved tensors"}
+    assert failing("model.layers.0.mlp.shared_experts.up_proj.weight") == {"moved tensors"}
+    assert failing("model.layers.0.mlp.experts.3.gate_proj.weight") == {"moved tensors"}
+    assert failing("model.layers.1.mlp.experts.0.down_proj.weight") == {"constants"}
+    assert failing("model.layers.1.mlp.gate.weight") == {"new tensors"}
+
+
+def test_noise_stays_exact_beside_a_shared_expert_alone(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    out = upcycled(tmp_path, base, init="noise", noise=0.1)
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).identical
+    before, after = weights(base), weights(out)
+    plain = before["model.layers.0.mlp.gate_proj.weight"].float()
+    drawn = [after[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"].float() - plain for e in range(4)]
+    assert all(float(each.std()) == pytest.approx(0.1 * float(plain.std()), rel=0.1) for each in drawn)
+    assert abs(float(torch.corrcoef(torch.stack([each.flatten() for each in drawn]))[0, 1])) < 0.1
+    copies = upcycled(tmp_path, base, "copies", form="copies", init="noise")
+    proof = surgeon.verify(base, copies, device="cpu", windows=1, window=16)
+    assert proof.promise == "none" and proof.holds and not proof.identical
+    with pytest.raises(BadInput, match="take the base of that surgery"):
+        surgeon.revert(copies, tmp_path / "back")
+
+
+def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
+    """Logits that differ by more than the order of sums makes of them break it."""
+    from surgeon.models.compare import compare_logits
+
+    base = base_of(tmp_path, "llama", dtype="float32")
+    out = upcycled(tmp_path, base, form="copies")
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.promise == "rounding" and proof.holds and proof.rounded and not proof.identical
+    shard = next(p for p in sorted(out.glob("*.safetensors")) if any(".w2." in name for name in load_file(p)))
+    tensors = load_file(shard)
+    name = next(name for name in tensors if ".w2." in name)
+    tensors[name] *= 1.01
+    save_file(tensors, shard, metadata={"format": "pt"})
+    found = compare_logits(base, out, torch.arange(4, 36).reshape(2, 16))
+    assert not all(each.rounded for each in found)
+
+
+REFUSED = [
+    ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
+    ("gemma2", {}, {}, "can grow it"),
+    ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
+    ("olmo2", {}, {}, r"use `form: copies` \(flex_olmo\)"),
+    ("qwen2", {"use_sliding_window": True, "num_hidden_layers": 4}, {}, "some of its layers have an attention window"),
+    ("llama", {}, {"target": "mixtral"}, "has no `form: shared`; use one of glm4_moe"),
+    ("llama", {}, {"balance": 0.1}, "Glm4MoeForCausalLM has no balancing loss"),
+    ("llama", {}, {"form": "copies", "top_k": 1, "balance": 0.0}, "the router would never get a gradient"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "options", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_no_class_holds_is_refused_in_one_line(
+    family: str, overrides: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    base = base_of(tmp_path, family, **overrides)
+    with pytest.raises(BadInput, match=words) as told:
+        surgeon.preview(plan_of(tmp_path, **options), base)
+    assert "\n" not in str(told.value)
+
+
+def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    out = upcycled(tmp_path, base)
+    with pytest.raises(BadInput, match="the base is a mixture of experts already"):
+        surgeon.preview(plan_of(tmp_path), out)
+    insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
+    for operations, words in (
+        ([{"op": OP}, insert], "comes after `upcycle_experts`, which makes a model of another class"),
+        ([insert, {"op": OP}], "an earlier operation of this plan changes layers"),
+        ([{"op": "gated_adapters", "layers": "all", "size": 4}, {"op": OP}], "the model carries grafts"),
+    ):
+        plan = tmp_path / "both.yaml"
+        plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
+        with pytest.raises(BadInput, match=words):
+            surgeon.preview(plan, base)
