@@ -22,6 +22,7 @@ from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Average,
     Block,
+    Columns,
     Constant,
     Copy,
     Coupling,
@@ -38,8 +39,11 @@ from surgeon.blueprint.recipes import (
     OneExpert,
     PerLayer,
     Predicted,
+    Piled,
     Random,
     Recipe,
+    Redrawn,
+    Repeated,
     Shuffled,
     Stacked,
     TextSupport,
@@ -219,6 +223,14 @@ class Workshop:
                 noise = torch.from_numpy(self._generator(key).standard_normal(recipe.shape, dtype=np.float32))
                 noise.mul_(share * float(plain.double().std()))
                 return plain.add_(noise.to(plain)).to(stored_dtype(recipe.dtype))
+            case Redrawn():
+                return self._redraw(recipe).to(stored_dtype(recipe.dtype))
+            case Columns(of, start, stop, factor):
+                return self._working(of)[:, start:stop].mul(factor).to(stored_dtype(recipe.dtype))
+            case Repeated(of, times):
+                return self._cook(of).repeat_interleave(times, 0)
+            case Piled(parts):
+                return torch.cat([self._cook(part).flatten() for part in parts]).view(recipe.shape)
             case Matched(experts, number, by):
                 matching = self._map(MapRef(by))
                 assert isinstance(matching, AssignmentMap), by
@@ -237,6 +249,17 @@ class Workshop:
                 bits = flat.view(torch.uint8).numpy().view(width)
                 self._generator(key).shuffle(bits)
                 return flat.view(recipe.shape)
+
+    def _redraw(self, recipe: Redrawn) -> Tensor:
+        """Drop-upcycling of one matrix (Nakamura et al., 2025, section 3.1)."""
+        values = self._working(recipe.of)
+        width = values.shape[recipe.axis]
+        order = self._generator(recipe.neurons).permutation(width)[: max(1, int(recipe.share * width))]
+        chosen = torch.from_numpy(np.sort(order)).to(values.device)
+        before = values.index_select(recipe.axis, chosen).double()
+        drawn = torch.from_numpy(self._generator(recipe.key).standard_normal(tuple(before.shape), dtype=np.float32))
+        made = drawn.mul_(float(before.std())).add_(float(before.mean())).to(values)
+        return values.index_copy_(recipe.axis, chosen, made)
 
     def _one_expert(self, recipe: OneExpert) -> Tensor:
         """Of a tensor of the base only the expert's bytes are read."""

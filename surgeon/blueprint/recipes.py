@@ -76,22 +76,92 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Noised:
-    """`of` with noise: normal, of `share` times the standard deviation of `of`, seeded from (the seed, `key`)."""
+class Columns:
+    """Columns `start:stop` of a matrix, times `factor`."""
 
-    of: Joined
-    key: str
-    share: float
+    of: Recipe
+    start: int
+    stop: int
+    factor: float
 
     @property
     def dtype(self) -> str:
-        """The dtype of what gets the noise."""
+        """The dtype of the matrix."""
         return self.of.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what gets the noise."""
+        """As many rows, and these columns."""
+        return (self.of.shape[0], self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfOne:
+    """What is made of one tensor, of its dtype and shape."""
+
+    of: Recipe
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what it is made of."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what it is made of."""
         return self.of.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Noised(_OfOne):
+    """`of` with noise: normal, of `share` times the standard deviation of `of`, seeded from (the seed, `key`)."""
+
+    key: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Redrawn(_OfOne):
+    """`of` with a `share` of its neurons drawn anew, normal with the mean and the deviation of what they held.
+
+    Neurons are rows (`axis` 0) or columns (1); which, (the seed, `neurons`) says, their values (the seed, `key`).
+    """
+
+    neurons: str
+    key: str
+    share: float
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Each row of `of` so many `times`, one below the other."""
+
+    of: Recipe
+    times: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the rows."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """So many times the rows."""
+        return (self.of.shape[0] * self.times, *self.of.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Piled:
+    """Matrices one below the other, read as a tensor of `shape`."""
+
+    parts: tuple[Recipe, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the matrices share."""
+        return self.parts[0].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +421,11 @@ Recipe = (
     Copy
     | PerLayer
     | Joined
+    | Columns
     | Noised
+    | Redrawn
+    | Repeated
+    | Piled
     | Constant
     | Listed
     | Random
@@ -448,7 +522,7 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield scales
         case Joined(pieces):
             yield from dict.fromkeys(piece.of for piece in pieces)
-        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of) | Noised(of):
+        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of) | Columns(of) | _OfOne(of) | Repeated(of):
             yield of
         case Matched(experts, number):
             yield experts[number]
@@ -456,6 +530,8 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield from experts
         case Predicted(stack):
             yield from stack
+        case Piled(parts):
+            yield from parts
         case Interpolated(first, second, alpha):
             yield first
             yield second
@@ -494,6 +570,14 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"rows": [[piece.of.source, piece.start, piece.stop] for piece in pieces], "still": still}
         case Noised(of, key):
             return {"noised": describe(of), "key": key, "share": recipe.share}
+        case Redrawn(of, neurons, key):
+            return {"redrawn": describe(of), "neurons": neurons, "key": key, "share": recipe.share}
+        case Columns(of, start, stop, factor):
+            return {"columns": describe(of), "from": start, "to": stop, "times": factor}
+        case Repeated(of, times):
+            return {"repeated": describe(of), "times": times}
+        case Piled(parts):
+            return {"piled": [describe(part) for part in parts]}
         case Constant(value):
             return {"constant": value}
         case Listed(values):

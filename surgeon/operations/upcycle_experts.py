@@ -10,16 +10,29 @@ for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Noised, Random, Recipe, Rows
+from surgeon.blueprint.recipes import (
+    Columns,
+    Constant,
+    Copy,
+    Joined,
+    Noised,
+    Piled,
+    Random,
+    Recipe,
+    Redrawn,
+    Repeated,
+    Rows,
+)
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Target, target_for
+from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Take, Target, target_for
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 
 _BALANCE = 0.01
@@ -38,6 +51,14 @@ class UpcycleExperts(Operation):
             "2212.05055",
             "ICLR",
         ),
+        Paper(
+            "nakamura2025drop",
+            "Nakamura, Taishi and Akiba, Takuya and Fujii, Kazuki and others",
+            "Drop-Upcycling: Training Sparse Mixture of Experts with Partial Re-initialization",
+            2025,
+            "2502.19261",
+            "ICLR",
+        ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({}, {"form": "copies"})
@@ -49,13 +70,20 @@ class UpcycleExperts(Operation):
     ] = "shared"
     experts: Annotated[int, Field(ge=2, le=1024, description="how many experts begin as the base's MLP")] = 8
     top_k: Annotated[int, Field(ge=1, le=1024, description="how many of them a token takes")] = 2
+    fine_grained: Annotated[
+        int, Field(ge=1, le=64, description="cut each expert into so many, of which a token takes as many times more")
+    ] = 1
     init: Annotated[
-        Literal["copy", "noise"],
-        Field(description="what experts begin as: the base's MLP, or that and noise"),
+        Literal["copy", "noise", "drop_upcycling"],
+        Field(description="what experts begin as: the base's MLP, that and noise, or that with neurons drawn anew"),
     ] = "copy"
     noise: Annotated[
         float | None,
         Field(gt=0, le=1, description="`init: noise`: of a matrix's own standard deviation, 0.01 by default"),
+    ] = None
+    drop: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="`init: drop_upcycling`: the share of neurons drawn anew, 0.5 by default"),
     ] = None
     router: Annotated[Literal["random"], Field(description="what routers begin as")] = "random"
     router_std: Annotated[float, Field(gt=0, le=1, description="the standard deviation of a random router's rows")] = (
@@ -84,14 +112,16 @@ class UpcycleExperts(Operation):
             )
         if self.noise is not None and self.init != "noise":
             raise ValueError(f"`noise` has no meaning with `init: {self.init}`")
+        if self.drop is not None and self.init != "drop_upcycling":
+            raise ValueError(f"`drop` has no meaning with `init: {self.init}`")
         return self
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         shapes = _layer_shapes(draft)
-        mixture = Mixture(self.form, self.experts, self.top_k)
+        mixture = Mixture(self.form, self.experts, self.top_k, self.fine_grained)
         target, dense = target_for(draft.config, shapes, mixture, self.target)
-        mixture = Mixture(self.form, self.experts, self.top_k, balance=self._balance(target))
+        mixture = replace(mixture, balance=self._balance(target))
         made = target.layer(dense, mixture)
         for index, layer in enumerate(draft.layers):
             born = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
@@ -118,7 +148,7 @@ class UpcycleExperts(Operation):
                 )
             return 0.0
         balance = _BALANCE if self.balance is None else self.balance
-        if self.top_k == 1 and not balance:
+        if self.top_k * self.fine_grained == 1 and not balance:
             raise BadInput(
                 f"`top_k: 1` without `balance`: {target.architecture} gives the one expert the weight 1 whatever its"
                 " router says, so the router would never get a gradient; give `balance`, or `top_k: 2`"
@@ -127,7 +157,7 @@ class UpcycleExperts(Operation):
 
     def _amended(self, target: Target, mixture: Mixture) -> str:
         """What the plan did not ask for, and training needs."""
-        if self.top_k == 1 and not target.balanced:
+        if mixture.chosen == 1 and not target.balanced:
             return "; weights are not renormalised (norm_topk_prob: false), else the router would get no gradient"
         if self.balance is None and mixture.balance:
             return f"; a balancing loss of {mixture.balance:g} is on, by which routers learn from the first step"
@@ -146,34 +176,69 @@ class UpcycleExperts(Operation):
             )
         if self.init != "copy":
             return Claim("none", f"experts differ from the base's MLP (init: {self.init}), so what they compute does")
+        if self.fine_grained > 1:
+            return Claim(
+                "none",
+                "segments of a copy have one router row, so they are chosen together and make up the base's MLP; where"
+                " rounding gives a token one value for two copies, segments of both are chosen",
+            )
         one = "one expert of weight 1" if self.top_k == 1 else f"{self.top_k} equal experts whose weights sum to 1"
         return Claim("rounding", f"{one} compute what the base's MLP does, in another order of sums")
 
     def _recipe(self, made: Made, layer: LayerDraft, dense: Dense, label: str) -> Recipe:
         """How one tensor of a layer comes to be."""
         key = f"{label}.{made.suffix}"
-        down = layer.tensors[dense.source("down").suffix]
+        dtype = layer.tensors[dense.source("down").suffix].dtype
         match made.role:
             case "router":
-                return Random(key, self.router_std, down.dtype, made.shape)
+                return self._router(made, key, dtype)
             case "bias":
                 return Constant(0.0, "F32", made.shape)
             case "down" if self.form == "shared":
-                return Constant(0.0, down.dtype, made.shape)
-        joined = _joined(made, layer, still=made.role == "kept")
-        if self.init == "copy" or joined.still:
+                return Constant(0.0, dtype, made.shape)
+        cut = made.role == "down" and self.fine_grained > 1
+        joined = _joined(made.takes, layer, made.shape, still=made.role == "kept")
+        if joined.still or (self.init == "copy" and not cut):
             return joined
-        return Noised(joined, key, 0.01 if self.noise is None else self.noise)
+        # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
+        each = len(made.takes) // (self.experts * self.fine_grained) or 1
+        parts: list[Recipe] = []
+        for nth, take in enumerate(made.takes):
+            expert = nth // each if made.expert is None else made.expert
+            matrix: Recipe = _joined((take,), layer, (take.stop - take.start, made.shape[-1]), still=False)
+            if cut:
+                whole = _joined((take,), layer, (take.stop - take.start, dense.width), still=False)
+                begin = expert % self.fine_grained * made.shape[-1]
+                matrix = Columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
+            parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
+        return parts[0] if len(parts) == 1 else Piled(tuple(parts), made.shape)
+
+    def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
+        """A matrix of one expert as the init has it; the neurons drawn anew are the same in its three matrices."""
+        match self.init:
+            case "noise":
+                return Noised(matrix, key, 0.01 if self.noise is None else self.noise)
+            case "drop_upcycling":
+                share = 0.5 if self.drop is None else self.drop
+                return Redrawn(matrix, f"{expert}.neurons", key, share, int(made.role == "down"))
+        return matrix
+
+    def _router(self, made: Made, key: str, dtype: str) -> Recipe:
+        """Random rows; of copies that are cut, the same for all that were one."""
+        if self.form == "shared" or self.fine_grained == 1:
+            return Random(key, self.router_std, dtype, made.shape)
+        rows, columns = made.shape
+        return Repeated(Random(key, self.router_std, dtype, (rows // self.fine_grained, columns)), self.fine_grained)
 
 
-def _joined(made: Made, layer: LayerDraft, *, still: bool) -> Joined:
-    """The rows of the layer's tensors that it is made of."""
+def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Joined:
+    """Rows of the layer's tensors, one piece below the other."""
     pieces: list[Rows] = []
-    for take in made.takes:
+    for take in takes:
         source = layer.tensors[take.suffix]
         assert isinstance(source, Copy), take.suffix
         pieces.append(Rows(source, take.start, take.stop))
-    return Joined(tuple(pieces), pieces[0].of.dtype, made.shape, still)
+    return Joined(tuple(pieces), pieces[0].of.dtype, shape, still)
 
 
 def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ which class that is, what its settings are, or which tensor goes where.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_experts_part_and_routers_move(form: str, top_k: int, tmp_path: Path) ->
     for layer in range(2):
         downs = [v for n, v in after.items() if f"layers.{layer}." in n and ".experts." in n and word in n]
         assert len(downs) == 4
-        assert min(float((a - b).abs().max()) for a, b in zip(downs, downs[1:], strict=False)) > 1e-4
+        assert min(float((a - b).abs().max()) for a, b in pairwise(downs)) > 1e-4
     proof = surgeon.verify(base, run, device="cpu", windows=1, window=16)
     assert proof.holds and proof.trained
     if form == "shared":
@@ -284,6 +285,62 @@ def test_noise_stays_exact_beside_a_shared_expert_alone(tmp_path: Path) -> None:
         surgeon.revert(copies, tmp_path / "back")
 
 
+@pytest.mark.parametrize(("family", "form"), [("llama", "shared"), ("qwen3", "copies"), ("granite", "copies")])
+def test_experts_cut_into_segments(family: str, form: str, tmp_path: Path) -> None:
+    """Segments of a copy are chosen together (their router rows are equal) and sum to it; beside a shared one, zero."""
+    base = base_of(tmp_path, family, dtype="float32")
+    out = upcycled(tmp_path, base, form=form, fine_grained=4, top_k=1)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_experts"], config["num_experts_per_tok"]) == (16, 4)
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=32)
+    assert (
+        proof.holds and proof.identical == (form == "shared") and proof.promise == ("exact", "none")[form != "shared"]
+    )
+    assert all(c.max_abs_difference < 1e-5 for c in proof.comparisons)
+    before, after = weights(base), weights(out)
+    gate, down = (before[f"model.layers.1.mlp.{word}_proj.weight"] for word in ("gate", "down"))
+    for expert in (0, 6, 15):
+        rows = slice(expert % 4 * 16, expert % 4 * 16 + 16)
+        if family == "granite":
+            block = "model.layers.1.block_sparse_moe"
+            found = after[f"{block}.input_linear.weight"][expert][:16], after[f"{block}.output_linear.weight"][expert]
+        else:
+            names = (f"model.layers.1.mlp.experts.{expert}.{word}_proj.weight" for word in ("gate", "down"))
+            found = after[next(names)], after[next(names)]
+        assert torch.equal(found[0], gate[rows])
+        assert torch.equal(found[1], torch.zeros_like(found[1]) if form == "shared" else 4 * down[:, rows])
+    if form == "shared":
+        surgeon.revert(out, tmp_path / "back")
+        assert_same(base, tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_drop_upcycling_draws_neurons_anew(family: str, tmp_path: Path) -> None:
+    """Of each expert a quarter of its neurons, the same in its three matrices, by the statistics of what they were."""
+    base = base_of(tmp_path, family, dtype="float32")
+    out = upcycled(tmp_path, base, form="copies", init="drop_upcycling", drop=0.25)
+    before, after = weights(base), weights(out)
+    stem = "model.layers.0.mlp."
+    old = [before[f"{stem}{word}_proj.weight"] for word in ("gate", "up", "down")]
+    chosen: list[tuple[int, ...]] = []
+    for expert in range(4):
+        if family == "granite":
+            block = "model.layers.0.block_sparse_moe."
+            gate, up = after[f"{block}input_linear.weight"][expert].chunk(2)
+            new = [gate, up, after[f"{block}output_linear.weight"][expert]]
+        else:
+            new = [after[f"model.layers.0.block_sparse_moe.experts.{expert}.{w}.weight"] for w in ("w1", "w3", "w2")]
+        moved = [(a != b).any(axis) for a, b, axis in zip(old, new, (1, 1, 0), strict=True)]
+        assert torch.equal(moved[0], moved[1]) and torch.equal(moved[0], moved[2]) and int(moved[0].sum()) == 16
+        chosen.append(tuple(moved[0].nonzero().flatten().tolist()))
+        for a, b, rows in ((old[0], new[0], True), (old[2], new[2], False)):
+            was, now = (x[moved[0]] if rows else x[:, moved[0]] for x in (a, b))
+            assert float(now.std()) == pytest.approx(float(was.std()), rel=0.15)
+            assert abs(float(now.mean() - was.mean())) < 0.2 * float(was.std())
+    assert len(set(chosen)) == 4
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=8).promise == "none"
+
+
 def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
     """Logits that differ by more than the order of sums makes of them break it."""
     from surgeon.models.compare import compare_logits
@@ -302,6 +359,7 @@ def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
 
 
 REFUSED = [
+    ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
     ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
     ("gemma2", {}, {}, "can grow it"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
