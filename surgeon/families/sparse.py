@@ -474,7 +474,7 @@ def target_for(
 
     `shapes` are of one layer, by suffix. Raises BadInput where none of them does, with the reason of each.
     """
-    dense = Dense.of(config, build(config), shapes)
+    dense = _dense(json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True))
     if dense.width % mixture.segments:
         raise BadInput(f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP")
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
@@ -499,6 +499,12 @@ def target_for(
             else f"use `form: {other.form}` ({other.model_type})"
         )
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _dense(config: str, shapes: str) -> Dense:
+    told = json.loads(config)
+    return Dense.of(told, build(told), {suffix: tuple(shape) for suffix, shape in json.loads(shapes).items()})
 
 
 @functools.lru_cache(maxsize=64)

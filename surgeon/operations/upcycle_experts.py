@@ -182,7 +182,11 @@ class UpcycleExperts(Operation):
                 "segments of a copy have one router row, so they are chosen together and make up the base's MLP; where"
                 " rounding gives a token one value for two copies, segments of both are chosen",
             )
-        one = "one expert of weight 1" if self.top_k == 1 else f"{self.top_k} equal experts whose weights sum to 1"
+        one = (
+            "one expert of weight 1 (in bfloat16 to the bit so far)"
+            if self.top_k == 1
+            else f"{self.top_k} equal experts whose weights sum to 1"
+        )
         return Claim("rounding", f"{one} compute what the base's MLP does, in another order of sums")
 
     def _recipe(self, made: Made, layer: LayerDraft, dense: Dense, label: str) -> Recipe:

@@ -36,6 +36,7 @@ CONTROL: Operations = [{"op": "control_llm", "layers": [1]}]
 WORDS: Operations = [
     {"op": "grow_vocabulary", "tokens": {"learn": "new.jsonl", "count": 4, "keep": "old.jsonl"}, "measure": "new.jsonl"}
 ]
+MIXTURE: Operations = [{"op": "upcycle_experts", "experts": 2, "top_k": 1}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -116,5 +117,6 @@ def make(folder: Path) -> dict[str, Made]:
         "fused": Made(first, fused),
         "merged": Made(controlled, grow(folder, "merged", controlled, MERGE)),
         "vocabulary": grown_vocabulary(folder),
+        "upcycled": Made(first, grow(folder, "upcycled", first, MIXTURE)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }
