@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.job import Computing, Job, begins_in, beside_weights, manifest_and_card, model_files, origins_in
+from surgeon.apply.models import entries_of, models_of_plan
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
@@ -86,13 +87,15 @@ def apply(
     adapters = adapters_of_plan(loaded)
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
-        preview_of(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters)
+        headers = models_of_plan(loaded, weights=False)
+        preview_of(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters, headers)
     located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    shown = preview_of(loaded, folder, adapters, max_shard_bytes=max_shard_bytes)
+    models = models_of_plan(loaded, weights=True)
+    shown = preview_of(loaded, folder, adapters, models, max_shard_bytes=max_shard_bytes)
     base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
     job = surgery_job(
-        loaded, shown, folder, base_id, adapters, device=lambda: _device(device, ranks), read_back=read_back
+        loaded, shown, folder, base_id, adapters, models, device=lambda: _device(device, ranks), read_back=read_back
     )
     stopwatch = Stopwatch()
     if ranks.leads:
@@ -117,6 +120,7 @@ def surgery_job(
     base: CheckpointFolder,
     base_id: BaseId,
     adapters: Mapping[str, AdapterFolder],
+    models: Mapping[str, CheckpointFolder],
     *,
     device: Callable[[], str],
     read_back: bool,
@@ -147,6 +151,7 @@ def surgery_job(
             adapters={name: adapter.facts for name, adapter in adapters.items()},
             files=beside_weights(proof.files),
             vocabularies=shown.vocabularies.facts,
+            models=entries_of(blueprint, models),
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 
@@ -166,8 +171,9 @@ def surgery_job(
             "texts": texts,
             "metadata": asdict(metadata),
             "adapters": {name: adapter.facts.identity() for name, adapter in adapters.items()},
+            **({"models": {name: model.identity() for name, model in models.items()}} if models else {}),
         },
-        computing=Computing(blueprint, base, loaded.source, adapters, device())
+        computing=Computing(blueprint, base, loaded.source, adapters, models, device())
         if any(is_computed(output.recipe) for output in blueprint.outputs)
         else None,
         read_back=read_back,

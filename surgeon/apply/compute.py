@@ -46,6 +46,7 @@ from surgeon.blueprint.recipes import (
     Repeated,
     Shuffled,
     Stacked,
+    Taken,
     TextSupport,
     WholeHeads,
     is_computed,
@@ -87,11 +88,13 @@ class Workshop:
         stopwatch: Stopwatch | None = None,
         plan_source: str = "",
         adapters: Mapping[str, AdapterFolder] | None = None,
+        models: Mapping[str, CheckpointFolder] | None = None,
     ) -> None:
         self.blueprint = blueprint
         self.plan_source = plan_source
         self.base = base
         self.adapters = adapters or {}
+        self.models = models or {}
         self.device = torch.device(device)
         self.stopwatch = stopwatch or Stopwatch()
         self.reports: dict[str, dict[str, Any]] = {}
@@ -202,6 +205,11 @@ class Workshop:
                 return torch.from_numpy(values).mul_(std).to(stored_dtype(dtype))
             case Imported():
                 return self._imported(recipe).to(stored_dtype(recipe.dtype))
+            case Taken(model, tensor, start, stop):
+                info = self.models[model].tensors[tensor]
+                with self.stopwatch.stage("read"):
+                    raw = self.models[model].read(tensor)
+                return _finite(raw, info, info.shape)[start:stop].to(stored_dtype(recipe.dtype))
             case Dequantised():
                 return self._dequantise(recipe).to(stored_dtype(recipe.dtype))
             case Extended(of, made_of):

@@ -25,12 +25,13 @@ from surgeon.manifest.manifest import Manifest
 
 @dataclass(frozen=True)
 class Computing:
-    """What tensors are computed by that are not copied: a plan's blueprint, its base and adapters, and the device."""
+    """What tensors are computed by that are not copied: a plan's blueprint, what it reads from, and the device."""
 
     blueprint: Blueprint
     base: CheckpointFolder
     plan_source: str
     adapters: Mapping[str, AdapterFolder]
+    models: Mapping[str, CheckpointFolder]
     device: str
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer
 from surgeon.blueprint.recipes import (
@@ -145,7 +146,8 @@ def preview(
     """
     loaded = loaded_plan(plan)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
-    return preview_of(loaded, folder, adapters_of_plan(loaded), recall=True)
+    models = models_of_plan(loaded, weights=False)
+    return preview_of(loaded, folder, adapters_of_plan(loaded), models, recall=True)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
@@ -164,11 +166,12 @@ def preview_of(
     loaded: LoadedPlan,
     folder: CheckpointFolder,
     adapters: Mapping[str, AdapterFolder],
+    models: Mapping[str, CheckpointFolder],
     *,
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     recall: bool = False,
 ) -> Preview:
-    """The preview of a plan on an opened base, whose `adapters` the plan imports. Raises BadInput.
+    """The preview of a plan on an opened base; `adapters` and `models` are what else it takes. Raises BadInput.
 
     With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
     """
@@ -179,6 +182,7 @@ def preview_of(
     known = {name: adapter.facts for name, adapter in adapters.items()}
     vocabularies = vocabularies_of(loaded.plan.operations, loaded.source, folder, anatomy)
     blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts)
+    check_models(blueprint, folder, models)
     prove_on_twin(blueprint, anatomy)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
@@ -209,7 +213,8 @@ def preview_of(
         parameters_after=after,
         parameters_new=new,
         parameters_trainable=after if trains_all else new - fixed,
-        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources),
+        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources)
+        + sum(models[m].tensors[name].nbytes for m, taken in tensors_taken(blueprint).items() for name in taken),
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         peak_memory=_peak_memory(blueprint),

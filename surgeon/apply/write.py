@@ -145,6 +145,7 @@ class _Share:
                 stopwatch=self.stopwatch,
                 plan_source=computing.plan_source,
                 adapters=computing.adapters,
+                models=computing.models,
             )
         return self._workshop
 

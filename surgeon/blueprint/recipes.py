@@ -203,6 +203,18 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows `start:stop` of the tensor `tensor` of another model, which the plan calls `model`, rounded to `dtype`."""
+
+    model: str
+    tensor: str
+    start: int
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Dequantised:
     """The numbers that a quantised tensor stands for: `weight` times its `scales`, rounded once to `dtype`.
 
@@ -430,6 +442,7 @@ Recipe = (
     | Listed
     | Random
     | Imported
+    | Taken
     | Dequantised
     | Average
     | Fused
@@ -586,6 +599,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"random": key, "std": std}
         case Imported(adapter, tensor):
             return {"imported": tensor, "adapter": adapter}
+        case Taken(model, tensor, start, stop):
+            return {"taken": tensor, "model": model, "from": start, "to": stop}
         case Average(first, second):
             return {"average": [describe(first), describe(second)]}
         case Fused(first, second, blocks):

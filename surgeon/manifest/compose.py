@@ -23,6 +23,7 @@ from surgeon.manifest.manifest import (
     LayerEntry,
     Manifest,
     MeasuredEntry,
+    ModelEntry,
     NewTensor,
     OperationEntry,
     StoredTensor,
@@ -82,10 +83,12 @@ def compose(
     adapters: Mapping[str, Adapter],
     files: Mapping[str, str],
     vocabularies: Mapping[int, GrownVocabulary],
+    models: Mapping[str, ModelEntry],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
-    # A field that only plans which grow a vocabulary have.
-    grown = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
+    # Fields that only plans which grow a vocabulary, or take tensors of other models, have.
+    grown: dict[str, Any] = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
+    grown |= {"models": dict(models)} if models else {}
     return sealed(
         {
             "surgeon_manifest": 1,

@@ -173,6 +173,13 @@ class ImportedAdapter(Entry):
     tensors: dict[str, StoredTensor]
 
 
+class ModelEntry(Entry):
+    """Another model that the plan took tensors from: what it is called, and one digest of those tensors' digests."""
+
+    id: str
+    sha256: Sha256
+
+
 class MeasuredEntry(Entry):
     """What a growth of the vocabulary makes of a text (`MeasuredText`)."""
 
@@ -224,6 +231,7 @@ class Surgery(Entry):
     plugins: dict[str, str]
     training: list[TrainingEntry]
     vocabularies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], VocabularyEntry] = {}
+    models: dict[str, ModelEntry] = {}
 
     @property
     def own(self) -> dict[str, Any]:

@@ -172,6 +172,11 @@ class Operation(Spec):
         return ()
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """Names of other models that it takes tensors from: folders, seen from the plan's, or Hub ids."""
+        return ()
+
+    @property
     def new_tokens(self) -> NewTokens | None:
         """What it adds to the tokenizer; None where that stays as it is."""
         return None

@@ -29,6 +29,7 @@ from surgeon.blueprint.recipes import (
     Redrawn,
     Repeated,
     Rows,
+    Taken,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
@@ -36,6 +37,8 @@ from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Take, Target,
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 
 _BALANCE = 0.01
+# In a list of experts, the base itself.
+BASE = "base"
 _ELSEWHERE = "by a plan of their own, before or after this one"
 
 
@@ -68,7 +71,13 @@ class UpcycleExperts(Operation):
         Literal["shared", "copies"],
         Field(description="the base's MLP as an expert that every token passes, or copies of it that are chosen from"),
     ] = "shared"
-    experts: Annotated[int, Field(ge=2, le=1024, description="how many experts begin as the base's MLP")] = 8
+    experts: Annotated[
+        Annotated[int, Field(ge=2, le=1024)] | Annotated[list[str], Field(min_length=2, max_length=256)],
+        Field(
+            description="how many experts begin as the base's MLP; or, with `form: copies`, the fine-tunes of the base"
+            " whose MLPs they are: folders, seen from the plan, or Hub ids, and `base` for the base's"
+        ),
+    ] = 8
     top_k: Annotated[int, Field(ge=1, le=1024, description="how many of them a token takes")] = 2
     fine_grained: Annotated[
         int, Field(ge=1, le=64, description="cut each expert into so many, of which a token takes as many times more")
@@ -106,20 +115,30 @@ class UpcycleExperts(Operation):
 
     @model_validator(mode="after")
     def _check(self) -> UpcycleExperts:
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"`top_k: {self.top_k}` of {self.experts} experts: a token cannot take more than there are"
-            )
+        if self.top_k > self._count:
+            raise ValueError(f"`top_k: {self.top_k}` of {self._count} experts: a token cannot take more than there are")
+        if isinstance(self.experts, list) and self.form == "shared":
+            raise ValueError("`experts` of other models need `form: copies`: beside a shared expert they begin silent")
         if self.noise is not None and self.init != "noise":
             raise ValueError(f"`noise` has no meaning with `init: {self.init}`")
         if self.drop is not None and self.init != "drop_upcycling":
             raise ValueError(f"`drop` has no meaning with `init: {self.init}`")
         return self
 
+    @property
+    def _count(self) -> int:
+        return self.experts if isinstance(self.experts, int) else len(self.experts)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """As `Operation` says."""
+        named = () if isinstance(self.experts, int) else self.experts
+        return tuple(dict.fromkeys(name for name in named if name != BASE))
+
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         shapes = _layer_shapes(draft)
-        mixture = Mixture(self.form, self.experts, self.top_k, self.fine_grained)
+        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
         target, dense = target_for(draft.config, shapes, mixture, self.target)
         mixture = replace(mixture, balance=self._balance(target))
         made = target.layer(dense, mixture)
@@ -174,6 +193,10 @@ class UpcycleExperts(Operation):
                 f" alone, and activations of half a matrix of {dense.width} neurons, no multiple of 32, are rounded"
                 " otherwise",
             )
+        if self.models:
+            return Claim(
+                "none", f"experts are the MLPs of {len(self.models)} other models, so what they compute differs"
+            )
         if self.init != "copy":
             return Claim("none", f"experts differ from the base's MLP (init: {self.init}), so what they compute does")
         if self.fine_grained > 1:
@@ -202,20 +225,29 @@ class UpcycleExperts(Operation):
                 return Constant(0.0, dtype, made.shape)
         cut = made.role == "down" and self.fine_grained > 1
         joined = _joined(made.takes, layer, made.shape, still=made.role == "kept")
-        if joined.still or (self.init == "copy" and not cut):
+        if joined.still or (self.init == "copy" and not cut and not self.models):
             return joined
         # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
-        each = len(made.takes) // (self.experts * self.fine_grained) or 1
+        each = len(made.takes) // (self._count * self.fine_grained) or 1
         parts: list[Recipe] = []
         for nth, take in enumerate(made.takes):
             expert = nth // each if made.expert is None else made.expert
-            matrix: Recipe = _joined((take,), layer, (take.stop - take.start, made.shape[-1]), still=False)
+            matrix = self._whole(take, layer, expert // self.fine_grained)
             if cut:
-                whole = _joined((take,), layer, (take.stop - take.start, dense.width), still=False)
                 begin = expert % self.fine_grained * made.shape[-1]
-                matrix = Columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
+                matrix = Columns(matrix, begin, begin + made.shape[-1], float(self.fine_grained))
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
         return parts[0] if len(parts) == 1 else Piled(tuple(parts), made.shape)
+
+    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Recipe:
+        """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
+        source = layer.tensors[take.suffix]
+        assert isinstance(source, Copy), take.suffix
+        shape = (take.stop - take.start, *source.shape[1:])
+        name = BASE if isinstance(self.experts, int) else self.experts[copy]
+        if name == BASE:
+            return Joined((Rows(source, take.start, take.stop),), source.dtype, shape, still=False)
+        return Taken(name, source.source, take.start, take.stop, source.dtype, shape)
 
     def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
         """A matrix of one expert as the init has it; the neurons drawn anew are the same in its three matrices."""

@@ -2,8 +2,8 @@
 
 What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
 plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
-of the text that a plan had the base run on, what a growth of the vocabulary measured of texts and made its tokens of,
-and at birth of a computed tensor that was trained since.
+of the text that a plan had the base run on, and of other models that it took tensors from, what a growth of the
+vocabulary measured of texts and made its tokens of, and at birth of a computed tensor that was trained since.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
     native = str(manifest.base.config.get("model_type"))
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
     plan_adapters = {name for operation in loaded.plan.operations for name in operation.adapters}
+    plan_models = {name for operation in loaded.plan.operations for name in operation.models}
     adapters = adapters_of(manifest, file=MANIFEST_FILE)
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
     expected = compose(
@@ -78,6 +79,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         adapters={name: facts for name, facts in adapters.items() if name in plan_adapters},
         files=manifest.files,
         vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
+        models={name: entry for name, entry in manifest.models.items() if name in plan_models},
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.

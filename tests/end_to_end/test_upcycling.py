@@ -7,6 +7,7 @@ which class that is, what its settings are, or which tensor goes where.
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,73 @@ def test_drop_upcycling_draws_neurons_anew(family: str, tmp_path: Path) -> None:
             assert abs(float(now.mean() - was.mean())) < 0.2 * float(was.std())
     assert len(set(chosen)) == 4
     assert surgeon.verify(base, out, device="cpu", windows=1, window=8).promise == "none"
+
+
+def fine_tune(base: Path, folder: Path, seed: int) -> Path:
+    """The base with other MLPs, in float32 and in one shard."""
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    drawn = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: value.float() + (0.05 * torch.randn(value.shape, generator=drawn) if ".mlp." in name else 0)
+        for name, value in weights(base).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["phi3", "granite"])
+def test_fine_tunes_as_experts(family: str, tmp_path: Path) -> None:
+    """Each expert is a model's own MLP; where one is sure to be chosen, the output computes with that one's."""
+    base = base_of(tmp_path, family)
+    models = [fine_tune(base, tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    named = ["base", "one", str(models[1])]
+    out = upcycled(tmp_path, base, form="copies", experts=named, top_k=1)
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.promise == "none" and proof.holds and not proof.identical
+    ids = torch.arange(3, 23).reshape(2, 10)
+    for expert, folder in enumerate((base, *models)):
+        model, wanted = loaded(out), loaded(base)
+        own = weights(folder)
+        for index, layer in enumerate(model.model.layers):
+            (router,) = [m for n, m in layer.named_modules() if n.endswith((".router", ".gate"))]
+            # A router that reads nothing chooses the first; experts change places so that this is the one meant.
+            router.weight.data.zero_()
+            (experts,) = [m for n, m in layer.named_modules() if n.endswith(".experts")]
+            for value in (experts.gate_up_proj, experts.down_proj):
+                value.data[:] = value.data[expert].clone()
+            for name, value in wanted.model.layers[index].mlp.named_parameters():
+                value.data.copy_(own[f"model.layers.{index}.mlp.{name}"].bfloat16())
+        with torch.inference_mode():
+            found, expected = model(input_ids=ids).logits, wanted(input_ids=ids).logits
+        assert float((found - expected).abs().max()) < 1e-5, folder
+    if family == "granite":
+        # Experts in one tensor are computed as a whole.
+        with pytest.raises(BadInput, match="take the base of that surgery"):
+            surgeon.revert(out, tmp_path / "back")
+    else:
+        # The base's own MLP is there as an expert, byte for byte.
+        surgeon.revert(out, tmp_path / "back")
+        assert_same(base, tmp_path / "back")
+
+
+def test_other_models_than_fine_tunes_are_refused(tmp_path: Path) -> None:
+    base = add_tokenizer(base_of(tmp_path, "llama"))
+    tiny.checkpoint(tmp_path / "wider", "llama", **(SIZES | {"intermediate_size": 96}))
+    tiny.checkpoint(tmp_path / "mistral", "mistral", **(SIZES | {"sliding_window": None}))
+    other = tiny.checkpoint(tmp_path / "tokens", "llama", **SIZES)
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {piece: -1 - n for piece, n in tokenizer["model"]["vocab"].items()}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, words in (
+        ("wider", "`intermediate_size` is 96, the base's 64; experts must be fine-tunes"),
+        ("mistral", "`model_type` is 'mistral', the base's 'llama'"),
+        ("tokens", "another vocabulary than the base's"),
+        ("nowhere", "nowhere"),
+    ):
+        plan = plan_of(tmp_path, form="copies", experts=["base", name])
+        with pytest.raises(BadInput, match=words) as told:
+            surgeon.preview(plan, base)
+        assert "\n" not in str(told.value)
 
 
 def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ WORDS: Operations = [
     {"op": "grow_vocabulary", "tokens": {"learn": "new.jsonl", "count": 4, "keep": "old.jsonl"}, "measure": "new.jsonl"}
 ]
 MIXTURE: Operations = [{"op": "upcycle_experts", "experts": 2, "top_k": 1}]
+MODELS: Operations = [{"op": "upcycle_experts", "form": "copies", "experts": ["base", "./fine-tuned"]}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -107,6 +109,7 @@ class Made:
 def make(folder: Path) -> dict[str, Made]:
     """Outputs with every operation: of one surgery, of three and trained, merged, stacked."""
     first = base(folder)
+    shutil.copytree(first, folder / "fine-tuned")
     fused = grow(folder, "fused", first, FUSION)
     grafted = grow(folder, "grafted", fused, GRAFTS)
     run = train(folder, grow(folder, "experts", grafted, EXPERTS))
@@ -118,5 +121,6 @@ def make(folder: Path) -> dict[str, Made]:
         "merged": Made(controlled, grow(folder, "merged", controlled, MERGE)),
         "vocabulary": grown_vocabulary(folder),
         "upcycled": Made(first, grow(folder, "upcycled", first, MIXTURE)),
+        "of models": Made(first, grow(folder, "joined", first, MODELS)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }

@@ -37,6 +37,7 @@ UNSEEN: dict[str, str] = {
     r"adapters\.adapter\.(id|revision)": "how the adapter was called",
     r"adapters\.adapter\.alpha_pattern": "a pattern that no module of the adapter has",
     r"adapters\.adapter\.tensors\.\*\.sha256": "the adapter's file is not at hand; what was imported is compared",
+    r"models\.\*\.(id|sha256)": "how another model was called, and a digest of it; what was taken of it is compared",
     r"vocabularies\.0\.measured(\..*)?": "what a growth measured of texts, which verify is not given",
     r"training": "the same run, said twice",
     r"training\.\*\.(tool|config|settings|steps|tokens|losses)(\..*)?": "what a run reports of itself",
