@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surgeon.apply.prediction import PredictionSettings, Predictor, learn
+from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Average,
@@ -40,6 +41,7 @@ from surgeon.blueprint.recipes import (
     PerLayer,
     Piled,
     Predicted,
+    Prompted,
     Random,
     Recipe,
     Redrawn,
@@ -102,6 +104,7 @@ class Workshop:
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
         self._aligned: dict[str, Tensor] = {}
+        self._read_by_mlps: dict[tuple[tuple[str, ...], ...], list[Tensor]] = {}
         self._fired: dict[TextSupport, dict[str, Tensor]] = {}
         # Tensors of all experts that were computed, for the output under way: one expert after the other is taken.
         self._whole: dict[Recipe, Tensor] = {}
@@ -205,6 +208,8 @@ class Workshop:
                 return torch.from_numpy(values).mul_(std).to(stored_dtype(dtype))
             case Imported():
                 return self._imported(recipe).to(stored_dtype(recipe.dtype))
+            case Prompted(prompts, layer, norm):
+                return self._prompted(prompts)[layer].mul(norm).to(stored_dtype(recipe.dtype))
             case Taken(model, tensor, start, stop):
                 info = self.models[model].tensors[tensor]
                 with self.stopwatch.stage("read"):
@@ -257,6 +262,14 @@ class Workshop:
                 bits = flat.view(torch.uint8).numpy().view(width)
                 self._generator(key).shuffle(bits)
                 return flat.view(recipe.shape)
+
+    def _prompted(self, prompts: tuple[tuple[str, ...], ...]) -> list[Tensor]:
+        """Of every layer the rows of a router by prompts, of length 1; the base is run once for all of them."""
+        if prompts not in self._read_by_mlps:
+            with self.stopwatch.stage("run the base"):
+                found = read_by_mlps(self.base, prompts, device=self.device)
+            self._read_by_mlps[prompts] = [rows / rows.norm(dim=-1, keepdim=True) for rows in found]
+        return self._read_by_mlps[prompts]
 
     def _redraw(self, recipe: Redrawn) -> Tensor:
         """Drop-upcycling of one matrix (Nakamura et al., 2025, section 3.1)."""

@@ -20,6 +20,7 @@ from surgeon.blueprint.recipes import (
     Joined,
     PerLayer,
     Predicted,
+    Prompted,
     Recipe,
     Stacked,
     is_computed,
@@ -196,6 +197,10 @@ def preview_of(
     notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
+    if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in leaves(output.recipe)):
+        notes.append("the base is run on the prompts of the routers")
+        if not any(name.startswith("tokenizer") for name in folder.side_files):
+            raise BadInput(f"{folder.source.shown}: no tokenizer, and routers are made of prompts; add its files")
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)
     outputs = blueprint.outputs

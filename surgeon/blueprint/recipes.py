@@ -193,6 +193,17 @@ class Random:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompted:
+    """A row for each list of `prompts`: what layer `layer`'s MLP reads of them on average, scaled to length `norm`."""
+
+    prompts: tuple[tuple[str, ...], ...]
+    layer: int
+    norm: float
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Imported:
     """The tensor `tensor` of the adapter that the plan calls `adapter`, rounded to nearest where `dtype` is another."""
 
@@ -441,6 +452,7 @@ Recipe = (
     | Constant
     | Listed
     | Random
+    | Prompted
     | Imported
     | Taken
     | Dequantised
@@ -599,6 +611,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"random": key, "std": std}
         case Imported(adapter, tensor):
             return {"imported": tensor, "adapter": adapter}
+        case Prompted(prompts, layer, norm):
+            return {"prompted": layer, "prompts": [len(listed) for listed in prompts], "norm": norm}
         case Taken(model, tensor, start, stop):
             return {"taken": tensor, "model": model, "from": start, "to": stop}
         case Average(first, second):

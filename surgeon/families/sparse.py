@@ -341,8 +341,9 @@ def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     return _sigmoid(dense, mixture) | {"sliding_window": window, "max_window_layers": layers, "layer_types": own}
 
 
-def _mixtral(dense: Dense, _: Mixture) -> dict[str, Any]:
-    return {"sliding_window": dense.window, "router_jitter_noise": 0.0}
+def _mixtral(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    width = dense.width // mixture.segments
+    return {"intermediate_size": width, "sliding_window": dense.window, "router_jitter_noise": 0.0}
 
 
 def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
@@ -370,9 +371,9 @@ def _granite(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     return made | ({"shared_intermediate_size": dense.width} if mixture.form == "shared" else {})
 
 
-def _flex_olmo(dense: Dense, _: Mixture) -> dict[str, Any]:
+def _flex_olmo(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     _without_window(dense)
-    return {"norm_topk_prob": True}
+    return {"intermediate_size": dense.width // mixture.segments, "norm_topk_prob": True}
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -474,21 +475,21 @@ def target_for(
 
     `shapes` are of one layer, by suffix. Raises BadInput where none of them does, with the reason of each.
     """
-    dense = _dense(json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True))
+    told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
+    dense = _dense(*told)
     if dense.width % mixture.segments:
         raise BadInput(f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP")
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
     reasons: list[str] = []
     for target in asked:
-        wrong = _why_not(json.dumps(config, sort_keys=True), target.model_type, json.dumps(shapes, sort_keys=True))
+        wrong = _why_not(*told, target.model_type, mixture.segments)
         if not wrong:
             return target, dense
         reasons.append(f"{target.model_type}: {wrong}")
     if not asked:
         held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
-    told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
-    others = (t for t in TARGETS if t not in asked and not _why_not(told[0], t.model_type, told[1]))
+    others = (t for t in TARGETS if t not in asked and not _why_not(*told, t.model_type, mixture.segments))
     other = next(others, None)
     raise BadInput(
         f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
@@ -508,17 +509,16 @@ def _dense(config: str, shapes: str) -> Dense:
 
 
 @functools.lru_cache(maxsize=64)
-def _why_not(config: str, model_type: str, shapes: str) -> str:
+def _why_not(config: str, shapes: str, model_type: str, segments: int) -> str:
     """Why a class does not hold a base, in a few words; empty where it does."""
     target = next(target for target in TARGETS if target.model_type == model_type)
     told = json.loads(config)
     # Few experts show it as many do.
-    mixture = Mixture(target.form, experts=4, top_k=2)
+    mixture = Mixture(target.form, experts=4, top_k=2, segments=segments)
     try:
-        skeleton = build(told)
-        dense = Dense.of(told, skeleton, {suffix: tuple(shape) for suffix, shape in json.loads(shapes).items()})
-        other = build(target.config(dense, mixture))
-        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told, mixture)
+        dense = _dense(config, shapes)
+        skeleton, other = build(told), build(target.config(dense, mixture))
+        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told)
     except BadInput as error:
         return printable(str(error).removeprefix("config.json: "), 160)
     except LOAD_FAILURES as error:
@@ -535,15 +535,19 @@ def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, 
     inside = f"{other.stack}.0."
     wanted = {n: shape for n, shape in wanted.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
     found = made_of(other.model, planned)
-    there = {name for made in found.values() for name in made.names}
+    numbers = dict.fromkeys((name for made in found.values() for name in made.names), 0)
     for name, made in found.items():
         target_name = made.names[0]
         if target_name not in wanted:
             return f"it has no {printable(name.removeprefix(stem))}"
         if not made.converted and wanted[target_name] != planned[name]:
             return f"its {printable(name.removeprefix(stem))} is {list(wanted[target_name])}, the base's another"
+        numbers[target_name] += math.prod(planned[name])
     tied = set(other.model.all_tied_weights_keys)
-    lacking = next((name for name in wanted if name not in there and name not in tied), None)
+    odd = next((name for name, held in numbers.items() if held != math.prod(wanted[name])), None)
+    if odd is not None:
+        return f"its {printable(odd.removeprefix(inside))} is {list(wanted[odd])}, the base's of another size"
+    lacking = next((name for name in wanted if name not in numbers and name not in tied), None)
     return "" if lacking is None else f"the base has nothing for its {printable(lacking.removeprefix(inside))}"
 
 
@@ -553,10 +557,11 @@ def _outer(skeleton: Skeleton) -> dict[str, Any]:
     return {name: value for name, value in held.items() if not name.startswith(f"{skeleton.stack}.")}
 
 
-def _unlike(target: Target, config: Mapping[str, Any], mixture: Mixture) -> str:
+def _unlike(target: Target, config: Mapping[str, Any]) -> str:
     """How a tiny twin of the base computes something else as this class; empty where it gives the same logits."""
     import torch
 
+    mixture = Mixture(target.form, experts=4, top_k=2)
     with one_thread(), quiet_transformers(), torch.no_grad():
         twin = twin_of(config)
         small = shrunk(config)

@@ -24,6 +24,7 @@ from surgeon.blueprint.recipes import (
     Joined,
     Noised,
     Piled,
+    Prompted,
     Random,
     Recipe,
     Redrawn,
@@ -34,12 +35,21 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Take, Target, target_for
-from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import OneOf, Operation, Paper, Spec, TrainingDefaults
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.
 BASE = "base"
 _ELSEWHERE = "by a plan of their own, before or after this one"
+
+
+class Prompts(Spec):
+    """Rows of routers by what the base's MLPs read of prompts."""
+
+    prompts: Annotated[
+        list[Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]],
+        Field(description="for each expert prompts of what it is for"),
+    ]
 
 
 class UpcycleExperts(Operation):
@@ -94,10 +104,12 @@ class UpcycleExperts(Operation):
         float | None,
         Field(gt=0, le=1, description="`init: drop_upcycling`: the share of neurons drawn anew, 0.5 by default"),
     ] = None
-    router: Annotated[Literal["random"], Field(description="what routers begin as")] = "random"
-    router_std: Annotated[float, Field(gt=0, le=1, description="the standard deviation of a random router's rows")] = (
-        0.02
-    )
+    router: Annotated[
+        Literal["random"] | Prompts, Field(description="what routers begin as: random rows, or rows by prompts")
+    ] = "random"
+    router_std: Annotated[
+        float, Field(gt=0, le=1, description="the standard deviation of random rows; rows by prompts are as long")
+    ] = 0.02
     balance: Annotated[
         float | None,
         Field(
@@ -121,6 +133,10 @@ class UpcycleExperts(Operation):
             raise ValueError("`experts` of other models need `form: copies`: beside a shared expert they begin silent")
         if self.noise is not None and self.init != "noise":
             raise ValueError(f"`noise` has no meaning with `init: {self.init}`")
+        if isinstance(self.router, Prompts) and len(self.router.prompts) != self._count:
+            raise ValueError(
+                f"`prompts` has {len(self.router.prompts)} lists for {self._count} experts; give one for each"
+            )
         if self.drop is not None and self.init != "drop_upcycling":
             raise ValueError(f"`drop` has no meaning with `init: {self.init}`")
         return self
@@ -218,7 +234,7 @@ class UpcycleExperts(Operation):
         dtype = layer.tensors[dense.source("down").suffix].dtype
         match made.role:
             case "router":
-                return self._router(made, key, dtype)
+                return self._router(made, key, dtype, layer)
             case "bias":
                 return Constant(0.0, "F32", made.shape)
             case "down" if self.form == "shared":
@@ -259,12 +275,20 @@ class UpcycleExperts(Operation):
                 return Redrawn(matrix, f"{expert}.neurons", key, share, int(made.role == "down"))
         return matrix
 
-    def _router(self, made: Made, key: str, dtype: str) -> Recipe:
-        """Random rows; of copies that are cut, the same for all that were one."""
-        if self.form == "shared" or self.fine_grained == 1:
-            return Random(key, self.router_std, dtype, made.shape)
+    def _router(self, made: Made, key: str, dtype: str, layer: LayerDraft) -> Recipe:
+        """Rows that are random, or by prompts; of copies that are cut, the same for all that were one."""
         rows, columns = made.shape
-        return Repeated(Random(key, self.router_std, dtype, (rows // self.fine_grained, columns)), self.fine_grained)
+        if isinstance(self.router, Prompts):
+            prompts = tuple(map(tuple, self.router.prompts))
+            assert layer.base is not None
+            whole: Recipe = Prompted(
+                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns)
+            )
+        elif self.form == "shared":
+            return Random(key, self.router_std, dtype, made.shape)
+        else:
+            whole = Random(key, self.router_std, dtype, (rows // self.fine_grained, columns))
+        return whole if self.fine_grained == 1 else Repeated(whole, self.fine_grained)
 
 
 def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Joined:

@@ -286,7 +286,7 @@ def test_noise_stays_exact_beside_a_shared_expert_alone(tmp_path: Path) -> None:
         surgeon.revert(copies, tmp_path / "back")
 
 
-@pytest.mark.parametrize(("family", "form"), [("llama", "shared"), ("qwen3", "copies"), ("granite", "copies")])
+@pytest.mark.parametrize(("family", "form"), [("llama", "shared"), ("olmo2", "copies"), ("granite", "copies")])
 def test_experts_cut_into_segments(family: str, form: str, tmp_path: Path) -> None:
     """Segments of a copy are chosen together (their router rows are equal) and sum to it; beside a shared one, zero."""
     base = base_of(tmp_path, family, dtype="float32")
@@ -387,6 +387,42 @@ def test_fine_tunes_as_experts(family: str, tmp_path: Path) -> None:
         # The base's own MLP is there as an expert, byte for byte.
         surgeon.revert(out, tmp_path / "back")
         assert_same(base, tmp_path / "back")
+
+
+@pytest.mark.parametrize(("form", "segments"), [("shared", 1), ("copies", 2)])
+def test_routers_by_prompts(form: str, segments: int, tmp_path: Path) -> None:
+    """Rows point where the mean of what each layer's MLP reads of an expert's prompts points, by transformers."""
+    base = add_tokenizer(base_of(tmp_path, "llama"))
+    prompts = [["The river runs.", "a boat"], ["def f(x): return x"]]
+    options: dict[str, Any] = {"experts": 2, "top_k": 1, "fine_grained": segments, "router": {"prompts": prompts}}
+    out = upcycled(tmp_path, base, form=form, **options)
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.holds and proof.promise == ("exact" if form == "shared" else "none")
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(base), loaded(base)
+    read: dict[int, list[torch.Tensor]] = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, given, index=index: read.setdefault(index, []).append(given[0][0])
+        )
+    rows: list[list[torch.Tensor]] = [[], []]
+    for texts in prompts:
+        read.clear()
+        with torch.no_grad():
+            for text in texts:
+                model(input_ids=tokenizer(text, return_tensors="pt").input_ids)
+        for index, found in read.items():
+            rows[index].append(torch.cat(found).mean(0))
+    after = weights(out)
+    for index in range(2):
+        wanted = torch.stack([0.02 * 32**0.5 * row / row.norm() for row in rows[index]]).repeat_interleave(segments, 0)
+        found = next(
+            v for n, v in after.items() if n.startswith(f"model.layers.{index}.") and n.endswith(".gate.weight")
+        )
+        assert float((found.float() - wanted).abs().max()) < 1e-3
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer_config.json").unlink()
+    with pytest.raises(BadInput, match="no tokenizer, and routers are made of prompts"):
+        surgeon.preview(plan_of(tmp_path, form=form, **options), base)
 
 
 def test_other_models_than_fine_tunes_are_refused(tmp_path: Path) -> None:
