@@ -37,7 +37,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.plain import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
-from surgeon.manifest.manifest import Base, Manifest, adapters_of, vocabularies_of
+from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, vocabularies_of
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.beside import check_beside
@@ -65,7 +65,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
     native = str(manifest.base.config.get("model_type"))
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
     plan_adapters = {name for operation in loaded.plan.operations for name in operation.adapters}
-    plan_models = {name for operation in loaded.plan.operations for name in operation.models}
+    plan_models = [name for operation in loaded.plan.operations for name in operation.models]
     adapters = adapters_of(manifest, file=MANIFEST_FILE)
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
     expected = compose(
@@ -79,7 +79,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         adapters={name: facts for name, facts in adapters.items() if name in plan_adapters},
         files=manifest.files,
         vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
-        models={name: entry for name, entry in manifest.models.items() if name in plan_models},
+        models={name: manifest.models.get(name, ModelEntry(id=name, sha256="0" * 64)) for name in plan_models},
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.
