@@ -310,6 +310,8 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
             "the model carries grafts, for which no class of transformers that mixes experts has a place; merge or"
             " revert them first"
         )
+    if "auto_map" in draft.config:
+        raise BadInput("the base runs code of its own, which no class of transformers is known to compute")
     if any(draft.anatomy.beyond):
         raise BadInput(
             "layers above the stack predict further tokens and have an MLP of their own; take these out first"

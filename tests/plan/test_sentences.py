@@ -71,6 +71,10 @@ OPERATIONS = [
         "op: grow_vocabulary, tokens: {learn: a.txt, count: 3, keep: b.txt, how: appended}",
         "`keep` has no meaning with `how: ",
     ),
+    (
+        f"{FUSION}, support: activations, text: a.txt, cost_scale: max, order: cost_first}}",
+        "`order: cost_first` is about the cost of weights; with `support: activations` T_in has no part in it",
+    ),
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
     ("op: upcycle_experts, experts: 3, router: {prompts: [[a], [b]]}", "`prompts` has 2 lists for 3 experts; give one"),
