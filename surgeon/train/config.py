@@ -49,6 +49,25 @@ class OptimizerSpec(Entry):
     clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
 
 
+class PreserveSpec(Entry):
+    """What holds the model to the base: a term of the loss, on tokens of its own domain."""
+
+    teacher: Annotated[
+        Literal["base"], Field(description="the base inside the model: grafts off, inserted layers passed over")
+    ] = "base"
+    loss: Annotated[
+        Literal["kl", "reverse_kl", "hidden_mse"],
+        Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: of what the head reads"),
+    ] = "kl"
+    on: Annotated[
+        Literal["original", "all"], Field(description="tokens of sources with the role original, or of all")
+    ] = "original"
+    weight: Annotated[float, Field(gt=0, description="of the mean over these tokens, in the loss")] = 1.0
+    temperature: Annotated[
+        float, Field(gt=0, description="both distributions are taken at this temperature τ, the KL times τ²")
+    ] = 1.0
+
+
 class TrainConfig(Entry):
     """What a training run is to do."""
 
@@ -72,6 +91,9 @@ class TrainConfig(Entry):
         Field(description="for a base without one: how sources of the kind `chat` are written; goes into the output"),
     ] = None
     optimizer: OptimizerSpec = OptimizerSpec()
+    preserve: Annotated[
+        PreserveSpec | None, Field(description="the base inside the model teaches it what it says to original text")
+    ] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         Field(description="of the model while it trains; auto: the checkpoint's"),
@@ -148,7 +170,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` and `sources:`")
-    known_keys = keys_by_section(TrainConfig, {"sources": SourceSpec, "optimizer": OptimizerSpec})
+    known_keys = keys_by_section(
+        TrainConfig, {"sources": SourceSpec, "optimizer": OptimizerSpec, "preserve": PreserveSpec}
+    )
     given = override(data, overrides)
     config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
     return LoadedConfig(config, path, lines, given)

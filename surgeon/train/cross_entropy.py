@@ -102,6 +102,14 @@ def chunked_cross_entropy(
     return total
 
 
+def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
+    """The same with all logits at once, by torch."""
+    logits = (hidden @ weight.T).float()
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
     """The same by liger-kernel's fused kernel."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -128,15 +136,27 @@ def choose(asked: str, *, tokens: int, vocabulary: int, device: str) -> CrossEnt
     return "liger"
 
 
-class FusedHead:
-    """A causal language model's head and loss as one, inside `armed()`."""
+_SUMS: dict[CrossEntropy, Callable[..., Tensor]] = {
+    "torch": whole_cross_entropy,
+    "chunked": chunked_cross_entropy,
+    "liger": liger_cross_entropy,
+}
 
-    def __init__(self, model: Any, kind: Literal["chunked", "liger"]) -> None:
+
+class FusedHead:
+    """A causal language model's head and loss as one, inside `armed()`.
+
+    `beside`, where it is set, gets the head's input (B T D) and gives what is added to the loss.
+    """
+
+    beside: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, model: Any, kind: CrossEntropy) -> None:
         """`model` is a transformers causal language model with a linear head. Raises BadInput for another head."""
         self.model = model
         self.head = model.get_output_embeddings()
         self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self.sum: Callable[..., Tensor] = liger_cross_entropy if kind == "liger" else chunked_cross_entropy
+        self.sum = _SUMS[kind]
         if not isinstance(self.head, torch.nn.Linear) or self.head.bias is not None:
             raise BadInput(
                 f"`cross_entropy: {kind}` needs a linear head without bias, which this model has not; use torch"
@@ -172,10 +192,9 @@ class FusedHead:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
         wanted = shift_labels.reshape(-1).to(logits.device)
         total = self.sum(logits.reshape(-1, logits.shape[-1]), self.head.weight, wanted, cap=self.cap)
-        if num_items_in_batch is None:
-            return total / (wanted != IGNORED_LABEL).sum()
-        count = num_items_in_batch
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        count = (wanted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        return loss if self.beside is None else loss + self.beside(logits)
 
     @torch.no_grad()
     def check(self, ids: Tensor) -> None:

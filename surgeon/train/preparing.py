@@ -15,11 +15,13 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
 from surgeon.data.sources import check_there
+from surgeon.data.specs import ORIGINAL
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.launching import Sharding, sharding_asked
@@ -29,13 +31,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it."""
+    """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it.
+
+    `within` is the base that teaches; None where none does.
+    """
 
     settings: Settings
     notes: list[str]
     wanted: TrainableSet
     anatomy: Anatomy
     sharding: Sharding | None
+    within: Within | None = None
 
 
 def prepare(
@@ -49,20 +55,43 @@ def prepare(
     sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
     wanted = _tried(lambda: trainable_set(out, manifest, loaded.config.what), wrong)
     anatomy = dissect(out.config, out.tensors, out.own)
-    settled = None
+    settled, within = None, None
     if wanted is not None:
         operations = wanted.operations
         _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
         _tried(lambda: _check_rows(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
         settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
+        within = _tried(lambda: _teacher(out, manifest, loaded, wanted), wrong)
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
     if wrong or wanted is None or settled is None:
         raise bad_input(wrong)
-    return Prepared(*settled, wanted, anatomy, sharding)
+    return Prepared(*settled, wanted, anatomy, sharding, within)
+
+
+def _teacher(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within | None:
+    """The base that `preserve` asks for; BadInput where it has nothing to teach on, or is not in the model."""
+    config, asked = loaded.config, loaded.config.preserve
+    if asked is None:
+        return None
+    if asked.on == "original" and not any(source.share and source.role == ORIGINAL for source in config.sources):
+        raise BadInput(
+            f"{loaded.where('preserve')}`preserve` teaches on original text, and no source has the role `original`; add"
+            " one (`surgeon recall` has the base write it), or say `on: all`"
+        )
+    try:
+        within = base_within(out, manifest, training=set(wanted.names) - wanted.rows.keys())
+    except BadInput as error:
+        raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
+    if within.rows is not None and asked.loss == "reverse_kl":
+        raise BadInput(
+            f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the vocabulary"
+            " grew: the base gives new tokens no probability; use kl"
+        )
+    return within
 
 
 def _check_rows(wanted: TrainableSet, sharding: Sharding | None) -> None:

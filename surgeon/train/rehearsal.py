@@ -15,7 +15,15 @@ from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.packing import Batches, SourceStream, generator
 from surgeon.errors import BadInput
-from surgeon.train.session import Run, fused_head, loaded_model, optimizer_bytes, peak_memory, trained_numbers
+from surgeon.train.session import (
+    Run,
+    fused_head,
+    loaded_model,
+    optimizer_bytes,
+    peak_memory,
+    preserving_by,
+    trained_numbers,
+)
 
 # Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
@@ -161,16 +169,21 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
 def _seconds_a_micro_batch(run: Run, model: Any, say: Callable[[str], None]) -> float:
     """Mean wall seconds of forward and backward, after one that is not counted."""
     settings = run.settings
-    domains = hasattr(model, "surgery")
-    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, domains=domains))
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, domains=True))
     fused = fused_head(run, model)
+    preserving = preserving_by(run, model, fused)
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
     begun = 0.0
     for number in range(_TIMED + 1):
         batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
         if number == 1:
             begun = time.perf_counter()
-        with contextlib.nullcontext() if fused is None else fused.armed():
+        with (
+            contextlib.nullcontext() if preserving is None else preserving.teaching(batch),
+            contextlib.nullcontext() if fused is None else fused.armed(),
+        ):
+            if not hasattr(model, "surgery"):
+                batch.pop("domain_ids")
             model(**batch).loss.backward()
         if run.device == "cuda":
             torch.cuda.synchronize()

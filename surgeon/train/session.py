@@ -32,6 +32,7 @@ from surgeon.data.packing import Batches
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
+from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
@@ -47,6 +48,7 @@ from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
+from surgeon.train.preserving import Preserving
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.sharding import let_go, shard, sharded_here
 from surgeon.train.trainer import (
@@ -120,7 +122,10 @@ def run_training(
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers."""
+    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers.
+
+    `within` is the base that teaches; None where none does.
+    """
 
     out: CheckpointFolder
     manifest: Manifest
@@ -132,6 +137,7 @@ class Run:
     device: str
     ranks: Ranks
     sharding: Sharding | None
+    within: Within | None
     trackers: Sequence[TrainerCallback]
     listener: Listener
     say: Callable[[str], None]
@@ -180,6 +186,7 @@ def opened_run(
         device,
         ranks,
         sharding,
+        prepared.within,
         trackers,
         listener,
         say,
@@ -240,6 +247,8 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
     model, names, held = loaded_model(run)
+    fused = fused_head(run, model)
+    preserving = preserving_by(run, model, fused)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
@@ -249,10 +258,9 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         micro_batch=settings.micro_batch,
         process=ranks.rank,
         processes=ranks.size,
-        domains=hasattr(model, "surgery"),
+        domains=True,
     )
     cadence = Cadence(settings, config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
-    fused = fused_head(run, model)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -262,6 +270,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         validation=run.data.validation,
         callbacks=[cadence, *run.trackers],
         fused=fused,
+        preserving=preserving,
         held=held,
     )
     if fused is not None:
@@ -438,9 +447,20 @@ def fused_head(run: Run, model: Any) -> FusedHead | None:
     tokens = run.settings.micro_batch * run.settings.length
     kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
     if kind == "torch":
-        return None
+        # What teaches needs what the head reads.
+        return None if run.within is None else FusedHead(model, kind)
     run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
     return FusedHead(model, kind)
+
+
+def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving | None:
+    """The base within the model that teaches it through the head `fused`; None where none does."""
+    if run.within is None or run.loaded.config.preserve is None:
+        return None
+    assert fused is not None
+    spec = run.loaded.config.preserve
+    run.say(f"the base within teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
+    return Preserving(model, spec, run.within, fused)
 
 
 def _packed(packing: str, model: Any) -> str:

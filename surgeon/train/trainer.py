@@ -33,11 +33,16 @@ from surgeon.train.checkpoints import complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
+from surgeon.train.preserving import Preserving
 from surgeon.train.sharding import dealt_out, gathered, let_go
+from surgeon.train.shares import Share, shares_of, weighed
 from surgeon.train.stored import StoredNames, WrongSet
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
+# In a batch: its share of the accumulated one. In the log: what `preserve` adds to the loss, unweighted.
+_SHARE = "share"
+PRESERVE = "loss.preserve"
 
 
 class Diverged(SurgeonError):
@@ -60,6 +65,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         validation: Mapping[str, Sequence[PackedSequence]],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None = None,
+        preserving: Preserving | None = None,
         held: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
@@ -73,6 +79,9 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.batches = batches
         self.validation = validation
         self.fused = fused
+        self.preserving = preserving
+        # Steps in which `preserve` had something to teach on, since the last line of the log.
+        self.taught = 0
         # Parameters whose first rows do not train: nothing decays of them either.
         self.held = dict(held or {})
 
@@ -107,10 +116,39 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             raise self._diverged("loss", float(total))
         return loss
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; every micro-batch gets its share of what counts in all of them, over all processes."""
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        shares = shares_of(samples, self.preserving, device=self.args.device, processes=self.args.world_size)
+        for batch, share in zip(samples, shares, strict=True):
+            batch[_SHARE] = share
+        self.taught += bool(shares and shares[0].taught)
+        return samples, items
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with the fused head where there is one."""
-        with contextlib.nullcontext() if self.fused is None else self.fused.armed():
+        """As Trainer's, with the fused head and the base that teaches, where there are any."""
+        share: Share = inputs.pop(_SHARE)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(weighed(self.model, share))
+            if self.preserving is not None:
+                stack.enter_context(self.preserving.teaching(inputs, share.taught, anywhere=share.anywhere))
+            if self.fused is not None:
+                stack.enter_context(self.fused.armed())
+            if not hasattr(self.model, "surgery"):
+                # A native model knows no domains.
+                inputs.pop("domain_ids")
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, with the mean of what `preserve` adds."""
+        if "loss" in logs and self.preserving is not None:
+            found = self.preserving.take().to(self.args.device)
+            if self.args.world_size > 1:
+                torch.distributed.all_reduce(found)
+            if self.taught:
+                logs[PRESERVE] = float(found) / self.taught
+            self.taught = 0
+        super().log(logs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = gathered(super()._get_grad_norm(model, grad_norm=grad_norm))
@@ -218,7 +256,8 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            said = f"step {state.global_step}: loss {logs['loss']:.4f}, rate {logs['learning_rate']:.3g}"
+            taught = f" ({logs[PRESERVE]:.4f} from the base)" if PRESERVE in logs else ""
+            said = f"step {state.global_step}: loss {logs['loss']:.4f}{taught}, rate {logs['learning_rate']:.3g}"
             self.say(said + self._pace(state, logs))
         held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
         if held:

@@ -1,0 +1,57 @@
+"""The first base inside an output: which of its layers and rows are the base's, and whether they still are.
+
+Nothing of a base is overwritten by what adds layers, grafts or rows, so the base is a part of every such output: its
+layers without the inserted ones, without grafts, with the first rows of the embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.lineage import Lineage, instead_of, shown_name
+from surgeon.manifest.manifest import Manifest, held_by
+
+
+@dataclass(frozen=True)
+class Within:
+    """Where the base is: of the output's `layers` layers all but those `inserted`, of the embeddings `rows` (None: all).
+
+    `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
+    """
+
+    layers: int
+    inserted: tuple[int, ...]
+    rows: int | None
+    newborn: bool
+
+
+def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collection[str] = ()) -> Within:
+    """The base that the first surgery of `out` began with, as far as headers and digests show; no weights are read.
+
+    `training` are tensors of `out` whose values will change, but for first rows that are held. Raises BadInput naming
+    the first tensor of the base that the output no longer has, or that is to train.
+    """
+    file = str(out.path / MANIFEST_FILE)
+    state = Lineage.of(manifest, file=file).state(0, out)
+    now = held_by(manifest, file=file)
+    for name, place in state.places.items():
+        if name in state.more or name in state.parts:
+            continue
+        if now[place].sha256 != state.base.tensors[name].sha256:
+            raise BadInput(
+                f"{shown_name(name, place)}: not what it was in the base (it was trained or merged since), so the base"
+                f" is not in {printable(str(out.path))} any more; {instead_of(state.undone[0])}"
+            )
+        if place in training:
+            raise BadInput(
+                f"{shown_name(name, place)}: the base's own, and it is to train, so this model will not hold the base;"
+                " train only what was added"
+            )
+    kept = set(state.layers)
+    inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
+    grown = [state.held[name].shape[0] for name in state.more]
+    newborn = state.promise == "exact" and not state.trained
+    return Within(len(manifest.layers), inserted, min(grown, default=None), newborn)

@@ -1,0 +1,214 @@
+"""`preserve`: the base inside the model teaches what it says to text of its own domain (Li and Hoiem, 2016; the KL to
+a frozen reference of RLHF).
+
+Shapes: N tokens that count, D hidden size, V vocabulary, B batch, T tokens.
+
+The base runs without gradient and only on sequences that hold tokens that count; what it and the model say is compared
+where the model's own loss is computed, some tokens at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from surgeon.common.distributed import is_sharded
+from surgeon.data.packing import IGNORED_LABEL
+from surgeon.manifest.within import Within
+from surgeon.models.teacher import BaseWithin
+from surgeon.train.config import PreserveSpec
+from surgeon.train.cross_entropy import CHUNK_BYTES, FusedHead
+
+# float32 logits of the model and of the base.
+_BYTES_A_LOGIT = 8
+
+
+class _Divergence(torch.autograd.Function):
+    """τ² Σ KL(p ‖ q) over rows, or with `reverse` KL(q ‖ p); float32. q = softmax(cap(h Wᵀ) / τ), h (N D), W (V D).
+
+    p is made in the same way of h' (N D) and of the first `old` rows of W, and is 0 for the tokens of the others. The
+    gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        taught: Tensor,
+        cap: float | None,
+        temperature: float,
+        reverse: bool,
+        old: int,
+        rows: int,
+    ) -> Tensor:
+        """The sum and its gradients, `rows` tokens at a time."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for begin in range(0, len(hidden), rows):
+            part = hidden[begin : begin + rows]
+            log_q, slope = _log_softmax(part, weight, cap, temperature)
+            log_p, _ = _log_softmax(taught[begin : begin + rows], weight[:old], cap, temperature)
+            if reverse:
+                q = log_q.exp()
+                apart = log_q.sub_(log_p)
+                each = (q * apart).sum(-1, keepdim=True)
+                gradient = apart.sub_(each).mul_(q)
+            else:
+                p = log_p.exp()
+                each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
+                gradient = log_q.exp_()
+                gradient[:, :old] -= p
+            total += each.sum()
+            if of_hidden is None and of_weight is None:
+                continue
+            gradient.mul_(temperature)
+            if slope is not None:
+                gradient.mul_(slope)
+            gradient = gradient.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[begin : begin + rows])
+            if of_weight is not None:
+                of_weight += gradient.T @ part
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.weight_dtype = weight.dtype
+        return total * temperature**2
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, times what comes from above."""
+        of_hidden, of_weight = ctx.saved_tensors
+        scale = upstream[0]
+        return (
+            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
+            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            *(None,) * 6,
+        )
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """log softmax(cap(h Wᵀ) / τ), float32, and the cap's slope."""
+    logits = (hidden @ weight.T).float()
+    slope: Tensor | None = None
+    if cap is not None:
+        logits = logits.div_(cap).tanh_()
+        slope = 1 - logits.square()
+        logits = logits.mul_(cap)
+    return torch.log_softmax(logits.div_(temperature), dim=-1), slope
+
+
+def chunked_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Tensor,
+    *,
+    cap: float | None = None,
+    temperature: float = 1.0,
+    reverse: bool = False,
+    old: int | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """Summed τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base).
+
+    `hidden` and `taught` (N D) are what model and base give the head `weight` (V D), whose first `old` rows are the
+    base's (None: all). At most `rows` rows of logits are in memory (default: 128 MiB of them).
+    """
+    rows = rows or max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
+    total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, taught, cap, temperature, reverse, old or len(weight), rows
+    )
+    return total
+
+
+def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
+    """Σ over tokens of the mean over D of the squared difference, float32; both are N D."""
+    return (hidden.float() - taught.float()).square().mean(dim=-1).sum()
+
+
+class Preserving:
+    """The base inside a model, teaching it by `spec`, through the head that computes the model's loss."""
+
+    def __init__(self, model: Any, spec: PreserveSpec, within: Within, head: FusedHead) -> None:
+        """Find the base, and where the model must still compute it, compare. Raises BadInput, SurgeonError."""
+        self.model = model
+        self.spec = spec
+        self.rows = within.rows
+        self.head = head
+        self.base = BaseWithin(model, layers=within.layers, inserted=within.inserted)
+        if within.newborn:
+            count = within.rows or model.get_input_embeddings().weight.shape[0]
+            ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
+            self.base.check(ids.to(model.device), within.rows)
+        # What was found since it was last taken: the mean of every step, summed, and the number of steps.
+        self.found = torch.zeros(())
+
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Which tokens count, B T, bool: at whose places the next one is a label, of sequences of the base's domain.
+
+        None counts from the first token on that the base does not know.
+        """
+        labels = F.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[..., 1:]
+        counts = labels != IGNORED_LABEL
+        if self.spec.on == "original":
+            counts = counts & (batch["domain_ids"] == 0)[:, None]
+        if self.rows is not None:
+            counts = counts & ((batch["input_ids"] >= self.rows).cumsum(dim=1) == 0)
+        return counts
+
+    @contextlib.contextmanager
+    def teaching(
+        self, batch: Mapping[str, Tensor], total: int | None = None, *, anywhere: bool = True
+    ) -> Iterator[None]:
+        """Inside, the loss of a forward on `batch` in the armed head holds this batch's share of the term.
+
+        `total` is the number of tokens that count in the accumulated batch, over all processes (None: this batch's).
+        `anywhere`: one counts in some process's batch; sharded weights are gathered by all processes or none.
+        """
+        counts = self.counted(batch)
+        total = int(counts.sum()) if total is None else total
+        rows = counts.any(dim=1).nonzero()[:, 0]
+        if total == 0 or (len(rows) == 0 and not (anywhere and is_sharded(self.model))):
+            yield
+            return
+        if len(rows) == 0:
+            rows = rows.new_zeros(1)
+        inputs = {name: batch[name][rows] for name in ("input_ids", "position_ids")}
+        chosen = counts[rows]
+        with self.head.armed():
+            taught = self.base.logits(**inputs)[chosen]
+        weight = self.spec.weight / total
+
+        def beside(hidden: Tensor) -> Tensor:
+            apart = self._apart(hidden[rows][chosen], taught)
+            self.found = self.found.to(apart.device) + apart.detach() / total
+            return weight * apart
+
+        self.head.beside = beside
+        try:
+            yield
+        finally:
+            self.head.beside = None
+
+    def _apart(self, hidden: Tensor, taught: Tensor) -> Tensor:
+        if self.spec.loss == "hidden_mse":
+            return squared_distance(hidden, taught)
+        return chunked_divergence(
+            hidden,
+            self.head.head.weight,
+            taught,
+            cap=self.head.cap,
+            temperature=self.spec.temperature,
+            reverse=self.spec.loss == "reverse_kl",
+            old=self.rows,
+        )
+
+    def take(self) -> Tensor:
+        """This process's part of the term, unweighted, summed over the steps since it was last taken."""
+        found, self.found = self.found, torch.zeros_like(self.found)
+        return found
