@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from surgeon.apply.preview import preview as preview
     from surgeon.common.listener import ProgressListener as ProgressListener
     from surgeon.continual.continual import continual as continual
+    from surgeon.data.recall import recall as recall
     from surgeon.errors import BadInput as BadInput
     from surgeon.errors import PromiseBroken as PromiseBroken
     from surgeon.errors import SurgeonError as SurgeonError
@@ -64,6 +65,7 @@ _HOMES = {
     "parse_plan": "plan.plan",
     "preview": "apply.preview",
     "push": "share.push",
+    "recall": "data.recall",
     "rehearse": "train.train",
     "report": "report.report",
     "revert": "rework.revert",

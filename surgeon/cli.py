@@ -375,6 +375,39 @@ def train(
 
 
 @app.command()
+def recall(
+    ctx: typer.Context,
+    base: BaseArgument,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to write, at least")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="new file of JSON lines, for a source of `train`")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
+            " line  [default: template where BASE has one, else begin]"
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="of the draws; 1: as the model learned")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens of this share")] = 1.0,
+    length: Annotated[int | None, typer.Option(help="longest document in tokens; default: 512")] = None,
+    batch: Annotated[int, typer.Option(help="documents at a time")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
+    revision: Revision = None,
+    dtype: Annotated[
+        str, typer.Option(help="run the model in auto (the checkpoint's), float32, bfloat16 or float16")
+    ] = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Have BASE write text like that it was trained on, to be replayed in training; repeat the command to continue."""
+    from surgeon.data.recall import recalled_view
+
+    _run(ctx, surgeon.recall, recalled_view)
+
+
+@app.command()
 def evaluate(
     ctx: typer.Context,
     models: Annotated[

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
 from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
-from surgeon.data.specs import SourceSpec, TextSpec
+from surgeon.data.specs import BEGIN, TEMPLATE, SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
 DEFAULT_SPLIT = "train"
@@ -52,6 +52,11 @@ def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
     """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
+    if isinstance(source, SourceSpec) and source.generate is not None:
+        prompts = source.generate.prompts
+        if prompts not in (None, BEGIN, TEMPLATE) and not named_by.resolve(prompts).is_file():
+            wrong.append(("generate", f"source {source.name}: {printable(prompts)}: no such file; check `prompts`"))
+        return wrong
     if source.repo_id is not None:
         paths = []
         if find_spec("datasets") is None:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from surgeon.checkpoint.hub import REPO_ID
 
 ORIGINAL, NEW = "original", "new"
+# Of a text that a model writes: what it begins with, where that is no file.
+BEGIN, TEMPLATE = "begin", "template"
 _DATASET, _SPLIT = "dataset:", "split:"
 
 
@@ -66,9 +68,37 @@ class TextSpec(Entry):
         return self.field
 
 
+class GenerateSpec(Entry):
+    """Text that a model writes itself: how much, from what beginnings, and how it draws the next token."""
+
+    tokens: Annotated[int, Field(ge=1, description="tokens to write, at least")]
+    prompts: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="begin (the begin-of-text token), template (the bare chat template), or a text file with a"
+            " beginning a line",
+        ),
+    ] = None
+    temperature: Annotated[float, Field(gt=0, le=10, description="1: as the model learned")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, description="draw among the likeliest tokens of this share")] = 1.0
+    length: Annotated[int | None, Field(ge=2, description="longest document in tokens; default 512")] = None
+    batch: Annotated[int, Field(ge=1, le=4096, description="documents at a time")] = 32
+
+
 class SourceSpec(TextSpec):
     """One source of text."""
 
+    path: Annotated[
+        str,
+        Field(
+            description="file (.jsonl, .json, .txt, .parquet), folder of such files or saved by `datasets`, or"
+            " dataset:USER/NAME of the Hub",
+        ),
+    ] = ""
+    generate: Annotated[
+        GenerateSpec | None, Field(description="instead of a path: the model writes the text, before the first step")
+    ] = None
     share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
     role: Annotated[
         str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
@@ -80,6 +110,10 @@ class SourceSpec(TextSpec):
 
     @model_validator(mode="after")
     def _known(self) -> SourceSpec:
+        if bool(self.path) == (self.generate is not None):
+            raise ValueError("give either `path` or `generate`")
+        if self.generate is not None and (self.field or self.split or isinstance(self.validation, str)):
+            raise ValueError("`field`, `split` and files of `validation` are for texts that are there, not `generate`")
         if self.role not in (ORIGINAL, NEW) and not (self.role.startswith("task:") and self.role[5:].strip()):
             raise ValueError(f"role {self.role!r} is not known: use original, new or task:NAME")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:

@@ -142,6 +142,9 @@ def _held_by_training(spec: SourceSpec, named_by: Naming, say: Callable[[str], N
     if not spec.validation:
         say(f"source {spec.name}: skipped, because the training config holds none of it out")
         return None
+    if spec.generate is not None:
+        say(f"source {spec.name}: skipped, because the model writes it itself; `surgeon recall` makes a file of it")
+        return None
     opened = open_source(spec, named_by)
     if opened.held_out is not None:
         _note_blanks(spec.name, opened.held_out, say)

@@ -17,7 +17,7 @@ from surgeon.manifest.manifest import Manifest, held_by
 
 @dataclass(frozen=True)
 class Within:
-    """Where the base is: of the output's `layers` layers all but those `inserted`, of the embeddings `rows` (None: all).
+    """Where the base is: all but `inserted` of the output's `layers` layers, `rows` of the embeddings (None: all).
 
     `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
     """

@@ -29,6 +29,8 @@ from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
+from surgeon.data.recall import recalled
+from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
@@ -62,7 +64,7 @@ from surgeon.train.trainer import (
     training_arguments,
     unfreeze,
 )
-from surgeon.train.training_data import TrainingData
+from surgeon.train.training_data import TrainingData, written_source
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -71,6 +73,11 @@ WHOLE_FOLDER = "whole"
 def work_folder(target: Path) -> Path:
     """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
     return target.with_name(f".{target.name}.training")
+
+
+def memory_folder(target: Path) -> Path:
+    """Where texts that the model writes for its own training lie until the run is published: `.NAME.memory`."""
+    return target.with_name(f".{target.name}.memory")
 
 
 def run_training(
@@ -90,6 +97,8 @@ def run_training(
     PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that.
     """
+    if any(source.generate is not None for source in loaded.config.sources):
+        write_sources(out, loaded, target, device=device, listener=listener)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = _check_as_left(out, manifest, listener)
@@ -117,6 +126,7 @@ def run_training(
         if deliver:
             deliver(whole)
         work.remove(last=RUN_FILE)
+        shutil.rmtree(memory_folder(target), ignore_errors=True)
     return trained
 
 
@@ -174,7 +184,7 @@ def opened_run(
     named = loaded.config.chat_template
     template = None if named is None else TEMPLATES[named]
     encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
-    data = TrainingData.open(loaded, settings, encoder, say)
+    data = TrainingData.open(loaded, settings, encoder, memory_folder(target), say)
     return Run(
         out,
         manifest,
@@ -193,6 +203,43 @@ def opened_run(
         encoder,
         prepared.notes,
     )
+
+
+def write_sources(
+    out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener
+) -> None:
+    """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`."""
+    folder = memory_folder(target)
+    missing = [s for s in loaded.config.sources if s.generate is not None and not written_source(folder, s).exists()]
+    if missing and Ranks.of_environment().size > 1:
+        raise BadInput(
+            f"{printable(str(loaded.source))}: source {missing[0].name}: `generate` writes by one process, and torchrun"
+            " started several; have `surgeon recall` write it first, and name its file as `path`"
+        )
+    for source in missing:
+        assert source.generate is not None
+        asked, number = source.generate, loaded.config.sources.index(source)
+        prompts = asked.prompts or (TEMPLATE if source.kind == "chat" else BEGIN)
+        if (prompts == TEMPLATE) != (source.kind == "chat"):
+            raise BadInput(
+                f"{loaded.where('sources', number, 'generate')}source {source.name}: prompts `{printable(prompts)}` make"
+                f" {'chats' if prompts == TEMPLATE else 'texts'}, and its kind is {source.kind}; change one of them"
+            )
+        if prompts not in (BEGIN, TEMPLATE):
+            prompts = str(loaded.resolve(prompts))
+        listener.say(f"source {source.name}: the model writes {asked.tokens:,} tokens")
+        with writing(folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        recalled(
+            out,
+            asked.model_copy(update={"prompts": prompts}),
+            written_source(folder, source),
+            shown=str(out.path),
+            seed=loaded.config.seed,
+            dtype=loaded.config.dtype,
+            device=device,
+            listener=listener,
+        )
 
 
 def _train(run: Run) -> Trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
@@ -13,6 +14,24 @@ from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS
 from surgeon.train.config import LoadedConfig, Settings
+
+
+def written_source(memory: Path, source: SourceSpec) -> Path:
+    """The file of a text that the model writes itself."""
+    return memory / f"{source.name}.jsonl"
+
+
+def _as_file(source: SourceSpec, memory: Path, loaded: LoadedConfig) -> SourceSpec:
+    """The source with the path of its text. Raises BadInput where the model has not written it yet."""
+    if source.generate is None:
+        return source
+    path = written_source(memory, source)
+    if not path.is_file():
+        raise BadInput(
+            f"{printable(str(loaded.source))}: source {source.name}: the model has not written this text yet, and a dry"
+            " run writes nothing; have `surgeon recall` write it, and name its file as `path`"
+        )
+    return source.model_copy(update={"path": str(path.absolute()), "generate": None})
 
 
 @dataclass
@@ -27,9 +46,12 @@ class TrainingData:
 
     @classmethod
     def open(
-        cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, say: Callable[[str], None]
+        cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, memory: Path, say: Callable[[str], None]
     ) -> TrainingData:
-        """Open every source of the config. Raises BadInput for one that cannot be read or that holds out too little."""
+        """Open every source of the config; texts that the model wrote are in the folder `memory`.
+
+        Raises BadInput for one that cannot be read or that holds out too little.
+        """
         config = loaded.config
         if any(source.kind == "chat" for source in config.sources):
             encoder.check_chat()
@@ -48,7 +70,7 @@ class TrainingData:
         for source in config.sources:
             if source.repo_id is not None:
                 say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-            opened = open_source(source, loaded)
+            opened = open_source(_as_file(source, memory, loaded), loaded)
             found._note(source, opened)
             documents = opened.text
             share = source.validation if isinstance(source.validation, float) else 0.0

@@ -129,7 +129,7 @@ def test_a_models_term_is_that_beside_the_base(made: Path, loss: Any, on: Any) -
     else:
         apart = by_hand(states[0], head_weight, states[1].detach(), None, 1.5, 128, loss) / int(chosen.sum())
     (3.0 * apart).backward()
-    assert float(preserving.take()) == pytest.approx(float(apart), rel=1e-4)
+    assert float(preserving.take()) == pytest.approx(float(apart.detach()), rel=1e-4)
     added = 0
     for name, parameter in precise.named_parameters():
         if parameter.grad is not None:
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
     said = refusal(preserve={"teacher": "other"})
     assert "`preserve.teacher` is 'other'" in said or "preserve.teacher" in said
     # Once it was trained as a whole, the base is not in it.
-    plan = {"surgeon": 1, "operations": [{"op": "stack_layers", "drop": 2}]}
+    plan = {"surgeon": 1, "operations": [{"op": "stack_layers", "bottom": 4, "top": 4}]}
     (tmp_path / "solar.yaml").write_text(json.dumps(plan))
     surgeon.apply(tmp_path / "solar.yaml", str(made / "base"), tmp_path / "solar")
     path = config(made, sources=ORIGINAL, preserve={})

@@ -1,0 +1,384 @@
+"""`surgeon recall`: a model writes text like that it was trained on, to be replayed where that text cannot be had.
+
+Pseudo-rehearsal (Robins, 1995); self-synthesised rehearsal of language models (Huang et al., 2024); for models that
+answer, both turns from the bare chat template (Magpie, Xu et al., 2024).
+
+The unit of work is a batch of documents, whose random numbers are those of its number: a run that was cut off goes on
+after the last whole batch, and ends as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon._version import __version__
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.names import check_new_name
+from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.working import WorkFolder, parse_record, read_own, sync, working_in, write_durably, write_record
+from surgeon.common import devices
+from surgeon.common.listener import Listener, Quiet
+from surgeon.common.plain import plain_fields
+from surgeon.common.tables import FittedTable
+from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
+from surgeon.errors import BadInput, printable
+from surgeon.families import ENCODERS
+from surgeon.families.anatomy import native_config
+from surgeon.models.templates import template_of
+
+if TYPE_CHECKING:
+    from surgeon.data.writing import Written
+
+# The longest document where nothing is said: longer ones drift from what a model has read.
+LENGTH = 512
+_RECORD, _PART = "run.json", "part.jsonl"
+# With fewer documents kept than this share, of this many batches, something is wrong.
+_LEAST_KEPT, _JUDGED = 0.05, 4
+_MANY_LOST = 0.3
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents that a model wrote; `tokens` are of those that were kept.
+
+    `cut`: of the kept ones, how many reached the longest length before the model ended them.
+    """
+
+    batches: int = 0
+    written: int = 0
+    kept: int = 0
+    tokens: int = 0
+    cut: int = 0
+    loops: int = 0
+    duplicates: int = 0
+    empty: int = 0
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A file of recalled text: what wrote it, by which settings, and what was filtered.
+
+    `digest` is of the model's config and tensors, `sha256` the file's. The speed is of all tokens that the model
+    wrote since this call began, filtered ones too, which was after `resumed_at` kept tokens.
+    """
+
+    path: Path
+    base: str
+    digest: str
+    settings: dict[str, Any]
+    counts: Counts
+    sha256: str
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+
+    def __repr__(self) -> str:
+        kept = self.counts
+        return f"Recalled({str(self.path)!r}, {kept.kept:,} documents, {kept.tokens:,} tokens)"
+
+    def record(self) -> dict[str, Any]:
+        """What is written beside the file: all that does not depend on the day."""
+        return {
+            "surgeon_recall": 1,
+            "version": __version__,
+            "base": self.base,
+            "digest": self.digest,
+            "settings": self.settings,
+            "counts": asdict(self.counts),
+            "sha256": self.sha256,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self)
+
+
+def recall(
+    base: str | Path,
+    *,
+    tokens: int,
+    to: str | Path,
+    prompts: str | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    length: int | None = None,
+    batch: int = 32,
+    seed: int = 0,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Recalled:
+    """Have the model `base` (a folder, an output of surgeon too, or a Hub id) write at least `tokens` tokens to `to`.
+
+    `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
+    question and an answer. Beside it `to`.recall has the model's digest and all settings. `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
+    bare chat template), or a text file with a beginning a line; None: the template where there is one. `length` is the
+    longest document in tokens. The same call continues one that was cut off. Raises BadInput where
+    the model cannot be asked so, and where nearly all that it writes is filtered: loops, duplicates, empty texts.
+    """
+    target = Path(to)
+    if target.suffix != ".jsonl":
+        raise BadInput(f"{printable(str(target))}: recalled text is JSON lines; give a name that ends in .jsonl")
+    check_new_name(target)
+    devices.check(device)
+    asked = GenerateSpec(
+        tokens=tokens, prompts=prompts, temperature=temperature, top_p=top_p, length=length, batch=batch
+    )
+    located = locate(str(base), revision=revision, code=trust_remote_code)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    if prompts is None:
+        asked = asked.model_copy(update={"prompts": TEMPLATE if template_of(folder) else BEGIN})
+    return recalled(
+        folder, asked, target, shown=str(base), seed=seed, dtype=dtype, device=device, listener=listener or Quiet()
+    )
+
+
+def recalled(
+    folder: CheckpointFolder,
+    asked: GenerateSpec,
+    target: Path,
+    *,
+    shown: str,
+    seed: int,
+    dtype: str,
+    device: str,
+    listener: Listener,
+) -> Recalled:
+    """As `recall`, of an opened model; `shown` is what it is called in the record."""
+    settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
+    if os.path.lexists(target):
+        raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
+    listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
+    found = digests_of(folder, folder.tensors, listener.advance)
+    held = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
+    digest = _sha256({"config": folder.config, "tensors": held})
+    fingerprint = _sha256({"version": __version__, "digest": digest, "settings": settings})
+    place = target.with_name(f".{target.name}.recall")
+    kept = f"what was written is kept in {printable(str(place))}: the same command continues"
+    with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
+        part = _Part.open(work, fingerprint)
+        made = Recalled(target, shown, digest, settings, part.counts, "", part.counts.tokens, 0.0, None)
+        made = _written(made, part, folder, device, listener)
+        beside = target.with_name(f"{target.name}.recall")
+        write_durably(beside, json.dumps(made.record(), indent=1) + "\n")
+        work.check_there()
+        part.path.rename(target)
+        sync(target.parent)
+        work.remove(last=_RECORD)
+    return made
+
+
+def _settled(folder: CheckpointFolder, asked: GenerateSpec) -> dict[str, Any]:
+    """All numbers that the text depends on. Raises BadInput for what the model cannot be asked."""
+    shown = printable(str(folder.path))
+    if native_config(folder.config).get("model_type") in ENCODERS:
+        raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
+    context = folder.config.get("max_position_embeddings")
+    length = asked.length or LENGTH
+    if isinstance(context, int):
+        if asked.length is not None and length > context:
+            raise BadInput(f"{shown}: its context is {context} tokens, and `length` is {length}; use {context} at most")
+        length = min(length, context)
+    if asked.tokens < length:
+        raise BadInput(
+            f"{asked.tokens} tokens are fewer than one document of {length}; ask for more, or set a smaller `length`"
+        )
+    settings: dict[str, Any] = asked.model_dump() | {"length": length}
+    if asked.prompts not in (BEGIN, TEMPLATE):
+        settings["prompts_sha256"] = hashlib.sha256(_lines(str(asked.prompts)).encode()).hexdigest()
+    return settings
+
+
+def _lines(path: str) -> str:
+    """A file of prompts, read; BadInput where it cannot be, or has none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise BadInput(
+            f"`prompts` {printable(path)}: cannot be read ({error.strerror}); give begin, template or a text file with a"
+            " beginning a line"
+        ) from None
+    if not text.strip():
+        raise BadInput(f"{printable(path)}: no beginnings; write one a line")
+    return text
+
+
+class _Part:
+    """The text so far, and a record of it that is written after every batch."""
+
+    def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
+        self.path = path
+        self.fingerprint = fingerprint
+        self.counts = counts
+        self.digest = digest
+        self.seen: set[bytes] = set()
+
+    @classmethod
+    def open(cls, work: WorkFolder, fingerprint: str) -> _Part:
+        """What is there, without what was cut off. Raises BadInput where it is another run's, or not what was kept."""
+        path, file = work.path / _PART, work.path / _RECORD
+        content = read_own(file)
+        if content is None:
+            part = cls(path, fingerprint, Counts(), hashlib.sha256())
+            part.save(b"")
+            return part
+        try:
+            record = parse_record(content)
+            counts = Counts(**record["counts"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(file, printable(str(error))) from None
+        if record["fingerprint"] != fingerprint:
+            raise BadInput(
+                f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
+                " choose another name"
+            )
+        written = (read_own(path) or b"")[: record["bytes"]]
+        digest = hashlib.sha256(written)
+        if digest.hexdigest() != record["sha256"]:
+            raise _damaged(path, "it is not what was written")
+        part = cls(path, fingerprint, counts, digest)
+        with path.open("r+b") as open_file:
+            open_file.truncate(len(written))
+        part.seen = {_key(line) for line in written.splitlines()}
+        return part
+
+    def save(self, lines: bytes) -> None:
+        """Add lines, durably, and record that they are there."""
+        with self.path.open("ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        self.digest.update(lines)
+        record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
+        write_record(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
+
+
+def _damaged(file: Path, why: str) -> BadInput:
+    return BadInput(f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall begins anew")
+
+
+def _written(made: Recalled, part: _Part, folder: CheckpointFolder, device: str, listener: Listener) -> Recalled:
+    """Write batch after batch until there is enough."""
+    settings, wanted = made.settings, made.settings["tokens"]
+    listener.begin("recalling", wanted, "tokens")
+    listener.advance(part.counts.tokens)
+    begun, spent, sampled = time.perf_counter(), 0.0, 0
+    writer = None
+    while part.counts.tokens < wanted:
+        if writer is None:
+            # Where nothing is left to write, torch is not even imported.
+            from surgeon.data.writing import Writer
+
+            lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
+            writer = Writer(folder, settings, lines, device=devices.resolve(device), say=listener.say)
+            begun = time.perf_counter()
+        before = part.counts
+        batch = writer.write(before.batches)
+        sampled += sum(each.tokens for each in batch)
+        part.save(_kept(part, batch, wanted))
+        _judge(part.counts, settings)
+        listener.advance(part.counts.tokens - before.tokens)
+        spent = time.perf_counter() - begun
+        if 10 * before.tokens // wanted < 10 * part.counts.tokens // wanted:
+            left = max(0, wanted - part.counts.tokens) * spent / max(1, part.counts.tokens - made.resumed_at)
+            listener.say(
+                f"recalled {part.counts.tokens:,} of {wanted:,} tokens, {sampled / spent:,.0f} tokens/s,"
+                f" {datetime.timedelta(seconds=round(left))} left"
+            )
+    lost = part.counts.written - part.counts.kept
+    if lost > _MANY_LOST * part.counts.written:
+        listener.say(f"{_filtered(part.counts)}; another temperature (now {settings['temperature']:g}) may lose fewer")
+    return replace(
+        made,
+        counts=part.counts,
+        sha256=part.digest.hexdigest(),
+        seconds=spent,
+        tokens_per_second=sampled / spent if sampled else None,
+    )
+
+
+def _kept(part: _Part, batch: list[Written], wanted: int) -> bytes:
+    """The lines of a batch's documents that are kept, up to the first that is enough; counts all of them."""
+    found = asdict(part.counts)
+    found["batches"] += 1
+    lines = b""
+    for document in batch:
+        if found["tokens"] >= wanted:
+            break
+        found["written"] += 1
+        line = json.dumps(document.entry, ensure_ascii=False).encode() + b"\n"
+        key = _key(line)
+        if document.empty:
+            found["empty"] += 1
+        elif document.loops:
+            found["loops"] += 1
+        elif key in part.seen:
+            found["duplicates"] += 1
+        else:
+            part.seen.add(key)
+            found["kept"] += 1
+            found["tokens"] += document.tokens
+            found["cut"] += not document.ended
+            lines += line
+    part.counts = Counts(**found)
+    return lines
+
+
+def _key(line: bytes) -> bytes:
+    """By what a document is known again: its words, whatever their case and the white space between them."""
+    return hashlib.sha256(" ".join(line.decode().split()).casefold().encode()).digest()
+
+
+def _judge(counts: Counts, settings: dict[str, Any]) -> None:
+    """BadInput where nearly nothing of what the model writes can be kept."""
+    if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
+        temperature = settings["temperature"]
+        other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
+        why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
+        advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
+        raise BadInput(f"{_filtered(counts)}, since {why}; {advice}")
+
+
+def _filtered(counts: Counts) -> str:
+    lost = counts.written - counts.kept
+    return (
+        f"{lost} of {counts.written} documents ({lost / counts.written:.0%}) were filtered: {counts.loops} loop,"
+        f" {counts.duplicates} are duplicates, {counts.empty} are empty"
+    )
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def recalled_view(made: Recalled) -> RenderableType:
+    """What was written, and what was filtered."""
+    counts = made.counts
+    facts = FittedTable(headings=False)
+    facts.add_row("documents", f"{counts.kept:,}, of them {counts.cut:,} cut at {made.settings['length']:,} tokens")
+    facts.add_row("tokens", f"{counts.tokens:,}")
+    facts.add_row(
+        "filtered",
+        f"{counts.written - counts.kept:,} of {counts.written:,}: {counts.loops:,} loops, {counts.duplicates:,}"
+        f" duplicates, {counts.empty:,} empty",
+    )
+    if made.tokens_per_second:
+        facts.add_row("speed", f"{made.tokens_per_second:,.0f} tokens/s")
+    facts.add_row("written by", f"{printable(made.base)}, {made.digest}")
+    return Group(facts, Text(), Text(f"{printable(str(made.path))} is complete", style="bold green"))
