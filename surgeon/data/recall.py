@@ -38,7 +38,7 @@ from surgeon.families.anatomy import native_config
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
-    from surgeon.data.writing import Written
+    from surgeon.data.writing import Writer, Written
 
 # The longest document where nothing is said: longer ones drift from what a model has read.
 LENGTH = 512
@@ -124,7 +124,9 @@ def recall(
     """Have the model `base` (a folder, an output of surgeon too, or a Hub id) write at least `tokens` tokens to `to`.
 
     `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
-    question and an answer. Beside it `to`.recall has the model's digest and all settings. `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
+    question and an answer. Beside it `to`.recall has the model's digest and all settings.
+
+    `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
     bare chat template), or a text file with a beginning a line; None: the template where there is one. `length` is the
     longest document in tokens. The same call continues one that was cut off. Raises BadInput where
     the model cannot be asked so, and where nearly all that it writes is filtered: loops, duplicates, empty texts.
@@ -156,28 +158,54 @@ def recalled(
     dtype: str,
     device: str,
     listener: Listener,
+    once: bool = False,
 ) -> Recalled:
-    """As `recall`, of an opened model; `shown` is what it is called in the record."""
+    """As `recall`, of an opened model; `shown` is what it is called in the record.
+
+    With `once` the file may be there already, if the same model wrote it by the same settings.
+    """
     settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
-    if os.path.lexists(target):
+    there = os.path.lexists(target)
+    if there and not once:
         raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
+    # Before the folder is locked: the tokenizer's process would hold the lock too.
+    writer = None if there else _writer(folder, settings)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     found = digests_of(folder, folder.tensors, listener.advance)
     held = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
     digest = _sha256({"config": folder.config, "tensors": held})
     fingerprint = _sha256({"version": __version__, "digest": digest, "settings": settings})
     place = target.with_name(f".{target.name}.recall")
+    beside = target.with_name(f"{target.name}.recall")
+    if writer is None:
+        return _there(Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None), beside)
     kept = f"what was written is kept in {printable(str(place))}: the same command continues"
     with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
         part = _Part.open(work, fingerprint)
         made = Recalled(target, shown, digest, settings, part.counts, "", part.counts.tokens, 0.0, None)
-        made = _written(made, part, folder, device, listener)
-        beside = target.with_name(f"{target.name}.recall")
+        made = _written(made, part, writer, device, listener)
         write_durably(beside, json.dumps(made.record(), indent=1) + "\n")
         work.check_there()
         part.path.rename(target)
         sync(target.parent)
         work.remove(last=_RECORD)
+    return made
+
+
+def _there(asked: Recalled, beside: Path) -> Recalled:
+    """The text that is there already. Raises BadInput where it is another than `asked`."""
+    try:
+        record = json.loads(read_own(beside) or b"")
+        made = replace(asked, counts=Counts(**record["counts"]), sha256=record["sha256"])
+        same = record == made.record() | {"base": record["base"]}
+        same = same and hashlib.sha256(read_own(asked.path) or b"").hexdigest() == made.sha256
+    except (ValueError, TypeError, KeyError):
+        same = False
+    if not same:
+        raise BadInput(
+            f"{printable(str(asked.path))}: not what this model writes by these settings; remove"
+            f" {printable(str(asked.path.parent))}, and it is written anew"
+        )
     return made
 
 
@@ -210,8 +238,8 @@ def _lines(path: str) -> str:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise BadInput(
-            f"`prompts` {printable(path)}: cannot be read ({error.strerror}); give begin, template or a text file with a"
-            " beginning a line"
+            f"`prompts` {printable(path)}: cannot be read ({error.strerror}); give begin, template or a text file with"
+            " a beginning a line"
         ) from None
     if not text.strip():
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
@@ -273,21 +301,25 @@ def _damaged(file: Path, why: str) -> BadInput:
     return BadInput(f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall begins anew")
 
 
-def _written(made: Recalled, part: _Part, folder: CheckpointFolder, device: str, listener: Listener) -> Recalled:
+def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
+    """What writes by the settings. Raises BadInput where the model has no such beginnings."""
+    lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
+
+    from surgeon.data.writing import Writer
+
+    return Writer(folder, settings, lines)
+
+
+def _written(made: Recalled, part: _Part, writer: Writer, device: str, listener: Listener) -> Recalled:
     """Write batch after batch until there is enough."""
     settings, wanted = made.settings, made.settings["tokens"]
     listener.begin("recalling", wanted, "tokens")
     listener.advance(part.counts.tokens)
     begun, spent, sampled = time.perf_counter(), 0.0, 0
-    writer = None
+    if part.counts.tokens < wanted:
+        writer.load(devices.resolve(device), listener.say)
+        begun = time.perf_counter()
     while part.counts.tokens < wanted:
-        if writer is None:
-            # Where nothing is left to write, torch is not even imported.
-            from surgeon.data.writing import Writer
-
-            lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
-            writer = Writer(folder, settings, lines, device=devices.resolve(device), say=listener.say)
-            begun = time.perf_counter()
         before = part.counts
         batch = writer.write(before.batches)
         sampled += sum(each.tokens for each in batch)

@@ -114,11 +114,19 @@ class SourceSpec(TextSpec):
             raise ValueError("give either `path` or `generate`")
         if self.generate is not None and (self.field or self.split or isinstance(self.validation, str)):
             raise ValueError("`field`, `split` and files of `validation` are for texts that are there, not `generate`")
+        if self.generate is not None and (self.prompts == TEMPLATE) != (self.kind == "chat"):
+            raise ValueError("`prompts: template` makes chats (`kind: chat`), all else texts; change one of them")
         if self.role not in (ORIGINAL, NEW) and not (self.role.startswith("task:") and self.role[5:].strip()):
             raise ValueError(f"role {self.role!r} is not known: use original, new or task:NAME")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation must be a share of at least 0 and below 1, or a file")
         return self
+
+    @property
+    def prompts(self) -> str:
+        """What the texts begin with that the model writes."""
+        asked = None if self.generate is None else self.generate.prompts
+        return asked or (TEMPLATE if self.kind == "chat" else BEGIN)
 
     @property
     def validation_split(self) -> str | None:

@@ -59,19 +59,13 @@ def loops(ids: Sequence[int]) -> bool:
 class Writer:
     """A model that writes by `settings`; `beginnings` are lines of a file of prompts, or None."""
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        settings: dict[str, Any],
-        beginnings: str | None,
-        *,
-        device: str,
-        say: Callable[[str], None],
-    ) -> None:
-        """Load tokenizer and model. Raises BadInput where the prompts asked for cannot be made."""
+    model: Any
+    device: str
+
+    def __init__(self, folder: CheckpointFolder, settings: dict[str, Any], beginnings: str | None) -> None:
+        """Load the tokenizer. Raises BadInput where the prompts asked for cannot be made."""
         self.folder = folder
         self.settings = settings
-        self.device = device
         shown = printable(str(folder.path))
         tokenizer, why_not = open_tokenizer(folder.path)
         if tokenizer is None:
@@ -106,7 +100,11 @@ class Writer:
                 f"{shown}: a beginning of {longest} tokens leaves no room in a document of {settings['length']}; use"
                 " a larger `length`, or shorter beginnings"
             )
-        self.model = load_model(folder, dtype=settings["dtype"], device=device, say=say)
+
+    def load(self, device: str, say: Callable[[str], None]) -> None:
+        """Load the model, which `write` needs."""
+        self.device = device
+        self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
 
     def write(self, number: int) -> list[Written]:
         """The documents of batch `number`."""

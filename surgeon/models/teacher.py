@@ -26,8 +26,9 @@ class BaseWithin:
         """Find the layers. Raises BadInput where the decoder's list of layers is not known."""
         self.model = model
         self.passed: list[_PassedOver] = []
-        self.stack: Any = _stack(model, layers) if inserted else None
+        self.stack: Any = None
         if inserted:
+            self.stack = _stack(model, layers)
             self.passed = [_PassedOver(number, self.stack[number]) for number in inserted]
             self._look()
 
@@ -130,7 +131,7 @@ def _stack(model: Any, layers: int) -> Any:
     return found[0]
 
 
-def _switch_off(module: nn.Module, back: ExitStack) -> None:
+def _switch_off(module: Any, back: ExitStack) -> None:
     """Let a layer, a block or a linear module be native until `back` is closed."""
     held = vars(module)
     if isinstance(grafts := held.get("grafts"), tuple) and grafts:

@@ -210,26 +210,21 @@ def write_sources(
 ) -> None:
     """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`."""
     folder = memory_folder(target)
-    missing = [s for s in loaded.config.sources if s.generate is not None and not written_source(folder, s).exists()]
-    if missing and Ranks.of_environment().size > 1:
-        raise BadInput(
-            f"{printable(str(loaded.source))}: source {missing[0].name}: `generate` writes by one process, and torchrun"
-            " started several; have `surgeon recall` write it first, and name its file as `path`"
-        )
-    for source in missing:
-        assert source.generate is not None
-        asked, number = source.generate, loaded.config.sources.index(source)
-        prompts = asked.prompts or (TEMPLATE if source.kind == "chat" else BEGIN)
-        if (prompts == TEMPLATE) != (source.kind == "chat"):
+    for number, source in enumerate(loaded.config.sources):
+        if (asked := source.generate) is None:
+            continue
+        if Ranks.of_environment().size > 1:
             raise BadInput(
-                f"{loaded.where('sources', number, 'generate')}source {source.name}: prompts `{printable(prompts)}` make"
-                f" {'chats' if prompts == TEMPLATE else 'texts'}, and its kind is {source.kind}; change one of them"
+                f"{loaded.where('sources', number, 'generate')}source {source.name}: `generate` writes by one process,"
+                " and torchrun started several; have `surgeon recall` write it, and name its file as `path`"
             )
+        prompts = source.prompts
         if prompts not in (BEGIN, TEMPLATE):
             prompts = str(loaded.resolve(prompts))
         listener.say(f"source {source.name}: the model writes {asked.tokens:,} tokens")
-        with writing(folder):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        with writing(folder), WorkFolder(folder, target=target):
+            # It is ours, and nothing in it is a link.
+            pass
         recalled(
             out,
             asked.model_copy(update={"prompts": prompts}),
@@ -239,6 +234,7 @@ def write_sources(
             dtype=loaded.config.dtype,
             device=device,
             listener=listener,
+            once=True,
         )
 
 

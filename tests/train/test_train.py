@@ -517,7 +517,7 @@ def test_checkpoints_of_another_run_are_not_continued(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_are_as_one(tmp_path: Path) -> None:
     grown(tmp_path, "control-llm", num_hidden_layers=8)
-    path = config(tmp_path, steps=6, dtype="float32")
+    path = config(tmp_path, steps=6, dtype="float32", preserve={"loss": "kl"})
     alone = surgeon.train(tmp_path / "out", path, tmp_path / "alone", device="cpu")
     assert alone is not None
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -526,7 +526,7 @@ def test_two_processes_are_as_one(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = json.loads(ran.stdout)
-    curves = [[entry["loss"] for entry in log if "loss" in entry] for log in (alone.log, told["log"])]
+    curves = [[(e["loss"], e["loss.preserve"]) for e in log if "loss" in e] for log in (alone.log, told["log"])]
     torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(curves[1]), rtol=1e-4, atol=1e-5)
     for name, (_, after) in alone.losses.items():
         assert told["losses"][name]["before"] == pytest.approx(alone.losses[name][0], rel=1e-6)

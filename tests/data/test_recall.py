@@ -1,0 +1,212 @@
+"""`surgeon recall`: what a model writes is its own, the same whenever it is cut off, and without loops and doubles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.data import writing
+from surgeon.data.documents import Documents
+from surgeon.data.recall import recalled_view
+from surgeon.data.writing import loops
+from surgeon.errors import BadInput
+from surgeon.models.load import load_model
+from tests import tiny
+from tests.test_api import check_json
+from tests.train.test_train import config, digests
+from tests.train.texts import CHAT_TEMPLATE, WORDS, add_tokenizer, corpus
+
+SMALL: dict[str, Any] = {"tokens": 200, "length": 16, "batch": 6, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(tiny.checkpoint(tmp_path_factory.mktemp("recall") / "base", "llama", dtype="float32"))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_it_writes_documents_that_a_source_reads(base: Path, tmp_path: Path) -> None:
+    made = surgeon.recall(base, to=tmp_path / "memory.jsonl", **SMALL)
+    documents = Documents(tmp_path / "memory.jsonl", key="text", chat=False)
+    assert len(documents) == made.counts.kept == len(lines_of(made.path))
+    assert 200 <= made.counts.tokens < 216
+    assert all(
+        set(str(documents.read(n)).split()) <= {*WORDS, "<unk>", "<user>", "<assistant>", "<system>"}
+        for n in range(len(documents))
+    )
+    record = json.loads((tmp_path / "memory.jsonl.recall").read_text())
+    assert record["sha256"] == hashlib.sha256(made.path.read_bytes()).hexdigest() == made.sha256
+    assert record["settings"]["prompts"] == "begin"
+    assert record["counts"]["written"] == made.counts.kept + sum(
+        record["counts"][why] for why in ("loops", "duplicates", "empty")
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.jsonl", "memory.jsonl.recall"]
+    check_json(made)
+    recalled_view(made)
+    other = surgeon.recall(base, to=tmp_path / "other.jsonl", seed=1, **SMALL)
+    assert other.path.read_bytes() != made.path.read_bytes()
+    assert other.digest == made.digest
+
+
+def test_cut_off_anywhere_it_ends_byte_for_byte_the_same(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = surgeon.recall(base, to=tmp_path / "whole.jsonl", **SMALL)
+    assert whole.counts.batches > 2
+    plain = writing.Writer.write
+
+    def killed(self: writing.Writer, number: int) -> list[writing.Written]:
+        if number == 1:
+            raise KeyboardInterrupt
+        return plain(self, number)
+
+    monkeypatch.setattr(writing.Writer, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        surgeon.recall(base, to=tmp_path / "cut.jsonl", **SMALL)
+    monkeypatch.undo()
+    assert not (tmp_path / "cut.jsonl").exists()
+    part = tmp_path / ".cut.jsonl.recall" / "part.jsonl"
+    kept = part.read_bytes()
+    shutil.copytree(part.parent, tmp_path / ".edited.jsonl.recall")
+    # A line that the kill cut through.
+    part.write_bytes(kept + b'{"text": "w1 w')
+    with pytest.raises(BadInput, match=r"holds text of another recall \(model or settings differ\)"):
+        surgeon.recall(base, to=tmp_path / "cut.jsonl", **(SMALL | {"temperature": 0.9}))
+    resumed = surgeon.recall(base, to=tmp_path / "cut.jsonl", **SMALL)
+    assert 0 < resumed.resumed_at < 200
+    assert resumed.path.read_bytes() == whole.path.read_bytes()
+    assert resumed.record() == whole.record()
+
+    part = tmp_path / ".edited.jsonl.recall" / "part.jsonl"
+    part.write_bytes(part.read_bytes().replace(b"w", b"v", 1))
+    with pytest.raises(BadInput, match="damaged or edited"):
+        surgeon.recall(base, to=tmp_path / "edited.jsonl", **SMALL)
+
+
+def test_it_goes_on_as_the_model_does(base: Path, tmp_path: Path) -> None:
+    """Of beginnings of several lengths, drawn from the likeliest token alone: what no cache and no padding gives."""
+    beginnings = ["w3", "w7 w8 w9 w60", "w20 w1"]
+    (tmp_path / "prompts.txt").write_text("\n".join(beginnings) + "\n\n")
+    asked = SMALL | {"tokens": 15, "length": 15, "top_p": 1e-6, "batch": 6}
+    made = surgeon.recall(base, to=tmp_path / "memory.jsonl", prompts=str(tmp_path / "prompts.txt"), **asked)
+    model = load_model(base)
+    expected = {}
+    for beginning in beginnings:
+        ids = [10 + int(word[1:]) for word in beginning.split()]
+        for _ in range(15 - 4):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 2:
+                break
+        expected[beginning] = " ".join(WORDS[n - 10] for n in ids if 10 <= n < 110)
+    found = [line["text"] for line in lines_of(made.path)]
+    assert found
+    assert len(found) == len(set(found))
+    for text in found:
+        assert " ".join(word for word in text.split() if word in WORDS) in expected.values()
+
+
+def test_a_model_with_a_template_writes_both_turns(tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
+    add_tokenizer(base, template=CHAT_TEMPLATE)
+    asked = SMALL | {"length": 30, "batch": 24}
+    made = surgeon.recall(base, to=tmp_path / "memory.jsonl", **asked)
+    assert made.settings["prompts"] == "template"
+    chats = Documents(made.path, key=None, chat=True)
+    for number in range(len(chats)):
+        asks, answers = chats.read(number)
+        assert (asks.role, answers.role) == ("user", "assistant")  # type: ignore[union-attr]
+        assert asks.content.strip()  # type: ignore[union-attr]
+        assert answers.content.strip()  # type: ignore[union-attr]
+        assert "</s>" not in asks.content + answers.content  # type: ignore[union-attr]
+    # Such a model writes plain text where it is asked to.
+    plain = surgeon.recall(base, to=tmp_path / "plain.jsonl", prompts="begin", **asked)
+    assert lines_of(plain.path)[0].keys() == {"text"}
+
+
+def test_what_loops() -> None:
+    drawn = torch.randint(1000, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert not loops(drawn)
+    assert loops([5] * 20)
+    assert loops([1, 2, 3] * 12)
+    assert loops(drawn[:50] + drawn[:7] * 20)
+    # A short text, and a line that comes twice in a long one, do not.
+    assert not loops([5] * 12)
+    assert not loops(drawn + drawn[:30])
+
+
+def test_a_model_that_only_loops_is_found_out(base: Path, tmp_path: Path) -> None:
+    asked = SMALL | {"temperature": 0.01, "batch": 12}
+    with pytest.raises(BadInput) as refused:
+        surgeon.recall(base, to=tmp_path / "memory.jsonl", **asked)
+    said = str(refused.value)
+    assert "documents (" in said
+    assert "were filtered" in said
+    assert "temperature is 0.01: try a higher one, 1 say" in said
+    assert not (tmp_path / "memory.jsonl").exists()
+
+
+def test_what_cannot_be_asked_is_refused(base: Path, tmp_path: Path) -> None:
+    def refusal(model: Path = base, to: str = "memory.jsonl", **changes: Any) -> str:
+        with pytest.raises(BadInput) as refused:
+            surgeon.recall(model, to=tmp_path / to, **(SMALL | changes))
+        return str(refused.value)
+
+    assert "give a name that ends in .jsonl" in refusal(to="memory.txt")
+    assert "12 tokens are fewer than one document of 16; ask for more, or set a smaller `length`" in refusal(tokens=12)
+    assert "its context is 128 tokens, and `length` is 200" in refusal(length=200)
+    assert "cannot be read (No such file" in refusal(prompts=str(tmp_path / "none.txt"))
+    (tmp_path / "blank.txt").write_text("\n \n")
+    assert "no beginnings; write one a line" in refusal(prompts=str(tmp_path / "blank.txt"))
+    (tmp_path / "long.txt").write_text("w1 " * 30)
+    assert "a beginning of 30 tokens leaves no room in a document of 16" in refusal(prompts=str(tmp_path / "long.txt"))
+    assert "no chat template" in refusal(prompts="template")
+    (tmp_path / "there.jsonl").write_text("")
+    assert "exists; choose another name" in refusal(to="there.jsonl")
+    encoder = tiny.checkpoint(tmp_path / "encoder", "roberta")
+    assert "an encoder, which writes no text" in refusal(encoder)
+    bare = add_tokenizer(tiny.checkpoint(tmp_path / "bare", "llama"))
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((bare / name).read_text())
+        settings.pop("bos_token_id", None)
+        settings.pop("bos_token", None)
+        (bare / name).write_text(json.dumps(settings))
+    said = refusal(bare)
+    assert "it has no begin-of-text token to start from; give `prompts`, a text file with a beginning a line" in said
+
+
+def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:
+    """As if it had been recalled before: the same bytes."""
+    surgeon.apply("neutral-residues", str(base), tmp_path / "out")
+    corpus(tmp_path / "fr.jsonl", seed=1, first=50, count=50)
+    asked = {"tokens": 100, "length": 20, "batch": 8}
+    surgeon.recall(tmp_path / "out", to=tmp_path / "memory.jsonl", device="cpu", **asked)  # type: ignore[arg-type]
+    memory = {"name": "memory", "share": 0.25, "role": "original", "validation": 0}
+    new = {"name": "fr", "path": "fr.jsonl", "share": 0.75, "validation": 0}
+    found = []
+    for name, given in (("before", {"path": "memory.jsonl"}), ("itself", {"generate": asked})):
+        path = config(tmp_path, steps=2, sources=[new, memory | given], preserve={"loss": "kl"})
+        if name == "itself":
+            with pytest.raises(BadInput, match="the model has not written this text yet, and a dry run writes nothing"):
+                surgeon.rehearse(tmp_path / "out", path, tmp_path / name, device="cpu")
+        trained = surgeon.train(tmp_path / "out", path, tmp_path / name, device="cpu")
+        assert trained is not None
+        found.append(digests(tmp_path / name))
+    assert found[0] == found[1] != digests(tmp_path / "out")
+    assert not list(tmp_path.glob(".*"))
+    path = config(tmp_path, sources=[new, memory | {"generate": asked, "path": "x.jsonl"}])
+    with pytest.raises(BadInput, match="give either `path` or `generate`"):
+        surgeon.train(tmp_path / "out", path, tmp_path / "run", device="cpu")
+    path = config(tmp_path, sources=[new, memory | {"generate": asked | {"prompts": "template"}}])
+    with pytest.raises(BadInput, match="`prompts: template` makes chats"):
+        surgeon.train(tmp_path / "out", path, tmp_path / "run", device="cpu")
