@@ -129,9 +129,6 @@ def test_a_model_with_a_template_writes_both_turns(tmp_path: Path) -> None:
         assert asks.content.strip()  # type: ignore[union-attr]
         assert answers.content.strip()  # type: ignore[union-attr]
         assert "</s>" not in asks.content + answers.content  # type: ignore[union-attr]
-    # Such a model writes plain text where it is asked to.
-    plain = surgeon.recall(base, to=tmp_path / "plain.jsonl", prompts="begin", **asked)
-    assert lines_of(plain.path)[0].keys() == {"text"}
 
 
 def test_what_loops() -> None:

@@ -65,7 +65,7 @@ def check_same(model: Any, within: Within, base: Any) -> None:
 @pytest.mark.parametrize("operation", ADDED)
 @pytest.mark.parametrize("family", ["gemma2", "falcon"])
 def test_it_is_the_base_to_the_bit(operation: str, family: str, tmp_path: Path) -> None:
-    """A described family, in bfloat16, and a derived one, whose layers return more than their states."""
+    """A described family, in bfloat16, and a derived one, in float32."""
     if family == "gemma2":
         base = tiny.checkpoint(tmp_path / "base", family)
     else:

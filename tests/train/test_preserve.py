@@ -145,9 +145,9 @@ def forgotten(made: Path, run_folder: Path) -> float:
 
 def test_it_is_live(made: Path, tmp_path: Path) -> None:
     """It turns the steps, is in the log, and the run ends nearer to the base on text of the base's."""
-    losses = ("kl", "reverse_kl", "hidden_mse")
+    losses = ("kl", "hidden_mse")
     asked = {"without": None} | {loss: {"loss": loss, "weight": 20.0} for loss in losses}
-    logs = {name: run(made, tmp_path / name, steps=12, preserve=preserve).log for name, preserve in asked.items()}
+    logs = {name: run(made, tmp_path / name, steps=8, preserve=preserve).log for name, preserve in asked.items()}
     for loss in losses:
         assert forgotten(made, tmp_path / loss) < 0.6 * forgotten(made, tmp_path / "without")
         told = curve(logs[loss], "loss.preserve")

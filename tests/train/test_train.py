@@ -517,7 +517,7 @@ def test_checkpoints_of_another_run_are_not_continued(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_are_as_one(tmp_path: Path) -> None:
     grown(tmp_path, "control-llm", num_hidden_layers=8)
-    path = config(tmp_path, steps=6, dtype="float32", preserve={"loss": "kl"})
+    path = config(tmp_path, steps=6, dtype="float32", micro_batch=2, preserve={"loss": "kl"})
     alone = surgeon.train(tmp_path / "out", path, tmp_path / "alone", device="cpu")
     assert alone is not None
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
