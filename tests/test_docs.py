@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.yaml import parse_yaml
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
 from tests.models.test_tokens import byte_tokenizer
@@ -128,7 +129,8 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     named = NAMED.match(block.text)
     path = folder / (named[1] if named else "plan.yaml")
     path.write_text(block.text, encoding="utf-8")
-    asked = yaml.safe_load(block.text)
+    # As surgeon reads it: to YAML 1.1 a key `on` is a truth value.
+    asked, _ = parse_yaml(block.text, where, what="page", needs="something")
     if "surgeon_continual" in asked:
         short = {"steps": 2, "batch": 2, "length": 16}
         path.write_text(json.dumps(asked | {"train": asked["train"] | short, "evaluation_sequences": 2}))

@@ -184,7 +184,7 @@ def opened_run(
     named = loaded.config.chat_template
     template = None if named is None else TEMPLATES[named]
     encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
-    data = TrainingData.open(loaded, settings, encoder, memory_folder(target), say)
+    data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target))
     return Run(
         out,
         manifest,

@@ -21,12 +21,12 @@ def written_source(memory: Path, source: SourceSpec) -> Path:
     return memory / f"{source.name}.jsonl"
 
 
-def _as_file(source: SourceSpec, memory: Path, loaded: LoadedConfig) -> SourceSpec:
+def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> SourceSpec:
     """The source with the path of its text. Raises BadInput where the model has not written it yet."""
     if source.generate is None:
         return source
-    path = written_source(memory, source)
-    if not path.is_file():
+    path = None if memory is None else written_source(memory, source)
+    if path is None or not path.is_file():
         raise BadInput(
             f"{printable(str(loaded.source))}: source {source.name}: the model has not written this text yet, and a dry"
             " run writes nothing; have `surgeon recall` write it, and name its file as `path`"
@@ -46,9 +46,15 @@ class TrainingData:
 
     @classmethod
     def open(
-        cls, loaded: LoadedConfig, settings: Settings, encoder: Encoder, memory: Path, say: Callable[[str], None]
+        cls,
+        loaded: LoadedConfig,
+        settings: Settings,
+        encoder: Encoder,
+        say: Callable[[str], None],
+        *,
+        memory: Path | None = None,
     ) -> TrainingData:
-        """Open every source of the config; texts that the model wrote are in the folder `memory`.
+        """Open every source of the config; texts that the model wrote are in the folder `memory`, where there are any.
 
         Raises BadInput for one that cannot be read or that holds out too little.
         """
