@@ -18,8 +18,9 @@ from surgeon.train import session
 from surgeon.train.config import PreserveSpec
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.preserving import Preserving, chunked_divergence
+from surgeon.train.shares import shares_of, weighed
 from tests import tiny
-from tests.train.test_losses_live import ids_of
+from tests.train.test_losses_live import ids_of, passed
 from tests.train.test_train import base_of, config
 
 OPERATIONS = [
@@ -170,6 +171,32 @@ def test_it_does_not_depend_on_how_a_batch_is_cut(made: Path, tmp_path: Path) ->
         curves.append(curve(log, "loss", "grad_norm", "loss.preserve"))
     for other in curves[1:]:
         torch.testing.assert_close(other, curves[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [10, 5, 1])
+def test_the_adapters_l1_is_a_mean_over_the_steps_original_tokens(made: Path, cut: int) -> None:
+    """Of ten sequences one is original; summed over the micro-batches it is what hooks see, by hand."""
+    model = load_model(made / "out", dtype="float32")
+    drawn = torch.Generator().manual_seed(4)
+    for name in model.freeze_base():
+        model.get_parameter(name).data += 0.2 * torch.randn(model.get_parameter(name).shape, generator=drawn)
+    ids = torch.cat([ids_of(0)[:1], ids_of(1), ids_of(1)[:1]])
+    domains = torch.tensor([0] + [1] * 9)
+    seen = [output for output, _ in passed(model, ".adapter", 0)]
+    expected = 0.5 * float(torch.stack([each[0].double().abs().mean() for each in seen]).mean())
+    whole = {"input_ids": ids, "labels": ids, "domain_ids": domains}
+    batches = [{key: value[begin : begin + cut] for key, value in whole.items()} for begin in range(0, 10, cut)]
+    shares = shares_of(batches, None, device=torch.device("cpu"), processes=1)
+    items = torch.tensor(ids[:, 1:].numel())
+    total = 0.0
+    model.train()
+    for batch, share in zip(batches, shares, strict=True):
+        off = {key: value for key, value in batch.items() if key != "domain_ids"}
+        with torch.no_grad(), weighed(model, share):
+            losses = [model(**given, num_items_in_batch=items).loss.double() for given in (batch, off)]
+        total += float(losses[0] - losses[1])
+    assert expected > 0.01
+    assert total == pytest.approx(expected, rel=1e-3)
 
 
 def test_grown_rows_are_not_the_bases(tmp_path: Path) -> None:
