@@ -32,7 +32,7 @@ class InsertLayers(Operation):
 
     papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys(init.paper for init in INITS.values()))
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "OpT-DeUS, section 5.5: 1e-4 (1.7B models; 5e-5 for 11.5B), 64 sequences of 2048", lr=1e-4
+        "OpT-DeUS, section 5.5, whatever the init: 1e-4 (1.7B models; 5e-5 for 11.5B), 64 sequences of 2048", lr=1e-4
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}
 

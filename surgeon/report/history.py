@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, owner_of
 from surgeon.manifest.lineage import Lineage
@@ -170,7 +171,9 @@ def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping
 class Budget:
     """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
 
-    `earlier` come from surgeries before the last. `stored_bytes` are those of the files.
+    `earlier` come from surgeries before the last. `stored_bytes` are those of the files. Of training in the stored
+    dtypes, `gradient_bytes` are the gradients', `optimizer_bytes` those of AdamW's state as `surgeon train` keeps it:
+    two moments in float32, and a float32 master of what is narrower; `optimizer_bytes_of_all` if everything trained.
     """
 
     base: int
@@ -178,6 +181,9 @@ class Budget:
     new: int
     trainable: int
     stored_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    optimizer_bytes_of_all: int
 
     @property
     def total(self) -> int:
@@ -190,10 +196,14 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
     counts = {"base": 0, "earlier": 0, "new": 0}
     # Of what holds a part for each layer, parts are counted where layers were added; none of them trains.
     fixed = 0
+    new: list[TensorInfo] = []
     for name, info in folder.tensors.items():
         sizes = _sizes_since(name, history)
         if len(sizes) == 1:
-            counts[_origin(name, manifest, history)] += info.numel
+            origin = _origin(name, manifest, history)
+            counts[origin] += info.numel
+            if origin == "new":
+                new.append(info)
             continue
         first, before, now = sizes[0], sizes[-2], sizes[-1]
         for origin, size in (("base", first), ("earlier", before - first), ("new", now - before)):
@@ -201,11 +211,20 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
         fixed += now - before
     total = sum(counts.values())
     everything = any(entry.trains == "all" for entry in manifest.operations)
+    trains = folder.tensors.values() if everything else new
     return Budget(
         **counts,
         trainable=total if everything else counts["new"] - fixed,
         stored_bytes=sum(info.nbytes for info in folder.tensors.values()),
+        gradient_bytes=sum(info.nbytes for info in trains),
+        optimizer_bytes=_optimizer_bytes(trains),
+        optimizer_bytes_of_all=_optimizer_bytes(folder.tensors.values()),
     )
+
+
+def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
+    """Two moments in float32 each, and a float32 master where the tensor is narrower (surgeon/train/optimizer.py)."""
+    return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
 
 
 def _sizes_since(name: str, history: History) -> list[int]:

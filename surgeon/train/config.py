@@ -249,10 +249,13 @@ def settle(
         )
     warmup = paper.warmup if asked.warmup is None else asked.warmup
     warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
-    notes = [f"settings that the config leaves out are the paper's ({paper.source})"]
+    last = printable(operations[-1])
+    notes = [f"settings that the config leaves out are those of {last}: {paper.source}"]
     if asked.warmup is None and warmup_steps >= config.steps:
         warmup_steps = config.steps // 10
-        notes.append(f"the paper's warm-up is as long as this run; {warmup_steps} steps instead")
+        notes.append(
+            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
+        )
     elif warmup_steps > config.steps:
         wrong.append(
             f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
@@ -260,7 +263,7 @@ def settle(
         )
     if wrong:
         raise bad_input(wrong)
-    notes += _about_original(config, paper)
+    notes += _about_original(config, paper, last)
     decay = paper.weight_decay + paper.decay_of_rate * lr
     return Settings(
         steps=config.steps,
@@ -283,16 +286,17 @@ def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
     """Those of the last operation whose tensors train; of one that is unknown here, transformers'."""
     last = OPERATIONS.get(operations[-1])
     if last is None:
-        return TrainingDefaults(f"transformers': the operation {printable(operations[-1])} is unknown here", lr=5e-5)
+        return TrainingDefaults("no paper's but transformers', as the operation is unknown here", lr=5e-5)
     return last.training
 
 
-def _about_original(config: TrainConfig, paper: TrainingDefaults) -> list[str]:
+def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
     share = sum(source.share for source in config.sources if source.role == ORIGINAL)
     # Of several tasks the earlier ones are what is replayed.
     tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
     if paper.original_share and not share and len(tasks) < 2:
         return [
-            f"no source has the role `original`; the paper mixes in {paper.original_share:.0%} of what the base knows"
+            f"no source has the role `original`; the paper of {operation} mixes in {paper.original_share:.0%} of"
+            " what the base knows"
         ]
     return []

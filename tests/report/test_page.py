@@ -55,6 +55,10 @@ class Reader(HTMLParser):
         held = dict(attrs)
         assert len(held) == len(attrs), f"<{tag}> has an attribute twice"
         self.elements.append((tag, held))
+        if tag == "table":
+            # On a phone a wide table scrolls in its box, also by keyboard, and not the page.
+            assert self.open[-1] == "div"
+            assert (self.elements[-2][1]["class"], self.elements[-2][1]["tabindex"]) == ("box", "0")
         if held.get("id"):
             self.ids.append(str(held["id"]))
         if tag not in VOID:
@@ -121,6 +125,11 @@ def test_the_page_tells_what_manifest_and_model_tell(grown: list[Path], tmp_path
         budget.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
         or budget.trainable == budget.new
     )
+    trained = [t for name, t in weights(grown[-1]).items() if name in manifest.new_tensors]
+    assert {t.dtype for t in trained} == {torch.bfloat16}
+    # bfloat16: two moments and a master, four bytes each.
+    assert (budget.gradient_bytes, budget.optimizer_bytes) == (2 * budget.new, 12 * budget.new)
+    assert budget.optimizer_bytes_of_all == 12 * budget.total
     for number in (budget.total, budget.base, budget.earlier, budget.new):
         assert f"{number:,}" in words
     history = told.findings.history

@@ -8,6 +8,7 @@ import pytest
 
 from surgeon.data.sources import check_there
 from surgeon.errors import BadInput, Mistakes
+from surgeon.operations import OPERATIONS
 from surgeon.train.config import LoadedConfig, load_config, settle
 
 SMALLEST = """\
@@ -36,10 +37,35 @@ def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
     assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (5e-5, 1e-5, 0.1 * 5e-5, 1.0)
 
 
+# Where the numbers come from, in the words that the note begins with.
+FROM = {
+    "insert_layers": "OpT-DeUS, section 5.5, whatever the init: 1e-4",
+    "stack_layers": "SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4",
+    "control_llm": "Control LLM, section 3.4: ",
+    "merge_branches": "Control LLM's rate",
+    "gated_adapters": "Neutral Residues, section 4.1 and Table 8: 2e-4",
+    "pmoe_experts": "PMoE, section 3.2.3: 3e-4",
+    "mixture_of_control": "Mixture-of-Control, Tables 4 and 5: 3e-4",
+    "grow_vocabulary": "ours, no paper's: ",
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST.replace(", role: original", ""))
+    _, notes = settle(loaded, ["mixture_of_control", operation], context=1024, processes=1)
+    assert notes[0].startswith(f"settings that the config leaves out are those of {operation}: {FROM[operation]}")
+    mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
+    said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
+    assert (said in notes) is (mixes is not None)
+    shortened = "the warm-up of control_llm, 1000 steps, is as long as this run; it takes 10 instead"
+    assert (shortened in notes) is (operation == "control_llm")
+
+
 def test_an_operation_that_is_unknown_here_gets_values_that_no_paper_gave(tmp_path: Path) -> None:
     settings, notes = settle(written(tmp_path, SMALLEST), ["of_a_plugin"], context=64, processes=1)
     assert settings.lr == 5e-5
-    assert any("of_a_plugin is unknown here" in note for note in notes)
+    assert any("of of_a_plugin: no paper's but transformers'" in note for note in notes)
 
 
 def test_every_default_can_be_overridden(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-ur
 _STYLE = files(__package__) / "style.css"
 _PROMISES = {promise: words.plain for promise, words in PROMISE_STYLES.items()}
 _BF16_BYTES = 2
-# AdamW keeps two moments of every trained parameter, in float32.
-_ADAMW_BYTES = 8
 # Checks that only training, or an edit of new tensors, makes fail.
 _AT_BIRTH = frozenset({"silent at birth", "constants", "new tensors"})
 
@@ -187,7 +185,7 @@ def budget_section(findings: Findings) -> Markup:
         ("all", count(budget.total), size(_BF16_BYTES * budget.total)),
         ("trainable", count(budget.trainable), size(_BF16_BYTES * budget.trainable)),
     ]
-    saved = f"; if everything trained: {size(_ADAMW_BYTES * budget.total)}" if budget.trainable < budget.total else ""
+    saved = f" ({size(budget.optimizer_bytes_of_all)} if everything trained)" if budget.trainable < budget.total else ""
     return section(
         "budget",
         "Parameters and memory",
@@ -201,8 +199,9 @@ def budget_section(findings: Findings) -> Markup:
                 table("Parameters, and bytes in bf16", ("part", "parameters", "bf16"), rows, numbers=(1, 2)),
                 el(
                     "p",
-                    f"Training with AdamW: {size(_BF16_BYTES * budget.trainable)} of gradients in bf16 and"
-                    f" {size(_ADAMW_BYTES * budget.trainable)} for its two moments in float32{saved}."
+                    f"Training as stored: {size(budget.gradient_bytes)} of gradients and"
+                    f" {size(budget.optimizer_bytes)} of AdamW's state{saved}: two moments in float32, and a float32"
+                    " master of what is narrower."
                     f" Stored as {', '.join(findings.dtypes)}: {size(budget.stored_bytes)}."
                     " Activations are not counted.",
                 ),
