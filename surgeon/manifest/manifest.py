@@ -33,7 +33,8 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class Entry(BaseModel):
     """A part of a file that surgeon writes; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # `model_type` is a model's; pydantic before 2.10 warns of every field that begins as its own names do.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
