@@ -1,0 +1,109 @@
+"""What stands around the package says what the package says: citation, versions, workflows, the site's contents."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+import surgeon
+from surgeon.operations import OPERATIONS
+from surgeon.operations.inits import INITS
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYTHONS = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_the_citation_is_of_this_version_and_has_every_paper() -> None:
+    citation = read("CITATION.cff")
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == surgeon.__version__
+    assert citation["license"] == PROJECT["license"]
+    papers = {paper for name in OPERATIONS for paper in OPERATIONS[name].papers_for(INITS)}
+    cited = {
+        (entry["title"], entry["year"], entry.get("url", "").rpartition("/")[2]) for entry in citation["references"]
+    }
+    assert cited == {(paper.title, paper.year, paper.arxiv) for paper in papers}
+
+
+def test_annotations_are_for_users_too() -> None:
+    assert Path(surgeon.__file__).with_name("py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_workflows_run_what_is_run_here() -> None:
+    ci = read(".github/workflows/ci.yml")["jobs"]
+    assert ci["tests"]["strategy"]["matrix"]["python"] == PYTHONS == ["3.11", "3.12", "3.13"]
+    assert ".ci/run" in [step.get("run") for step in ci["tests"]["steps"]]
+    install = next(step["run"] for step in ci["site"]["steps"] if "pip install" in step.get("run", ""))
+    assert re.findall(r'"([^"]+)"', install) == PROJECT["optional-dependencies"]["docs"]
+    ends = read(".github/workflows/versions.yml")["jobs"]["quick"]["strategy"]["matrix"]["include"]
+    assert [(end["resolution"], end["python"]) for end in ends] == [
+        ("lowest-direct", PYTHONS[0]),
+        ("highest", PYTHONS[-1]),
+    ]
+    publish = read(".github/workflows/release.yml")["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
+
+
+def test_issues_ask_for_what_answers_need() -> None:
+    for name in ("bug", "family"):
+        form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
+        asked = {part["id"]: part for part in form["body"] if "id" in part}
+        assert "surgeon inspect BASE --json" in asked["inspect"]["attributes"]["label"]
+        assert asked["inspect"]["validations"]["required"] and asked["versions"]["validations"]["required"]
+
+
+def pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages(entry)
+
+
+def test_the_site_has_every_page_once() -> None:
+    listed = list(pages(read("mkdocs.yml")["nav"]))
+    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_policy_names_the_formats_as_the_code_checks_them() -> None:
+    policy = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    named = dict(re.findall(r"^\| [^|]+ \| `(surgeon\w*)` \| (\d+) \|", policy, re.M))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "surgeon").rglob("*.py"))
+    checked = dict(re.findall(r"^    (surgeon\w*): (?:Annotated\[)?Literal\[(\d+)\]", source, re.M))
+    assert named == checked
+
+
+def test_no_field_stands_in_pydantics_own_namespace() -> None:
+    """Before 2.10 pydantic warns of fields that begin with `model_`, once for each, wherever surgeon is imported."""
+    for module in (
+        "manifest.manifest",
+        "train.config",
+        "continual.config",
+        "report.routing_record",
+        "rework.make_delta",
+    ):
+        importlib.import_module(f"surgeon.{module}")
+
+    def below(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+        for found in model.__subclasses__():
+            yield found
+            yield from below(found)
+
+    ours = [model for model in below(BaseModel) if model.__module__.startswith("surgeon.")]
+    assert len(ours) > 40
+    for model in ours:
+        if any(field.startswith("model_") for field in model.model_fields):
+            assert model.model_config.get("protected_namespaces") == (), model
