@@ -22,6 +22,7 @@ from surgeon.models.load import load_model
 from surgeon.report.curves import TrainingRun
 from surgeon.report.page.document import render
 from surgeon.report.report import Reported
+from surgeon.train.optimizer import MasterAdamW
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_tensor, refused
@@ -127,7 +128,14 @@ def test_the_page_tells_what_manifest_and_model_tell(grown: list[Path], tmp_path
     )
     trained = [t for name, t in weights(grown[-1]).items() if name in manifest.new_tensors]
     assert {t.dtype for t in trained} == {torch.bfloat16}
-    # bfloat16: two moments and a master, four bytes each.
+    # What the optimizer of `surgeon train` holds after a step.
+    optimizer = MasterAdamW([torch.nn.Parameter(t) for t in trained], lr=1e-3)
+    for parameter in optimizer.masters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    assert budget.optimizer_bytes == sum(t.nbytes for t in [*held, *optimizer.masters.values()])
+    # Of bfloat16: two moments and a master, four bytes each.
     assert (budget.gradient_bytes, budget.optimizer_bytes) == (2 * budget.new, 12 * budget.new)
     assert budget.optimizer_bytes_of_all == 12 * budget.total
     for number in (budget.total, budget.base, budget.earlier, budget.new):
