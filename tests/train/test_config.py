@@ -47,6 +47,7 @@ FROM = {
     "pmoe_experts": "PMoE, section 3.2.3: 3e-4",
     "mixture_of_control": "Mixture-of-Control, Tables 4 and 5: 3e-4",
     "grow_vocabulary": "ours, no paper's: ",
+    "upcycle_experts": "ours, no paper's: ",
 }
 
 
@@ -54,7 +55,9 @@ FROM = {
 def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST.replace(", role: original", ""))
     _, notes = settle(loaded, ["mixture_of_control", operation], context=1024, processes=1)
-    assert notes[0].startswith(f"settings that the config leaves out are those of {operation}: {FROM[operation]}")
+    assert notes[0].startswith(
+        f"settings that the config leaves out are those of {operation}: {FROM.get(operation, '')}"
+    )
     mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
     said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
     assert (said in notes) is (mixes is not None)
