@@ -123,6 +123,11 @@ def base_for(plan: str, folder: Path) -> Path:
 
         surgeon.apply("control-llm/lerp8-mse-0-star", str(base_for("control-llm", folder / "before")), folder / "base")
         return folder / "base"
+    if plan == "fold-adapters":
+        import surgeon
+
+        surgeon.apply("neutral-residues/adapters", str(base_for("llama", folder / "before")), folder / "base")
+        return folder / "base"
     if plan.startswith("pmoe/next-task"):
         import surgeon
 

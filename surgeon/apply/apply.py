@@ -85,7 +85,7 @@ def apply(
     target, base = Path(out), str(base)
     loaded = loaded_plan(plan)
     adapters = adapters_of_plan(loaded)
-    if not Path(base).exists():
+    if not Path(base).exists() and not any(operation.layers_out for operation in loaded.plan.operations):
         # Everything that can be refused is refused before the first weight is downloaded.
         headers = models_of_plan(loaded, weights=False)
         preview_of(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters, headers)
@@ -152,6 +152,7 @@ def surgery_job(
             files=beside_weights(proof.files),
             vocabularies=shown.vocabularies.facts,
             models=entries_of(blueprint, models),
+            measured=shown.layers,
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 

@@ -47,10 +47,13 @@ from surgeon.blueprint.recipes import (
     Redrawn,
     Repeated,
     Shuffled,
+    Sliced,
     Stacked,
+    Summed,
     Taken,
     TextSupport,
     WholeHeads,
+    Widened,
     is_computed,
     maps_used,
     sources,
@@ -255,6 +258,15 @@ class Workshop:
             case Interpolated(first, second, alpha):
                 share = alpha if isinstance(alpha, float) else float(torch.sigmoid(self._working(alpha)))
                 return self._working(first).lerp_(self._working(second), share).to(stored_dtype(recipe.dtype))
+            case Sliced(of, start, stop):
+                return self._cook(of)[start:stop]
+            case Widened(parts, axis):
+                return torch.cat([self._cook(part).to("cpu") for part in parts], dim=axis)
+            case Summed(terms, factors):
+                total = self._working(terms[0]).mul_(factors[0])
+                for term, factor in zip(terms[1:], factors[1:], strict=True):
+                    total.add_(self._working(term), alpha=factor)
+                return total.to(stored_dtype(recipe.dtype))
             case Shuffled(of, key):
                 # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
                 flat = self._cook(of).to("cpu").contiguous().flatten().clone()

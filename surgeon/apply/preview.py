@@ -10,9 +10,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.apply.layers import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer
+from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
     Constant,
     Copy,
@@ -22,7 +24,9 @@ from surgeon.blueprint.recipes import (
     Predicted,
     Prompted,
     Recipe,
+    Sliced,
     Stacked,
+    Widened,
     is_computed,
     leaves,
     numel,
@@ -30,15 +34,16 @@ from surgeon.blueprint.recipes import (
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
-from surgeon.checkpoint.own_code import has_own_code
+from surgeon.checkpoint.own_code import OwnCode, has_own_code
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.common.formatting import PROMISE_STYLES, count, size, span
 from surgeon.common.plain import plain
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, native_config, with_vocabulary, without_a_place
+from surgeon.families.anatomy import Anatomy, layer_of, native_config, owner_of, with_vocabulary, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import broken_pattern
 from surgeon.families.remembered import keep, recalled
@@ -71,6 +76,8 @@ class Preview:
     peak_memory: int
     notes: tuple[str, ...]
     vocabularies: Vocabularies = field(default_factory=Vocabularies)
+    # What was measured of the base's layers, by the operation that takes some out.
+    layers: Mapping[int, MeasuredLayers] = field(default_factory=dict)
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
@@ -182,8 +189,10 @@ def preview_of(
     anatomy = (recalled if recall else dissect)(folder.config, folder.tensors, folder.own)
     known = {name: adapter.facts for name, adapter in adapters.items()}
     vocabularies = vocabularies_of(loaded.plan.operations, loaded.source, folder, anatomy)
-    blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts)
+    layers = measured_layers(loaded.plan.operations, loaded.source, folder, anatomy)
+    blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts, layers)
     check_models(blueprint, folder, models)
+    check_shapes(blueprint, anatomy, folder.own)
     prove_on_twin(blueprint, anatomy)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
@@ -193,8 +202,11 @@ def preview_of(
     notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
     if folder.own is not None:
         notes.append(f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}")
-    broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers]) if blueprint.native else None
-    notes += [f"{broken}; `where: {{every_period: 1}}` keeps the pattern"] if broken is not None else []
+    bases = [layer.base for layer in blueprint.layers]
+    before = (folder.config, len(blueprint.layer_of_base)) if blueprint.dropped else None
+    broken = broken_pattern(blueprint.config, bases, before) if blueprint.native else None
+    whole = "take out whole periods to keep it" if blueprint.dropped else "`where: {every_period: 1}` keeps the pattern"
+    notes += [f"{broken}; {whole}"] if broken is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
     if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in leaves(output.recipe)):
@@ -225,6 +237,7 @@ def preview_of(
         peak_memory=_peak_memory(blueprint),
         notes=tuple(notes),
         vocabularies=vocabularies,
+        layers=layers,
     )
 
 
@@ -232,7 +245,17 @@ def _new_numbers(recipe: Recipe) -> int:
     """How many numbers of a new tensor are new."""
     if isinstance(recipe, Joined) and recipe.still:
         return 0
+    if isinstance(recipe, Widened):
+        # What a graft held before is as new as it was.
+        moved = (part for part in recipe.parts if isinstance(part, Copy | Sliced))
+        kept = (part for part in moved if isinstance(part, Copy) or not part.again)
+        return numel(recipe) - sum(numel(part) for part in kept if not _of_graft(part))
     return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended | PerLayer) else 0)
+
+
+def _of_graft(part: Copy | Sliced) -> bool:
+    place = layer_of(part.source if isinstance(part, Copy) else part.of.source)
+    return place is not None and owner_of(place[2]) is not None
 
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
@@ -248,12 +271,28 @@ def _of_vocabularies(vocabularies: Vocabularies, folder: CheckpointFolder) -> li
     ]
 
 
+def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
+    """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
+    if any(isinstance(output.recipe, Widened) for output in blueprint.outputs):
+        planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
+        from surgeon.families.skeleton import build
+
+        try:
+            if blueprint.native and own is None:
+                build(blueprint.config)
+            dissect(blueprint.config, {info.name: info for info in planned}, own)
+        except BadInput as error:
+            shown = printable(anatomy.family.model_type)
+            raise BadInput(f"{shown}: a model of these widths cannot be described: {error}") from error
+
+
 def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
     """Of a model type that no family describes: grow a twin as the blueprint says, where it promises to be exact.
 
     Raises BadInput where the twin's logits differ.
     """
     layers = blueprint.layers
+    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
     if anatomy.derivation is None or blueprint.promise != "exact":
         return
     config = blueprint.config
@@ -263,7 +302,7 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
     trunk = native_config(config)
     if not blueprint.native:
         anatomy.derivation.prove_grafts(trunk, config)
-    if len(layers) == anatomy.sizes.layers:
+    if len(layers) == anatomy.sizes.layers and not gone:
         return
     constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
     anatomy.derivation.prove(
@@ -278,6 +317,7 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
             }
             for layer in layers
         ],
+        {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
     )
 
 
@@ -370,14 +410,28 @@ def _stack(blueprint: Blueprint) -> FittedTable:
     table.add_column("")
     table.add_column("output")
     table.add_column("", number=False)
+    gone = sorted(layer for dropped in blueprint.dropped.values() for layer in dropped)
+    above = len(blueprint.layer_of_base)
     for run in reversed(layer_runs(blueprint.layers)):
         first, last = run[0], run[-1]
+        if last.base is not None:
+            _add_gone(table, [layer for layer in gone if last.base < layer < above])
+            above = first.base if first.base is not None else above
         if first.base is not None and last.base is not None:
             table.add_row(span(first.base, last.base), "──▶", span(first.index, last.index), _kept(first))
         else:
             made = Text(span(first.index, last.index), style="green")
             table.add_row("", Text("✚", style="bold green"), made, _made(run))
+    _add_gone(table, [layer for layer in gone if layer < above])
     return table
+
+
+def _add_gone(table: FittedTable, layers: list[int]) -> None:
+    """A row for layers of the base that were taken out between two runs."""
+    if layers:
+        table.add_row(
+            span(layers[0], layers[-1]), Text("✕", style="bold yellow"), "", Text("taken out", style="yellow")
+        )
 
 
 def _kept(layer: Layer) -> Text:

@@ -20,6 +20,7 @@ from surgeon.blueprint.grafts import (
     settings_of,
     twins_of,
 )
+from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
     Constant,
     Copy,
@@ -37,7 +38,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_vocabulary
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_sizes, with_vocabulary
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
@@ -176,6 +177,8 @@ class Blueprint:
     operations: tuple[OperationRecord, ...]
     config: dict[str, Any]
     code_files: tuple[str, ...] = ()
+    # The layers of the base that each operation took out, by its number.
+    dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def native(self) -> bool:
@@ -194,9 +197,12 @@ class Blueprint:
 
     @property
     def layer_of_base(self) -> tuple[int, ...]:
-        """For every base layer, its number in the output."""
-        kept = [layer for layer in self.layers if layer.base is not None]
-        return tuple(layer.index for layer in sorted(kept, key=lambda layer: layer.base or 0))
+        """For every base layer, its number in the output; of one taken out, that of the layer below it (-1: none)."""
+        kept = {layer.base: layer.index for layer in self.layers if layer.base is not None}
+        places: list[int] = []
+        for layer in range(len(kept) + sum(map(len, self.dropped.values()))):
+            places.append(kept.get(layer, places[-1] if places else -1))
+        return tuple(places)
 
 
 class Draft:
@@ -210,6 +216,7 @@ class Draft:
         seed: int,
         adapters: Mapping[str, Adapter] | None = None,
         vocabularies: Mapping[int, GrownVocabulary] | None = None,
+        measured: Mapping[int, MeasuredLayers] | None = None,
     ) -> None:
         self.anatomy = anatomy
         self.seed = seed
@@ -217,6 +224,14 @@ class Draft:
         self.adapters = adapters or {}
         # What is known of the tokens that the plan's operations add, by their numbers.
         self.vocabularies = vocabularies or {}
+        # What was measured of the base's layers, by the number of the operation that takes some out.
+        self.measured = measured or {}
+        # Sizes of the config that operations changed, by their key.
+        self.sizes: dict[str, int] = {}
+        # How many operations changed widths.
+        self.widenings = 0
+        # The layers of the base that operations took out, by their numbers.
+        self.dropped: dict[int, tuple[int, ...]] = {}
         # Tensors outside the layers that have more rows than the base's, and the operation that gave them those.
         self.extended: dict[str, tuple[Extended, int]] = {}
         # Rows of the embeddings as they will be.
@@ -277,6 +292,19 @@ class Draft:
         for layer in stack:
             layer.sources = tuple(renumbered[source] for source in layer.sources)
         self.layers = stack
+
+    def drop(self, numbers: Iterable[int], *, operation: int) -> None:
+        """Take layers (numbers of the stack as it stands) out of it."""
+        gone = {id(self.layers[number]) for number in numbers}
+        of_base = [layer.base for layer in self.layers if id(layer) in gone and layer.base is not None]
+        stack = [layer for layer in self.layers if id(layer) not in gone]
+        moved = {id(layer): new for new, layer in enumerate(stack)}
+        renumbered = [moved.get(id(layer)) for layer in self.layers]
+        for layer in stack:
+            found = (renumbered[source] for source in layer.sources)
+            layer.sources = tuple(source for source in found if source is not None)
+        self.layers = stack
+        self.dropped[operation] = tuple(sorted(of_base))
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a layer of the draft."""
@@ -345,7 +373,7 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
-        config = self._finished_config(grafted=grafted)
+        config = with_sizes(self._finished_config(grafted=grafted), self.anatomy, self.sizes)
         named = zip(self.anatomy.outer.values(), self._outer(), strict=True)
         outputs = [Output(info.name, recipe, operation) for info, (recipe, operation) in named]
         outputs = self._with_parts(outputs, config)
@@ -377,6 +405,7 @@ class Draft:
             operations=tuple(self.records),
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
+            dropped=dict(self.dropped),
         )
 
     def _per_layer_lists(self) -> dict[str, list[Any]]:
@@ -395,7 +424,8 @@ class Draft:
         if found is None or count == before:
             return outputs
         native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
-        last = max((layer.operation for layer in self.layers if layer.operation is not None), default=None)
+        made_by = [layer.operation for layer in self.layers if layer.operation is not None]
+        last = max([*made_by, *self.dropped], default=None)
         order = tuple(layer.like for layer in self.layers)
         made: list[Output] = []
         for output in outputs:

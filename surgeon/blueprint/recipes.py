@@ -420,6 +420,63 @@ class Interpolated(_OfTwo):
 
 
 @dataclass(frozen=True, slots=True)
+class Summed:
+    """Σ factor · term, element by element, in float32, rounded once (LaCo's θ_l + Σ (θ_{l+k} − θ_l))."""
+
+    terms: tuple[Recipe, ...]
+    factors: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first term."""
+        return self.terms[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the terms share."""
+        return self.terms[0].shape
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """Elements `start` to `stop` of the base tensor `of` along its first axis; `again`: they stand elsewhere too."""
+
+    of: Copy
+    start: int
+    stop: int
+    again: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what is cut."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is cut out."""
+        return (self.stop - self.start, *self.of.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """Tensors side by side along `axis`, byte for byte: a matrix with more rows, or more columns."""
+
+    parts: tuple[Recipe, ...]
+    axis: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first part."""
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        first, axis = self.parts[0].shape, self.axis
+        return (*first[:axis], sum(part.shape[axis] for part in self.parts), *first[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
 class Extended:
     """The tensor `of` with more rows below its own, each the mean of rows of `of`: those named, or of all of them.
 
@@ -464,6 +521,9 @@ Recipe = (
     | Shuffled
     | Predicted
     | Interpolated
+    | Summed
+    | Sliced
+    | Widened
     | Extended
 )
 
@@ -549,6 +609,10 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield from dict.fromkeys(piece.of for piece in pieces)
         case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of) | Columns(of) | _OfOne(of) | Repeated(of):
             yield of
+        case Sliced(of):
+            yield of
+        case Widened(parts):
+            yield from parts
         case Matched(experts, number):
             yield experts[number]
         case Stacked(experts):
@@ -557,6 +621,8 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield from stack
         case Piled(parts):
             yield from parts
+        case Summed(terms):
+            yield from terms
         case Interpolated(first, second, alpha):
             yield first
             yield second
@@ -643,6 +709,13 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         case Extended(of, made_of):
             # Which rows is said by the vocabulary's own entry in the manifest.
             return {"extended": describe(of), "rows": len(made_of), "named": sum(map(bool, made_of))}
+        case Sliced(of, start, stop):
+            return {"again" if recipe.again else "copy": of.source, "rows": [start, stop]}
+        case Widened(parts, axis):
+            sizes = [part.shape[axis] for part in parts]
+            return {"joined": [describe(part) for part in parts], "axis": axis, "sizes": sizes}
+        case Summed(terms, factors):
+            return {"summed": [describe(term) for term in terms], "factors": list(factors)}
         case Interpolated(first, second, alpha):
             share = alpha if isinstance(alpha, float) else {"sigmoid": describe(alpha)}
             return {"interpolated": [describe(first), describe(second)], "alpha": share}

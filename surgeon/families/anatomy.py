@@ -83,11 +83,12 @@ class Derivation(ABC):
         order: Sequence[int],
         kept: Sequence[bool],
         silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
     ) -> None:
         """Have a twin grow so: its layer `n` is the old layer `order[n]` where `kept[n]`, else a new one like it.
 
-        In new layers the tensors `silenced[n]` (suffixes on disk) have these values. Raises BadInput where a logit
-        differs.
+        In new layers the tensors `silenced[n]` (suffixes on disk) have these values, in old layers of the twin those of
+        `silent`, by layer. Raises BadInput where a logit differs.
         """
 
     @abstractmethod
@@ -318,6 +319,16 @@ def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> d
             part[_WORDS] = rows
         part = part.setdefault(key, {})
     part[_WORDS] = rows
+    return made
+
+
+def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The config with these sizes in the text decoder's part of it."""
+    made = copy.deepcopy(dict(config))
+    part = made
+    for key in anatomy.derivation.path if anatomy.derivation is not None and sizes else ():
+        part = part.setdefault(key, {})
+    part.update(sizes)
     return made
 
 

@@ -300,23 +300,22 @@ class _Found(Derivation):
         order: Sequence[int],
         kept: Sequence[bool],
         silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
     ) -> None:
         """As `Derivation` says."""
-        in_memory = []
-        for source, values in zip(order, silenced, strict=True):
-            stored = self.names.layers[source]
-            made = _made_of(_without_scales(stored, self.config))
-            in_memory.append(
-                {
-                    name: values[suffixes[0]]
-                    for name, suffixes in made.items()
-                    if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
-                }
-            )
-        told = json.dumps(
-            [self.config, like(grown, self.config), [*order], [*kept], in_memory, self.derived.heads], sort_keys=True
-        )
-        _prove(told)
+        in_memory = [self._in_memory(source, values) for source, values in zip(order, silenced, strict=True)]
+        before = {layer: self._in_memory(layer, values) for layer, values in silent.items()}
+        told = [self.config, like(grown, self.config), [*order], [*kept], in_memory, before, self.derived.heads]
+        _prove(json.dumps(told, sort_keys=True))
+
+    def _in_memory(self, layer: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Values of tensors of a layer, given by suffix on disk, by the names of its parameters."""
+        made = _made_of(_without_scales(self.names.layers[layer], self.config))
+        return {
+            name: values[suffixes[0]]
+            for name, suffixes in made.items()
+            if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
+        }
 
     @property
     def path(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -382,8 +381,8 @@ class _Found(Derivation):
 @lru_cache(maxsize=8)
 def _prove(told: str) -> None:
     """Once for what preview and apply ask alike."""
-    config, grown, order, kept, silenced, heads = json.loads(told)
-    prove(config, grown, order, kept, silenced, heads=heads)
+    config, grown, order, kept, silenced, silent, heads = json.loads(told)
+    prove(config, grown, order, kept, silenced, {int(n): values for n, values in silent.items()}, heads=heads)
 
 
 @lru_cache(maxsize=8)

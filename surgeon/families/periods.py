@@ -27,13 +27,21 @@ def repeats(pattern: Sequence[Hashable], period: int) -> bool:
     return pattern[period:] == pattern[:-period]
 
 
-def broken_pattern(config: Mapping[str, Any], bases: Sequence[int | None]) -> str | None:
+def broken_pattern(
+    config: Mapping[str, Any],
+    bases: Sequence[int | None],
+    taken_from: tuple[Mapping[str, Any], int] | None = None,
+) -> str | None:
     """A sentence where the base's layers repeat by the config, and those of an output no longer; None elsewhere.
 
-    `config` is the output's, `bases` the base layer that each of its layers is, None for a new one.
+    `config` is the output's, `bases` the base layer that each of its layers is, None for a new one. Where layers were
+    taken out, `taken_from` is the base's config and how many layers it had.
     """
-    after = _entries(config, bases)
-    before = [entry for entry, base in zip(after, bases, strict=True) if base is not None] if after else []
+    after = _entries(config, len(bases))
+    if taken_from is not None:
+        before = _entries(*taken_from) if after else []
+    else:
+        before = [entry for entry, base in zip(after, bases, strict=True) if base is not None] if after else []
     period = period_of(before)
     if period is None or period == 1 or repeats(after, period):
         return None
@@ -44,14 +52,14 @@ def broken_pattern(config: Mapping[str, Any], bases: Sequence[int | None]) -> st
     )
 
 
-def _entries(config: Mapping[str, Any], bases: Sequence[int | None]) -> list[Hashable]:
-    """Of each layer the config's own entries for it; nothing where the config has no list of them."""
+def _entries(config: Mapping[str, Any], layers: int) -> list[Hashable]:
+    """Of each of so many layers the config's own entries for it; nothing where the config has no list of them."""
     for part in _parts(config):
         # Twins beside the trunk follow it in the lists of a config.
         told = part.get("num_hidden_layers")
-        counts = {len(bases), told if type(told) is int and told > len(bases) else len(bases)}
+        counts = {layers, told if type(told) is int and told > layers else layers}
         lists = [
-            values[: len(bases)]
+            values[:layers]
             for count in counts
             for key, values in sorted(per_layer_lists(part, count).items())
             if not holds_numbers(key, values, count)

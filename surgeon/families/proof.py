@@ -42,17 +42,24 @@ def prove(
     order: Sequence[int],
     kept: Sequence[bool],
     silenced: Sequence[Mapping[str, float]],
+    silent: Mapping[int, Mapping[str, float]],
     *,
     heads: int,
 ) -> None:
     """Grow a twin with so many heads and compare it with the one before.
 
     Layer `n` of the result is layer `order[n]` of the base where `kept[n]`, else a new one like it in which the tensors
-    `silenced[n]` (names in the layer) have these values. Raises BadInput where a logit differs.
+    `silenced[n]` (names in the layer) have these values. Layers of the base that are `silent` have theirs before.
+    Raises BadInput where a logit differs.
     """
     import torch
 
     base, result = twin_of(config, heads=heads), twin_of(grown, seed=_NEW_SEED, heads=heads)
+    with torch.no_grad():
+        for index, values in silent.items():
+            held = dict(base.layers[index].named_parameters())
+            for name, value in values.items():
+                held[name].fill_(value)
     _fill(base, result, order, kept, silenced)
     tokens = some_tokens(base)
     with torch.no_grad(), one_thread():

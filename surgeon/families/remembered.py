@@ -142,14 +142,15 @@ class Remembered(Derivation):
         order: Sequence[int],
         kept: Sequence[bool],
         silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
     ) -> None:
         """As `Derivation` says; once proven, it is not proven again."""
 
         def proven(own: Derivation) -> bool:
-            own.prove(grown, order, kept, silenced)
+            own.prove(grown, order, kept, silenced, silent)
             return True
 
-        self._asked(bool, proven, "prove", grown, [*order], [*kept], [*silenced])
+        self._asked(bool, proven, "prove", grown, [*order], [*kept], [*silenced], sorted(silent.items()))
 
     def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
         """As `Derivation` says; once proven, it is not proven again."""

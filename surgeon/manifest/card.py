@@ -137,6 +137,10 @@ def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
     if made.still and made.rows:
         return math.prod(made.shape)
+    if made.joined:
+        axis = made.axis
+        kept_of_it = sum(end - begin for begin, end in made.fixed_spans)
+        return math.prod(made.shape) // made.shape[axis] * kept_of_it
     kept = made.extends or made.per_layer
     return 0 if kept is None else math.prod(manifest.base.tensors[kept].shape)
 
@@ -261,16 +265,19 @@ def _is_converted(manifest: Manifest) -> bool:
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
     name = repo_id or "path/to/this/folder"
     options = ["trust_remote_code=True"] if manifest.code else []
-    note = "It is the base's own class with more layers, so whatever runs the base runs this: no custom code.\n"
+    fewer = len(manifest.layers) < manifest.base.layers
+    own = f"It is the base's own class with {'fewer' if fewer else 'more'} layers"
+    note = f"{own}, so whatever runs the base runs this: no custom code.\n"
     if _is_converted(manifest):
         note = f"It is a {_code(config.get('model_type'))} of transformers, without custom code.\n"
-    broken = broken_pattern(config, [layer.base for layer in manifest.layers]) if manifest.native else None
+    before = (manifest.base.config, manifest.base.layers) if manifest.dropped else None
+    broken = broken_pattern(config, [layer.base for layer in manifest.layers], before) if manifest.native else None
     if broken is not None:
-        note = f"It is the base's own class with more layers: no custom code. But {broken}.\n"
+        note = f"{own}: no custom code. But {broken}.\n"
     files = ", ".join(map(_code, manifest.code))
     if manifest.native and manifest.code:
         note = (
-            f"It is the base's own class with more layers. The code beside the weights ({files}; sha256 in"
+            f"{own}. The code beside the weights ({files}; sha256 in"
             f" `{MANIFEST_FILE}`) is the base's, byte for byte: read it before you let it run.\n"
         )
     elif not manifest.native:

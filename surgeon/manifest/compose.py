@@ -9,6 +9,7 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import describe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter
@@ -18,6 +19,7 @@ from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import is_grafted, native_config
 from surgeon.manifest.manifest import (
     Base,
+    DroppedEntry,
     GraftEntry,
     ImportedAdapter,
     LayerEntry,
@@ -28,6 +30,7 @@ from surgeon.manifest.manifest import (
     OperationEntry,
     StoredTensor,
     Surgery,
+    TextLossEntry,
     Tool,
     VocabularyEntry,
     manifest_of,
@@ -84,11 +87,13 @@ def compose(
     files: Mapping[str, str],
     vocabularies: Mapping[int, GrownVocabulary],
     models: Mapping[str, ModelEntry],
+    measured: Mapping[int, MeasuredLayers],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
-    # Fields that only plans which grow a vocabulary, or take tensors of other models, have.
+    # Fields that only plans which grow a vocabulary, take tensors of other models, or take layers out, have.
     grown: dict[str, Any] = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
     grown |= {"models": dict(models)} if models else {}
+    grown |= {"dropped": _dropped_entries(blueprint, measured)} if blueprint.dropped else {}
     return sealed(
         {
             "surgeon_manifest": 1,
@@ -138,6 +143,21 @@ def compose(
         }
         | grown
     )
+
+
+def _dropped_entries(blueprint: Blueprint, measured: Mapping[int, MeasuredLayers]) -> dict[str, DroppedEntry]:
+    found: dict[str, DroppedEntry] = {}
+    for number, layers in blueprint.dropped.items():
+        facts = measured.get(number, MeasuredLayers())
+        merged = facts.merged or {}
+        found[str(number)] = DroppedEntry(
+            layers=list(layers),
+            chosen=bool(facts.layers),
+            merged={str(layer): {str(of): by for of, by in made.items()} for layer, made in merged.items()},
+            silent=[layer for layer in layers if layer in facts.silent],
+            text=None if facts.text is None else TextLossEntry(**plain_fields(facts.text)),
+        )
+    return found
 
 
 def _vocabulary_entries(vocabularies: Mapping[int, GrownVocabulary]) -> dict[str, VocabularyEntry]:

@@ -22,7 +22,7 @@ from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Base, Manifest, Piece, StoredTensor, layers_of, pieces_of, places_of
+from surgeon.manifest.manifest import Base, Manifest, Piece, StoredTensor, Surgery, layers_of, pieces_of, places_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -63,17 +63,17 @@ class Lineage:
         return self.surgeries[number:]
 
     def layers(self, number: int) -> dict[int, int]:
-        """For every layer of state `number`, its number in the output. Raises BadInput."""
+        """For every layer of state `number` that was not taken out since, its number in the output. Raises BadInput."""
         undone = self.since(number)
         count = undone[0].base.layers if undone else len(self.last.layers)
         layers = {layer: layer for layer in range(count)}
         for nth, manifest in enumerate(undone, number + 1):
             moved = layers_of(manifest, file=self._file_of(nth))
-            layers = {layer: moved[place] for layer, place in layers.items()}
+            layers = {layer: moved[place] for layer, place in layers.items() if place in moved}
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """How tensors of state `number` are called in the output. Those that stand there in pieces are left out.
+        """How tensors of state `number` are called in the output, but for those in pieces, or in layers taken out.
 
         Raises BadInput.
         """
@@ -101,7 +101,7 @@ class Lineage:
         undone = self.since(number)
         config = undone[0].base.config
         kept = self._kept(number)
-        places, extended, axes = kept.places, kept.extended, kept.axes
+        places, extended, axes, cuts = kept.places, kept.extended, kept.axes, kept.cuts
         layers = self.layers(number)
         order = tuple(layers[layer] for layer in sorted(layers))
         held: dict[str, TensorInfo] = {}
@@ -115,7 +115,9 @@ class Lineage:
             there, then = out.tensors[place], undone[0].base.tensors[name]
             # Of one that got more rows since, the first are what it was.
             rows = there.first(tuple(then.shape)) if name in extended else there
-            if name in axes and (taken := _taken_out(there, axes[name], len(self.last.layers), order)) is not None:
+            if name in cuts:
+                parts[name] = cuts[name].of(there)
+            elif name in axes and (taken := _taken_out(there, axes[name], len(self.last.layers), order)) is not None:
                 parts[name] = taken
             shape = None if rows is None else parts[name].shape if name in parts else rows.shape
             if rows is None or shape is None or (rows.dtype, list(shape)) != (then.dtype, then.shape):
@@ -164,19 +166,44 @@ class Lineage:
         places = {name: name for name in found}
         axes: dict[str, int] = {}
         joined: dict[str, tuple[Piece, ...]] = {}
+        cuts: dict[str, Cut] = {}
         for nth, manifest in enumerate(undone, number + 1):
             moved = places_of(manifest, places.values(), file=self._file_of(nth))
+            if lost := sorted(manifest.dropped_layers):
+                operation = _operation(manifest, manifest.dropped_layers[lost[0]])
+                more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+                raise BadInput(
+                    f"layer {lost[0]}{more}: taken out by surgery {nth} ({operation}), and its weights with it;"
+                    f" {instead_of(manifest)}"
+                )
+            wider = cuts_of(manifest)
             in_pieces = pieces_of(manifest)
             joined = {name: self._moved_on(name, pieces, manifest, nth) for name, pieces in joined.items()}
             for name, place in list(places.items()):
                 there = manifest.base.tensors.get(place)
-                if there is None or (there != found[name] and name not in extended):
+                if there is None or (there != found[name] and name not in extended and name not in cuts):
                     how = "gone" if there is None else "trained or edited"
                     raise BadInput(
                         f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
                         f" there is lost; {instead_of(undone[0])}"
                     )
+                if (cut := wider.get(place)) is not None:
+                    # Its bytes will show whether it still is what it was.
+                    before = cuts.get(name)
+                    if name in extended or name in axes or (before is not None and before.axis != cut.axis):
+                        raise BadInput(
+                            f"{shown_name(name, cut.within)}: widened in more than one way since, so that it is not"
+                            f" found in it; {instead_of(manifest)}"
+                        )
+                    cuts[name] = cut if before is None else before.inside(cut)
+                    places[name] = cut.within
+                    continue
                 if place not in moved:
+                    if name in cuts:
+                        raise BadInput(
+                            f"{shown_name(name, place)}: cut into pieces once it was a part of a wider tensor, so that"
+                            f" it is not found; {instead_of(manifest)}"
+                        )
                     joined[name] = in_pieces[place]
                     del places[name]
                     continue
@@ -199,7 +226,7 @@ class Lineage:
                         f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
                         f" it another value, so what stood there is lost; {instead_of(manifest)}"
                     )
-        return _Kept(places, extended, axes, joined)
+        return _Kept(places, extended, axes, joined, cuts)
 
     def _moved_on(self, name: str, pieces: tuple[Piece, ...], manifest: Manifest, nth: int) -> tuple[Piece, ...]:
         """Pieces by the names that surgery `nth` gave what they stand in. Raises BadInput."""
@@ -218,13 +245,15 @@ class _Kept:
     """Where the tensors of a state stand in the output.
 
     Those in `extended` have more rows there; `axes` has the axis along which a surgery added parts for its new layers.
-    Those in `joined` stand in pieces of others, and have no place of their own.
+    Those in `joined` stand in pieces of others, and have no place of their own; those in `cuts` are a part of
+    a wider one.
     """
 
     places: dict[str, str]
     extended: set[str]
     axes: dict[str, int]
     joined: dict[str, tuple[Piece, ...]]
+    cuts: dict[str, Cut]
 
 
 @dataclass(frozen=True)
@@ -277,6 +306,35 @@ class State:
         return tuple(found[layer] for layer in sorted(found))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Where a tensor lies in a wider one: `at` these indices of the tensor `within`, along `axis`."""
+
+    within: str
+    axis: int
+    at: tuple[int, ...]
+
+    def inside(self, wider: Cut) -> Cut:
+        """Where it lies once what holds it became a part of a still wider one."""
+        return Cut(wider.within, wider.axis, tuple(wider.at[index] for index in self.at))
+
+    def of(self, tensor: TensorInfo) -> PerLayer:
+        """What takes it out of the wider one, byte for byte. Raises BadInput where that is too narrow."""
+        size = tensor.shape[self.axis] if self.axis < len(tensor.shape) else 0
+        if not self.at or max(self.at) >= size:
+            raise BadInput(f"{printable(self.within)}: too narrow to hold what it was made of; was it edited?")
+        return PerLayer(Copy(tensor.name, tensor.dtype, tensor.shape), self.axis, size, self.at)
+
+
+def cuts_of(manifest: Surgery) -> dict[str, Cut]:
+    """Of each tensor of the base that a surgery made a part of a wider one, where it lies."""
+    return {
+        source: Cut(name, made.axis, at)
+        for name, made in manifest.new_tensors.items()
+        for source, at in made.places_of_parts().items()
+    }
+
+
 def _taken_out(tensor: TensorInfo, axis: int, layers: int, order: tuple[int, ...]) -> PerLayer | None:
     """The parts of the layers `order` of a tensor of the output; None where it has no part for each of its layers."""
     if not 0 <= axis < len(tensor.shape) or tensor.shape[axis] % layers:
@@ -327,15 +385,28 @@ What = Literal["last", "all"] | Sequence[int]
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """The `spans` (from, to) of a tensor along `axis` that do not train."""
+
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many rows, or columns, these are."""
+        return sum(end - begin for begin, end in self.spans)
+
+
+@dataclass(frozen=True)
 class TrainableSet:
     """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
 
-    `rows` says of those that train in part how many rows, from the first, stay as they are.
+    `fixed` says of those that train in part what of them stays as it is.
     """
 
     names: tuple[str, ...]
     operations: tuple[str, ...]
-    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
 
 
 def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
@@ -349,7 +420,7 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
     chosen: dict[str, None] = {}
     operations: list[str] = []
     everything = False
-    rows: dict[str, int] = {}
+    fixed: dict[str, Fixed] = {}
     lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)) if what == "all" else None
     surgeries = (manifest,) if lineage is None else lineage.since(0)
     for nth, surgery in enumerate(surgeries, 1):
@@ -372,14 +443,16 @@ def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> Trai
         for name, place in now.items():
             if (of := surgery.new_tensors[name].extends) is not None:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                rows.setdefault(place, surgery.base.tensors[of].shape[0])
+                fixed.setdefault(place, Fixed(0, ((0, surgery.base.tensors[of].shape[0]),)))
+            elif spans := surgery.new_tensors[name].fixed_spans:
+                fixed.setdefault(place, Fixed(surgery.new_tensors[name].axis, spans))
         # A later merge may have folded an earlier surgery's branches away.
         chosen |= dict.fromkeys(name for name in now.values() if surgery is manifest or name in out.tensors)
     if everything:
-        chosen, rows = dict.fromkeys(out.tensors), {}
+        chosen, fixed = dict.fromkeys(out.tensors), {}
     missing = [name for name in chosen if name not in out.tensors]
     if missing:
         raise BadInput(f"{shown}: names the new tensor {printable(missing[0])}, which no shard has; download it again")
     if not chosen:
         raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
-    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations), rows)
+    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations), fixed)

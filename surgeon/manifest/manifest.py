@@ -8,6 +8,7 @@ that its content asks for, so that no field was edited alone; who seals it anew 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surgeon.blueprint.draft import Promise
+from surgeon.blueprint.measured import MeasuredLayers, TextLoss
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary, MeasuredText
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of, renumbered
+from surgeon.families.anatomy import layer_of, owner_of, renumbered
 
 FORMAT = 1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -141,6 +143,52 @@ class NewTensor(StoredTensor):
         """Whether it stays as it is where new tensors train: the base computes with what it holds."""
         return self.per_layer is not None or self.recipe.get("still") is True
 
+    @property
+    def axis(self) -> int:
+        """Along which it was joined."""
+        axis = self.recipe.get("axis")
+        return axis if type(axis) is int else 0
+
+    @property
+    def joined(self) -> list[JoinedPart]:
+        """What stands side by side in it, where it was joined of several tensors."""
+        parts, sizes = self.recipe.get("joined"), self.recipe.get("sizes")
+        if not isinstance(parts, list) or not isinstance(sizes, list):
+            return []
+        sources = [part.get("copy") if isinstance(part, dict) else None for part in parts]
+        return [JoinedPart(source, size) for source, size in zip(sources, sizes, strict=False)]
+
+    @property
+    def begins(self) -> list[int]:
+        """Where along the axis each of the parts begins."""
+        return [0, *itertools.accumulate(part.size for part in self.joined)][:-1]
+
+    def places_of_parts(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor of the base in it the indices along the axis at which it lies, in its own order."""
+        found: dict[str, tuple[int, ...]] = {}
+        for begin, part in zip(self.begins, self.joined, strict=True):
+            if part.source is not None:
+                found[part.source] = (*found.get(part.source, ()), *range(begin, begin + part.size))
+        return found
+
+    @property
+    def fixed_spans(self) -> tuple[tuple[int, int], ...]:
+        """Where in it tensors of the base lie that do not train with it; those of grafts do."""
+        spans: list[tuple[int, int]] = []
+        for begin, part in zip(self.begins, self.joined, strict=True):
+            place = None if part.source is None else layer_of(part.source)
+            if place is not None and owner_of(place[2]) is None:
+                spans.append((begin, begin + part.size))
+        return tuple(spans)
+
+
+@dataclass(frozen=True)
+class JoinedPart:
+    """A part of a joined tensor: the base's tensor that it is (None for another), and its size along the axis."""
+
+    source: str | None
+    size: int
+
 
 class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
@@ -208,6 +256,35 @@ class VocabularyEntry(Entry):
     measured: list[MeasuredEntry]
 
 
+class TextLossEntry(Entry):
+    """What the base and what is left of it do on a text (`TextLoss`)."""
+
+    text: str
+    sha256: Sha256
+    tokens: Annotated[int, Field(ge=1)]
+    before: Annotated[float, Field(allow_inf_nan=False)]
+    after: Annotated[float, Field(allow_inf_nan=False)]
+    scores: list[Annotated[float, Field(allow_inf_nan=False)]]
+
+
+_Layer = Annotated[int, Field(ge=0)]
+_Number = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
+
+
+class DroppedEntry(Entry):
+    """The layers of the base that an operation took out: everything that drawing the plan again needs.
+
+    `layers` are these; `chosen` says that a measurement chose them, `merged` what became of layers that took others in
+    (by layer the factor), `silent` which of these layers add exactly nothing in the base (`MeasuredLayers`).
+    """
+
+    layers: list[_Layer]
+    chosen: bool
+    merged: dict[_Number, dict[_Number, int]]
+    silent: list[_Layer]
+    text: TextLossEntry | None
+
+
 class Surgery(Entry):
     """One applied plan: the base, what was done to it, and what training made of the result since.
 
@@ -233,6 +310,7 @@ class Surgery(Entry):
     training: list[TrainingEntry]
     vocabularies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], VocabularyEntry] = {}
     models: dict[str, ModelEntry] = {}
+    dropped: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], DroppedEntry] = {}
 
     @property
     def own(self) -> dict[str, Any]:
@@ -243,6 +321,11 @@ class Surgery(Entry):
     def inserted(self) -> dict[str, list[list[int]]]:
         """Of the tokenizer files that grew, where bytes were inserted, and how many."""
         return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
+
+    @property
+    def dropped_layers(self) -> dict[int, int]:
+        """The layers of the base that are not in the output, each with the operation that took it out."""
+        return {layer: int(number) for number, entry in self.dropped.items() for layer in entry.layers}
 
     @property
     def code(self) -> dict[str, Sha256]:
@@ -334,6 +417,23 @@ def vocabularies_of(manifest: Surgery, *, file: str) -> dict[int, GrownVocabular
     return found
 
 
+def measured_of(manifest: Surgery) -> dict[int, MeasuredLayers]:
+    """What was measured of the base's layers for the operations of the manifest's plan that took some out."""
+    return {
+        int(number): MeasuredLayers(
+            layers=tuple(entry.layers) if entry.chosen else (),
+            merged={int(layer): {int(of): by for of, by in made.items()} for layer, made in entry.merged.items()},
+            silent=frozenset(entry.silent),
+            text=None if entry.text is None else _text_loss(entry.text),
+        )
+        for number, entry in manifest.dropped.items()
+    }
+
+
+def _text_loss(entry: TextLossEntry) -> TextLoss:
+    return TextLoss(**entry.model_dump(exclude={"scores"}), scores=tuple(entry.scores))
+
+
 def parse(data: object, *, file: str) -> Manifest:
     """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be.
 
@@ -353,6 +453,7 @@ def parse(data: object, *, file: str) -> Manifest:
         _check_extended(surgery, file)
         _check_parts(surgery, file)
         _check_rows(surgery, file)
+        _check_joined(surgery, file)
     return manifest
 
 
@@ -416,6 +517,20 @@ def _row(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape[1:])
 
 
+def _check_joined(surgery: Surgery, file: str) -> None:
+    """Raise BadInput where a tensor is said to be joined of tensors that it cannot be joined of."""
+    for name, made in surgery.new_tensors.items():
+        if "joined" not in made.recipe:
+            continue
+        sizes = [part.size for part in made.joined]
+        fits = 0 <= made.axis < len(made.shape) and all(type(size) is int and size > 0 for size in sizes)
+        if not fits or sum(sizes) != made.shape[made.axis] or len(made.recipe["joined"]) != len(sizes):
+            raise BadInput(
+                f"{printable(file)}: {printable(name)} is said to be joined of parts that do not make it; was it edited"
+                " by hand?"
+            )
+
+
 def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
     """The JSON data of a file that surgeon writes (`what`: its format's key is surgeon_WHAT), as `model` has it.
 
@@ -436,10 +551,14 @@ def checked(model: type[EntryT], data: object, what: str, *, file: str) -> Entry
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
-    """For every base layer its number in the output; BadInput where the manifest contradicts itself."""
+    """For every base layer its number in the output, if it was not taken out.
+
+    BadInput where the manifest contradicts itself.
+    """
     layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
     named = sum(layer.base is not None for layer in manifest.layers)
-    if sorted(layers) != list(range(manifest.base.layers)) or named != len(layers):
+    gone = [layer for entry in manifest.dropped.values() for layer in entry.layers]
+    if sorted([*layers, *gone]) != list(range(manifest.base.layers)) or named != len(layers):
         raise BadInput(
             f"{printable(file)}: `layers` does not name each of the base's {manifest.base.layers} layers once;"
             " was it edited by hand?"
@@ -450,9 +569,11 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
     """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say.
 
-    Those that stand there in several pieces, or in a tensor with others, are left out (`pieces_of` has them).
+    Those that stand there in several pieces, or in a tensor with others, are left out (`pieces_of` has them), and those
+    of layers taken out.
     """
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
+    gone = manifest.dropped_layers
     places: dict[str, str] = {}
     moved = pieces_of(manifest)
     for name in manifest.base.tensors if names is None else names:
@@ -460,6 +581,9 @@ def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: s
             place = moved[name][0].place
             if len(moved[name]) == 1 and manifest.new_tensors[place].shape == manifest.base.tensors[name].shape:
                 places[name] = place
+            continue
+        of_layer = layer_of(name)
+        if of_layer is not None and of_layer[1] in gone:
             continue
         try:
             places[name] = renumbered(name, layers)
@@ -515,6 +639,10 @@ def pieces_of(manifest: Surgery) -> dict[str, tuple[Piece, ...]]:
 def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
     """What every tensor of the output holds, as far as the manifest says: born, kept, trained since."""
     held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
+    for made in manifest.new_tensors.values():
+        # What became a part of a wider tensor stands there alone.
+        for part in made.joined:
+            held.pop(part.source or "", None)
     for name, made in manifest.new_tensors.items():
         held[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
     for name, sha256 in manifest.trained.items():

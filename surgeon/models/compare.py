@@ -406,7 +406,8 @@ def compare_streamed(
 ) -> StreamedComparison:
     """Compare `base` and `out` on `ids` (windows, window), one unit of weights in memory at a time.
 
-    `layer_of_base[i]` is the index in `out` of the base's layer i. Each batch of `batch_size` windows
+    `layer_of_base[i]` is the index in `out` of the base's layer i; where that was taken out, of the layer below it
+    (-1: none), whose output it must then leave as it is. Each batch of `batch_size` windows
     reads both checkpoints 2 + `decode_tokens` times: one prefill, one cached prefill, and every decoded
     token, hence the small default. `progress(done, total)` counts decoder layers run.
     Memory: one unit of one model, the activations, the cache, and one batch of logits of each model.
@@ -421,7 +422,7 @@ def compare_streamed(
         failure=PromiseBroken,
     )
     depth = len(base_model.layers)
-    if len(layer_of_base) != depth or not all(0 <= i < len(out_model.layers) for i in layer_of_base):
+    if len(layer_of_base) != depth or not all(-1 <= i < len(out_model.layers) for i in layer_of_base):
         raise ValueError(f"layer_of_base must give {depth} layers of the output's {len(out_model.layers)}")
     if progress is not None:
         steps = min(decode_tokens, ids.shape[1] - 1)

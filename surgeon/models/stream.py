@@ -58,6 +58,8 @@ class StreamedModel:
         self.stored_as = self._stored_names()
         self.layers = self._decoder_layers()
         self.peak_weight_bytes = 0
+        # Units (by id) whose weights are not loaded: layers that are left out.
+        self.skipped: set[int] = set()
         self._weight_bytes = 0
         self._digests: list[bytes] = []
         self._move_buffers()
@@ -185,7 +187,9 @@ class StreamedModel:
         empty = {id(owner): dict(owner._parameters) for _, owner in owners}
 
         def fetch(_module: nn.Module, _args: Any) -> None:
-            for (owner, key, _), value in zip(slots, self._read([name for *_, name in slots]), strict=True):
+            if id(unit) in self.skipped:
+                return
+            for (owner, key, _), value in zip(slots, self.weights([name for *_, name in slots]), strict=True):
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
                 self._weight_bytes += value.nbytes
             self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes)
@@ -200,7 +204,7 @@ class StreamedModel:
         unit.register_forward_pre_hook(fetch)
         unit.register_forward_hook(drop, always_call=True)
 
-    def _read(self, names: list[str]) -> list[Tensor]:
+    def weights(self, names: list[str]) -> list[Tensor]:
         """The weights called `names`, on the device and in the dtype of the computation."""
         plain = [name for name in names if name not in self._made]
         held = self._stored([stored for name in plain for stored in self.stored_as[name]])

@@ -16,6 +16,8 @@ from pydantic_core import CoreSchema
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
+from surgeon.operations.drop_layers import DropLayers
+from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.grow_vocabulary import GrowVocabulary
 from surgeon.operations.insert_layers import InsertLayers
@@ -25,6 +27,8 @@ from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 from surgeon.operations.upcycle_experts import UpcycleExperts
+from surgeon.operations.widen_attention import WidenAttention
+from surgeon.operations.widen_ffn import WidenFFN
 
 GROUP = "surgeon.operations"
 _BUILT_IN: tuple[type[Operation], ...] = (
@@ -37,6 +41,10 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     MergeBranches,
     GrowVocabulary,
     UpcycleExperts,
+    DropLayers,
+    FoldAdapters,
+    WidenFFN,
+    WidenAttention,
 )
 
 

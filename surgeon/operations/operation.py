@@ -128,6 +128,26 @@ class NewTokens:
     measure: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class LayersOut:
+    """Layers that an operation takes out: those listed, or `count` that are chosen `by` what a text shows.
+
+    `text` is seen from the plan, and None where nothing is measured; `window` tokens are read at once, `windows` times.
+    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    by: Literal["block_influence", "angular", "loss", "laco"]
+    text: str | None
+    window: int
+    windows: int
+    candidates: int
+    merge: int
+    threshold: float
+    interval: int
+
+
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
@@ -179,6 +199,11 @@ class Operation(Spec):
     @property
     def new_tokens(self) -> NewTokens | None:
         """What it adds to the tokenizer; None where that stays as it is."""
+        return None
+
+    @property
+    def layers_out(self) -> LayersOut | None:
+        """The layers that it takes out; None where all of them stay."""
         return None
 
     @property

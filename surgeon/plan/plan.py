@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
 from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
@@ -74,13 +75,16 @@ def draw(
     config: Mapping[str, Any],
     adapters: Mapping[str, Adapter] | None = None,
     vocabularies: Mapping[int, GrownVocabulary] | None = None,
+    measured: Mapping[int, MeasuredLayers] | None = None,
 ) -> Blueprint:
     """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
 
     `adapters` are those that the plan imports, by its names for them, `vocabularies` what its operations add to the
-    tokenizer, by their numbers.
+    tokenizer, `measured` what was measured of layers for those that take some out, by their numbers.
     """
-    draft = Draft(anatomy, config, seed=loaded.plan.seed, adapters=adapters, vocabularies=vocabularies)
+    draft = Draft(
+        anatomy, config, seed=loaded.plan.seed, adapters=adapters, vocabularies=vocabularies, measured=measured
+    )
     for number, operation in enumerate(loaded.plan.operations):
         try:
             carry_out(operation, draft, number)
@@ -99,7 +103,10 @@ def carry_out(operation: Operation, draft: Draft, number: int) -> None:
             " own, to the output of this one"
         )
     _check_kind(operation, draft.anatomy)
+    before = draft.widenings
     draft.records.append(operation.edit(draft, number))
+    if before and draft.widenings == before:
+        raise BadInput("an earlier operation of this plan changes widths, which others do not know: apply two plans")
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import open_headers, prove_on_twin
+from surgeon.apply.preview import check_shapes, open_headers, prove_on_twin
 from surgeon.apply.vocabulary import vocabularies_of
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -191,6 +191,7 @@ def _tried(
         draft = Draft(anatomy, folder.config, seed=0, vocabularies=grown.facts)
         carry_out(asked, draft, 0)
         blueprint = draft.finish()
+        check_shapes(blueprint, anatomy, folder.own)
         prove_on_twin(blueprint, anatomy)
         if not blueprint.native:
             check_skeleton(blueprint)

@@ -50,7 +50,7 @@ def _plain(words: str, limit: int = 40) -> str:
 
 
 def _stack(history: History) -> Any:
-    figure, axes = _empty(7, 1 + 0.3 * len(history.layers))
+    figure, axes = _empty(7, 1 + 0.3 * max(len(history.layers), history.base_layers))
     offset = (len(history.layers) - history.base_layers) / 2
     for base in range(history.base_layers):
         axes.barh(base + offset, 0.8, height=0.8, color=_ORIGINS["base"], edgecolor="#525d6b")

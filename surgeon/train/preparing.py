@@ -59,7 +59,7 @@ def prepare(
     if wanted is not None:
         operations = wanted.operations
         _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
-        _tried(lambda: _check_rows(wanted, sharding if processes > 1 else None), wrong)
+        _tried(lambda: _check_fixed(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
         settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted), wrong)
@@ -94,12 +94,12 @@ def _teacher(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wa
     return within
 
 
-def _check_rows(wanted: TrainableSet, sharding: Sharding | None) -> None:
+def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:
     """BadInput where tensors that train in part would be sharded."""
-    if sharding is not None and wanted.rows:
+    if sharding is not None and wanted.fixed:
         raise BadInput(
-            f"{printable(min(wanted.rows))}: only its new rows train, which is not done with sharded weights; leave"
-            " `sharding` out, or name operations in `what` that add no tokens"
+            f"{printable(min(wanted.fixed))}: a part of it trains, which is not done with sharded weights; leave"
+            " `sharding` out, or name operations in `what` that add tensors of their own"
         )
 
 

@@ -34,7 +34,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
-from surgeon.manifest.lineage import CODE_NAME
+from surgeon.manifest.lineage import CODE_NAME, Fixed
 from surgeon.manifest.manifest import Manifest, Tool, TrainedTensor, TrainingEntry
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.stored import StoredNames
@@ -93,12 +93,12 @@ class Trained:
 
 
 def write_final(
-    out: CheckpointFolder, trained: Path, work: Path, *, rows: Mapping[str, int] | None = None
+    out: CheckpointFolder, trained: Path, work: Path, *, fixed: Mapping[str, Fixed] | None = None
 ) -> dict[str, Change]:
     """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's.
 
-    The first `rows` of a tensor did not train: they are written as the output has them. Raises PromiseBroken where they
-    are others in what was trained.
+    What is `fixed` of a tensor did not train: it is written as the output has it. Raises PromiseBroken where it is
+    another in what was trained.
     """
     tensors = load_file(trained)
     if tensors.keys() - out.tensors.keys():
@@ -108,12 +108,19 @@ def write_final(
         info = out.tensors[name]
         dtype = stored_dtype(info.dtype)
         before = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape).double()
-        if held := (rows or {}).get(name):
-            kept = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)[:held]
-            if not torch.equal(value[:held], kept.to(value.dtype)):
-                raise PromiseBroken(f"{printable(name)}: rows below {held} changed in training; nothing was published")
-            # A run in a narrower dtype held them rounded.
-            value = torch.cat([kept, value[held:].to(dtype)])
+        if held := (fixed or {}).get(name):
+            stored = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)
+            made = value.to(dtype)
+            for begin, end in held.spans:
+                kept, after = (each.narrow(held.axis, begin, end - begin) for each in (stored, value))
+                if not torch.equal(after, kept.to(value.dtype)):
+                    raise PromiseBroken(
+                        f"{printable(name)}: {begin} to {end} along axis {held.axis} changed in training, which were to"
+                        " stay; nothing was published"
+                    )
+                # A run in a narrower dtype held them rounded.
+                made.narrow(held.axis, begin, end - begin).copy_(kept)
+            value = made
         tensors[name] = value.to(dtype)
         delta = tensors[name].double() - before
         norm = float(before.norm())

@@ -32,7 +32,7 @@ from surgeon.data.packing import Batches
 from surgeon.data.recall import recalled
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.lineage import TrainableSet
+from surgeon.manifest.lineage import Fixed, TrainableSet
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
@@ -58,7 +58,7 @@ from surgeon.train.trainer import (
     TRAINED_FILE,
     Cadence,
     SurgeonTrainer,
-    hold_rows,
+    hold_fixed,
     losses_by_source,
     open_trackers,
     training_arguments,
@@ -323,8 +323,8 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     return trainer
 
 
-def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, int]]:
-    """The model, of which the wanted parameters train, their names, and of those that train in part the rows held."""
+def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
+    """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
     config = run.loaded.config
     model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
     names = unfreeze(model, run.wanted, base_names=run.out.tensors)
@@ -332,7 +332,7 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, int]]:
         # Loaded weights may be mapped from the file.
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.clone()
-    held = hold_rows(model, run.wanted, base_names=run.out.tensors)
+    held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
     parameters = trained_numbers(model, held)
     run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
     model.config.use_cache = False
@@ -342,10 +342,12 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, int]]:
     return model, names, held
 
 
-def trained_numbers(model: Any, held: Mapping[str, int]) -> int:
-    """How many numbers train, without rows that are held."""
+def trained_numbers(model: Any, held: Mapping[str, Fixed]) -> int:
+    """How many numbers train, without those that are fixed."""
     training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return sum(p.numel() - held.get(name, 0) * p[0].numel() for name, p in training)
+    fixed: int = sum(p.numel() // p.shape[held[n].axis] * held[n].size for n, p in training if n in held)
+    total: int = sum(p.numel() for _, p in training)
+    return total - fixed
 
 
 def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
@@ -358,7 +360,7 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
             f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
             " from the checkpoint before"
         )
-    changes = write_final(run.out, last / TRAINED_FILE, run.work, rows=run.wanted.rows)
+    changes = write_final(run.out, last / TRAINED_FILE, run.work, fixed=run.wanted.fixed)
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])

@@ -28,7 +28,7 @@ from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.manifest.lineage import TrainableSet
+from surgeon.manifest.lineage import Fixed, TrainableSet
 from surgeon.train.checkpoints import complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
@@ -66,7 +66,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None = None,
         preserving: Preserving | None = None,
-        held: Mapping[str, int] | None = None,
+        held: Mapping[str, Fixed] | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -82,7 +82,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.preserving = preserving
         # Steps in which `preserve` had something to teach on, since the last line of the log.
         self.taught = 0
-        # Parameters whose first rows do not train: nothing decays of them either.
+        # Parameters of which a part does not train: nothing decays of them either.
         self.held = dict(held or {})
 
     def get_train_dataloader(self) -> Any:
@@ -349,35 +349,36 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def hold_rows(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> dict[str, int]:
-    """Keep the gradient from the first rows of parameters that train in part; how many of each, by names in the model.
+def hold_fixed(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> dict[str, Fixed]:
+    """Keep the gradient from what is fixed of parameters that train in part; what that is, by names in the model.
 
     Their gradient is zero from the beginning, so AdamW's moments are, and without weight decay an update of exactly
     zero leaves them as they are. Raises WrongSet where such a parameter is made of several tensors.
     """
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names))) if wanted.rows else None
-    held: dict[str, int] = {}
+    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names))) if wanted.fixed else None
+    held: dict[str, Fixed] = {}
     parameters = dict(model.named_parameters())
     for name in wanted.names:
-        if stored is None or (rows := wanted.rows.get(name)) is None:
+        if stored is None or (fixed := wanted.fixed.get(name)) is None:
             continue
         targets = stored.in_memory([name])
         if len(targets) != 1:
-            raise WrongSet(
-                f"{printable(name)}: some rows of it train, yet it makes several parameters; nothing trained"
-            )
+            raise WrongSet(f"{printable(name)}: a part of it trains, yet it makes several parameters; nothing trained")
         # Of tied embeddings one name is the parameter's, the other only leads to it.
         if targets[0] in parameters and targets[0] not in held:
-            held[targets[0]] = rows
-            parameters[targets[0]].register_hook(_without_rows(rows))  # type: ignore[no-untyped-call]
+            held[targets[0]] = fixed
+            parameters[targets[0]].register_hook(_without(fixed))  # type: ignore[no-untyped-call]
     return held
 
 
-def _without_rows(rows: int) -> Callable[[Tensor], Tensor]:
-    """A hook that takes the gradient of the first rows away, before it is added up, clipped or sent anywhere."""
+def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
+    """A hook that takes the gradient of what is fixed away, before it is added up, clipped or sent anywhere."""
 
     def hook(gradient: Tensor) -> Tensor:
-        return torch.cat([torch.zeros_like(gradient[:rows]), gradient[rows:]])
+        gradient = gradient.clone()
+        for begin, end in fixed.spans:
+            gradient.narrow(fixed.axis, begin, end - begin).zero_()
+        return gradient
 
     return hook
 

@@ -3,7 +3,8 @@
 What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
 plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
 of the text that a plan had the base run on, and of other models that it took tensors from, what a growth of the
-vocabulary measured of texts and made its tokens of, and at birth of a computed tensor that was trained since.
+vocabulary measured of texts and made its tokens of, what was measured of layers before some were taken out, and at
+birth of a computed tensor that was trained since.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.plain import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
-from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, vocabularies_of
+from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, measured_of, vocabularies_of
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.beside import check_beside
@@ -80,6 +81,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         files=manifest.files,
         vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
         models={name: manifest.models.get(name, ModelEntry(id=name, sha256="0" * 64)) for name in plan_models},
+        measured=measured_of(manifest),
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.

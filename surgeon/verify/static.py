@@ -15,7 +15,7 @@ from surgeon._version import __version__
 from surgeon.apply.parts import parts_digest, pieces_digest, ranges_of
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, is_computed
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, Widened, describe, is_computed
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
@@ -30,10 +30,12 @@ from surgeon.manifest.lineage import Lineage, State, trainable_set
 from surgeon.manifest.manifest import (
     Base,
     Manifest,
+    NewTensor,
     StoredTensor,
     adapters_of,
     held_by,
     manifest_of,
+    measured_of,
     places_of,
     vocabularies_of,
 )
@@ -75,7 +77,7 @@ class Drawn:
         loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
         adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
-        return cls(loaded, draw(loaded, anatomy, config, adapters, grown), anatomy)
+        return cls(loaded, draw(loaded, anatomy, config, adapters, grown, measured_of(manifest)), anatomy)
 
 
 def check_static(
@@ -106,9 +108,11 @@ def check_static(
         *_parts(blueprint, manifest, base, digests[1]),
         *_rows(blueprint, manifest, base, *digests),
         _silence(blueprint, manifest, drawn.anatomy, out),
+        *_dropped(blueprint, drawn.anatomy, digests[0]),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
         *_extended(blueprint, out, digests[0]),
+        *_joined(blueprint, manifest, out, digests[0]),
         *_as_trained(manifest, digests[1]),
     ]
 
@@ -252,6 +256,27 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
     return Check.of("silent at birth", loud, "not the constant that keeps a new layer silent", kept)
 
 
+def _dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str]) -> list[Check]:
+    """Nothing where no layer was taken out as silent; else whether all those were, by the base's own bytes."""
+    gone = [
+        layer
+        for number, layers in blueprint.dropped.items()
+        if blueprint.operations[number].claim.promise == "exact"
+        for layer in layers
+    ]
+    if not gone:
+        return []
+    loud = [
+        info.name
+        for layer in gone
+        for suffix, value in anatomy.kinds[anatomy.kind_of[layer]].silence.items()
+        if base[(info := anatomy.layers[layer][suffix]).name]
+        != constant_digest(Constant(value, info.dtype, info.shape))
+    ]
+    kept = f"all {len(gone)} that were taken out added exactly nothing in the base"
+    return [Check.of("layers taken out", loud, "not the constant that keeps a layer silent", kept)]
+
+
 def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
     """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
     trained = manifest.trained
@@ -283,6 +308,33 @@ def _extended(blueprint: Blueprint, out: CheckpointFolder, base: dict[str, str])
     wrong = [name for name, recipe in recipes.items() if found.get(name) != base[recipe.of.source]]
     kept = f"the first {next(iter(recipes.values())).of.shape[0]:,} of {some(list(recipes))}, byte-identical"
     return [Check.of("old rows", wrong, "not byte-identical to the base's", kept)]
+
+
+def _joined(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, base: Mapping[str, str]) -> list[Check]:
+    """Nothing where no tensor became wider; else whether the base's lie in them, and what is to add nothing is zero."""
+    joined = [output for output in blueprint.outputs if isinstance(output.recipe, Widened)]
+    if not joined or any(record.trains == "all" for record in blueprint.operations):
+        return []
+    made = NewTensor(dtype="", shape=[], sha256="0" * 64, operation=0, recipe={})
+    wrong: list[str] = []
+    for output in joined:
+        recipe, info = output.recipe, out.tensors[output.name]
+        assert isinstance(recipe, Widened)
+        spans = made.model_copy(update={"recipe": describe(recipe)})
+        fixed = {index for begin, end in spans.fixed_spans for index in range(begin, end)}
+        for source, at in spans.places_of_parts().items():
+            if output.name in manifest.trained and not fixed >= set(at):
+                continue
+            held = PerLayer(Copy(info.name, info.dtype, info.shape), recipe.axis, info.shape[recipe.axis], at)
+            wrong += [output.name] if parts_digest(out.source, info, held) != base[source] else []
+        at_birth = output.name not in manifest.trained
+        for part, begin in zip(recipe.parts, spans.begins, strict=True):
+            if at_birth and isinstance(part, Constant):
+                span = tuple(range(begin, begin + part.shape[recipe.axis]))
+                held = PerLayer(Copy(info.name, info.dtype, info.shape), recipe.axis, info.shape[recipe.axis], span)
+                wrong += [output.name] if parts_digest(out.source, info, held) != constant_digest(part) else []
+    kept = f"{len(joined)} tensors hold those of the base byte for byte, and zeros where they add nothing"
+    return [Check.of("widened tensors", wrong, "not the base's with more beside it", kept)]
 
 
 def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
@@ -348,10 +400,11 @@ def check_earlier(
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
     grown = {state.places[name]: state.held[name] for name in state.more}
-    then = now | digests_of_rows(out, grown)
+    by_place = now | digests_of_rows(out, grown)
+    then = {name: by_place.get(place) for name, place in state.places.items()}
     for name, parts in state.parts.items():
-        then[state.places[name]] = parts_digest(out.source, out.tensors[state.places[name]], parts)
-    moved = [place for name, place in state.places.items() if then.get(place) != found.tensors[name].sha256]
+        then[name] = parts_digest(out.source, out.tensors[state.places[name]], parts)
+    moved = [place for name, place in state.places.items() if then[name] != found.tensors[name].sha256]
     joined = {name: pieces_digest(out.source, pieces) for name, pieces in state.joined.items()}
     moved += [name for name, digest in joined.items() if digest != found.tensors[name].sha256]
     held = held_by(manifest, file=file)
@@ -494,7 +547,7 @@ def _own_tensors(manifest: Manifest, places: dict[str, str], out: CheckpointFold
     expected = {*manifest.new_tensors, *places.values()}
     missing = expected - out.tensors.keys()
     # Where a merge folded tensors away, the promise says so: nothing else takes a base's tensor out.
-    if manifest.promise == "none":
+    if manifest.promise != "exact":
         missing &= manifest.new_tensors.keys()
     if missing:
         return Check("tensors", False, f"missing: {some(sorted(missing))}")

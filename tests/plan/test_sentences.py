@@ -80,6 +80,18 @@ OPERATIONS = [
     ("op: upcycle_experts, experts: 3, router: {prompts: [[a], [b]]}", "`prompts` has 2 lists for 3 experts; give one"),
     ("op: upcycle_experts, noise: 0.1", "`noise` has no meaning with `init: copy`"),
     ("op: upcycle_experts, init: noise, drop: 0.1", "`drop` has no meaning with `init: noise`"),
+    ("op: drop_layers", "give either `layers` (which go) or `count` (how many, chosen on `text`)"),
+    ("op: drop_layers, count: 2", "`count` needs `text`: which layers matter least is measured on it"),
+    (
+        "op: drop_layers, layers: [1], by: loss",
+        "`by: loss` chooses layers; with `layers` it has no meaning (`laco` merges them)",
+    ),
+    ("op: drop_layers, layers: [1], candidates: 2", "`candidates` is of `by: loss` only"),
+    (
+        "op: drop_layers, layers: [1], by: laco, merge: 2",
+        "`merge`, `threshold` and `interval` are of `by: laco` with `count` only",
+    ),
+    ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
     (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
     (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),

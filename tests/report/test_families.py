@@ -62,7 +62,11 @@ def test_a_described_base_with_two_types_of_layers(tmp_path: Path) -> None:
     norms = {"post_attention_layernorm.weight": -1.0, "post_feedforward_layernorm.weight": -1.0}
     assert all((kind.silence, kind.refusal) == (norms, "") for kind in found.kinds)
     refused = {trial.op: trial.refusal for trial in found.trials if trial.promise is None}
-    assert refused.keys() == {"merge_branches", "grow_vocabulary", "upcycle_experts"}
+    assert refused.keys() == {
+        *("merge_branches", "fold_adapters", "grow_vocabulary", "upcycle_experts", "widen_attention"),
+    }
+    # One group of heads more would not divide its hidden size; two do.
+    assert found.takes("widen_attention")
     assert "no tokenizer.json" in refused["grow_vocabulary"]
     assert [(trial.promise, trial.refusal) for trial in found.trials] == [previewed(t, base) for t in found.trials]
 

@@ -39,6 +39,10 @@ WORDS: Operations = [
 ]
 MIXTURE: Operations = [{"op": "upcycle_experts", "experts": 2, "top_k": 1}]
 MODELS: Operations = [{"op": "upcycle_experts", "form": "copies", "experts": ["base", "./fine-tuned"]}]
+DROP: Operations = [{"op": "drop_layers", "count": 1, "text": "text.txt", "window": 8, "windows": 4}]
+UNGATED: Operations = [{"op": "gated_adapters", "layers": [0, 2], "size": 4, "gate": "none"}]
+FOLD: Operations = [{"op": "fold_adapters"}]
+WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -114,6 +118,7 @@ def make(folder: Path) -> dict[str, Made]:
     grafted = grow(folder, "grafted", fused, GRAFTS)
     run = train(folder, grow(folder, "experts", grafted, EXPERTS))
     controlled = grow(folder, "controlled", first, CONTROL)
+    ungated = grow(folder, "ungated", first, UNGATED)
     return {
         "three": Made(grafted, run),
         "three from the first base": Made(first, run),
@@ -122,5 +127,8 @@ def make(folder: Path) -> dict[str, Made]:
         "vocabulary": grown_vocabulary(folder),
         "upcycled": Made(first, grow(folder, "upcycled", first, MIXTURE)),
         "of models": Made(first, grow(folder, "joined", first, MODELS)),
+        "shorter": Made(first, grow(folder, "shorter", first, DROP)),
+        "folded": Made(ungated, grow(folder, "folded", ungated, FOLD)),
+        "wider": Made(first, grow(folder, "wider", first, WIDEN)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }

@@ -39,6 +39,7 @@ UNSEEN: dict[str, str] = {
     r"adapters\.adapter\.tensors\.\*\.sha256": "the adapter's file is not at hand; what was imported is compared",
     r"models\.\*\.(id|sha256)": "how another model was called, and a digest of it; what was taken of it is compared",
     r"vocabularies\.0\.measured(\..*)?": "what a growth measured of texts, which verify is not given",
+    r"dropped\.0\.text\.(sha256|scores)(\..*)?": "what was measured on a text, which verify is not given",
     r"training": "the same run, said twice",
     r"training\.\*\.(tool|config|settings|steps|tokens|losses)(\..*)?": "what a run reports of itself",
     r"training\.\*\.tensors\.\*": "a tensor that trained and did not change, so that it is what it was at birth",
@@ -114,7 +115,7 @@ def edits(value: Any) -> Iterator[Any]:
             yield ("1" if value[0] == "0" else "0") + value[1:]
         case "new" | "all":
             yield "all" if value == "new" else "new"
-        case "exact" | "none":
+        case "exact" | "rounding" | "none":
             yield "none" if value == "exact" else "exact"
         case str():
             yield f"{value}x"

@@ -19,8 +19,11 @@ _PILL, _LETTER = 28.0, 6.0
 def stack_figure(history: History) -> Markup:
     """The picture. Every layer is a box; lines lead from a base layer to its present place."""
     layers = history.layers
-    height = _HEAD + _ROW * len(layers) + 4
-    old_top = _HEAD + (_ROW * (len(layers) - history.base_layers)) / 2
+    rows = max(len(layers), history.base_layers)
+    height = _HEAD + _ROW * rows + 4
+    old_top = _HEAD + (_ROW * (rows - history.base_layers)) / 2
+    # The number of the top row, where the output's layers begin half of the missing rows below it.
+    top = (rows + len(layers)) / 2 - 1
     now_at = {layer.base: layer for layer in layers if layer.base is not None}
     parts = [
         el("text", "base", x=_OLD_WIDTH / 2, y=12, class_="head", text_anchor="middle"),
@@ -29,7 +32,7 @@ def stack_figure(history: History) -> Markup:
     for base in range(history.base_layers):
         y = old_top + _ROW * (history.base_layers - 1 - base)
         if base in now_at:
-            there = _top(now_at[base], len(layers)) + _TALL / 2
+            there = _top(now_at[base], top) + _TALL / 2
             here, right = y + _TALL / 2, _NEW_LEFT
             bend = f"M{_OLD_WIDTH} {here:g}C{_OLD_WIDTH + 22} {here:g} {right - 22} {there:g} {right} {there:g}"
             parts.append(el("path", d=bend, class_="path"))
@@ -37,7 +40,7 @@ def stack_figure(history: History) -> Markup:
             el("rect", x=1, y=y, width=_OLD_WIDTH - 1, height=_TALL, rx=3, class_="layer base"),
             el("text", base, x=_OLD_WIDTH / 2, y=y + 14, class_="label", text_anchor="middle"),
         ]
-    parts += [_layer(layer, _top(layer, len(layers))) for layer in layers]
+    parts += [_layer(layer, _top(layer, top)) for layer in layers]
     made = [layer.index for layer in layers if layer.base is None]
     summary = f"{history.base_layers} layers became {len(layers)}"
     summary += f"; new: layers {show(made)}" if made else "; none is new"
@@ -93,8 +96,8 @@ def _legend_row(sample: Markup, words: str) -> Markup:
     return el("li", picture, el("span", words))
 
 
-def _top(layer: StackLayer, count: int) -> float:
-    return _HEAD + _ROW * (count - 1 - layer.index)
+def _top(layer: StackLayer, top: float) -> float:
+    return _HEAD + _ROW * (top - layer.index)
 
 
 def _layer(layer: StackLayer, y: float) -> Markup:

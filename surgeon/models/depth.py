@@ -1,0 +1,266 @@
+"""What the layers of a model are worth on a text: the base is run with some of them taken out, or merged.
+
+Block influence (Men et al. 2024, ShortGPT, equation 1): BI_l = 1 − E cos(x_l, x_{l+1}), x_l being what layer l reads.
+Angular distance of n layers (Gromov et al. 2024): arccos(cos(x_l, x_{l+n})) / π. LaCo (Yang et al. 2024): a layer takes
+the K above it in, θ_l + Σ_k (θ_{l+k} − θ_l). Means are over all tokens. Weights of one layer at a time are in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from surgeon.blueprint.measured import Stack, collapsed, runs_above
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.errors import BadInput, printable
+from surgeon.models.load import running
+from surgeon.models.stream import StreamedModel
+from surgeon.models.tokens import token_batches
+from surgeon.operations.operation import LayersOut
+
+# Logits of one batch of windows, in numbers.
+_MOST_LOGITS = 2**26
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layers that go, what becomes of those that take others in, the loss then, and what was gone by."""
+
+    layers: tuple[int, ...]
+    merged: Mapping[int, Mapping[int, int]]
+    loss: float
+    scores: tuple[float, ...]
+
+
+@dataclass
+class Run:
+    """One pass over the text: the mean loss, and of each pair of states `span` layers apart the mean cosine and angle.
+
+    `states` are what the last layer leaves, a tensor a batch.
+    """
+
+    loss: float = 0.0
+    cosines: list[float] = field(default_factory=list)
+    angles: list[float] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+
+    @property
+    def influence(self) -> list[float]:
+        """1 − E cos of every layer that ran, bottom up, where the span was one layer."""
+        return [1.0 - cosine for cosine in self.cosines]
+
+
+class Depth:
+    """A base and a text, on which its layers are measured."""
+
+    def __init__(self, folder: CheckpointFolder, ids: Tensor, kinds: Sequence[object]) -> None:
+        self.model = StreamedModel(folder, device=devices.resolve("auto"))
+        self.ids, self.kinds = ids, kinds
+        self.count = len(self.model.layers)
+        self.predictions = ids.numel() - len(ids)
+        self.whole: Stack = {layer: {layer: 1} for layer in range(self.count)}
+        self._stack = self.whole
+        self._watch: Callable[[Tensor], None] = _ignore
+        names = {id(module): name for name, module in self.model.module.named_modules()}
+        self._names = [names[id(layer)] for layer in self.model.layers]
+        for number, layer in enumerate(self.model.layers):
+            self._hook(number, layer)
+        self.first = self.run(self.whole)
+        self.before = self.first.loss
+
+    @classmethod
+    def of(
+        cls, base: CheckpointFolder, text: Path, kinds: Sequence[object], *, vocabulary: int, window: int, windows: int
+    ) -> Depth:
+        """Read the text by the base's tokenizer. Raises BadInput where it is too short, or the base cannot be run."""
+        tokens = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary)
+        if len(tokens.ids) < windows:
+            raise BadInput(
+                f"{printable(str(text))}: too short to measure layers on, {len(tokens.ids)} of {windows} windows of"
+                f" {window} tokens; give a longer text, or a smaller `windows`"
+            )
+        return cls(base, tokens.ids, kinds)
+
+    def choose(self, wanted: LayersOut) -> Choice:
+        """The layers that go by what is wanted. Raises BadInput where there are none."""
+        if wanted.layers:
+            if not all(layer < self.count for layer in wanted.layers) or len(set(wanted.layers)) >= self.count:
+                # Which of them is not there, the draft says.
+                return Choice((), {}, self.before, ())
+            return self._listed(wanted)
+        if wanted.count >= self.count:
+            raise BadInput(f"`count` {wanted.count} of {self.count} layers: at least one must stay")
+        match wanted.by:
+            case "block_influence":
+                return self._by_influence(wanted.count)
+            case "angular":
+                return self._by_angle(wanted.count)
+            case "loss":
+                return self._by_loss(wanted.count, wanted.candidates)
+            case "laco":
+                return self._by_merging(wanted)
+
+    def without(self, layers: Sequence[int]) -> Stack:
+        """The stack without these layers."""
+        return {layer: made for layer, made in self.whole.items() if layer not in layers}
+
+    def _listed(self, wanted: LayersOut) -> Choice:
+        if wanted.by != "laco":
+            return Choice(wanted.layers, {}, self.run(self.without(wanted.layers)).loss, ())
+        stack = self.whole
+        for below, above in runs_above(wanted.layers):
+            if below < 0 or any(self.kinds[layer] != self.kinds[below] for layer in above):
+                # Why not, the draft says.
+                return Choice((), {}, self.before, ())
+            stack = collapsed(stack, below, len(above))
+        return Choice(wanted.layers, _merged(stack), self.run(stack).loss, ())
+
+    def _by_influence(self, count: int) -> Choice:
+        scores = self.first.influence
+        gone = tuple(sorted(sorted(range(self.count), key=lambda layer: (scores[layer], layer))[:count]))
+        return Choice(gone, {}, self.run(self.without(gone)).loss, tuple(scores))
+
+    def _by_angle(self, count: int) -> Choice:
+        angles = self.run(self.whole, span=count).angles
+        first = min(range(len(angles)), key=lambda layer: (angles[layer], layer))
+        gone = tuple(range(first, first + count))
+        return Choice(gone, {}, self.run(self.without(gone)).loss, tuple(angles))
+
+    def _by_loss(self, count: int, candidates: int) -> Choice:
+        """At each step the layers of least influence are tried, and the one goes whose loss is least."""
+        stack, now = self.whole, self.first
+        for _ in range(count):
+            numbers, influence = list(stack), now.influence
+            ranked = sorted(range(len(numbers)), key=lambda place: (influence[place], place))[:candidates]
+            tried = []
+            for place in ranked:
+                left = {layer: made for layer, made in stack.items() if layer != numbers[place]}
+                tried.append((self.run(left), left))
+            now, stack = min(tried, key=lambda each: each[0].loss)
+        gone = tuple(layer for layer in self.whole if layer not in stack)
+        return Choice(gone, {}, now.loss, tuple(self.first.influence))
+
+    def _by_merging(self, wanted: LayersOut) -> Choice:
+        """LaCo, Algorithm 1: from the top down, each merge that keeps the last states near the base's is taken."""
+        stack, loss = self.whole, self.before
+        place = self.count - 1 - wanted.merge
+        found: list[float] = []
+        while place >= 0 and len(stack) > self.count - wanted.count:
+            numbers = list(stack)
+            merge = min(wanted.merge, len(numbers) - 1 - place, len(stack) - (self.count - wanted.count))
+            group = numbers[place : place + merge + 1]
+            if merge > 0 and len({self.kinds[layer] for layer in group}) == 1:
+                tried = collapsed(stack, numbers[place], merge)
+                run = self.run(tried)
+                near = self._likeness(run)
+                if near > wanted.threshold:
+                    stack, loss = tried, run.loss
+                    found.append(near)
+                    place = min(place - wanted.interval, len(stack) - 1 - wanted.merge)
+                    continue
+            place -= 1
+        if len(stack) > self.count - wanted.count:
+            raise BadInput(
+                f"laco: only {self.count - len(stack)} of {wanted.count} layers merge with a likeness above"
+                f" {wanted.threshold:g} (layers of one kind side by side); lower `threshold`, or ask for fewer"
+            )
+        gone = tuple(layer for layer in self.whole if layer not in stack)
+        return Choice(gone, _merged(stack), loss, tuple(found))
+
+    def _likeness(self, run: Run) -> float:
+        total = sum(float(_cosine(a, b).sum()) for a, b in zip(self.first.states, run.states, strict=True))
+        return total / self.ids.numel()
+
+    def run(self, stack: Stack, span: int = 1) -> Run:
+        """One pass over the text by what is left of the base. Raises BadInput where the model cannot be run."""
+        self._stack, found = stack, Run()
+        self.model.skipped = {id(layer) for number, layer in enumerate(self.model.layers) if number not in stack}
+        cosines, angles = [0.0] * (len(stack) + 1), [0.0] * (len(stack) + 1)
+        loss = 0.0
+        for ids in torch.split(self.ids, max(1, _MOST_LOGITS // (self.ids.shape[1] * self._vocabulary))):
+            recent: deque[Tensor] = deque(maxlen=span + 1)
+            place = 0
+
+            def keep(state: Tensor, recent: deque[Tensor] = recent) -> None:
+                nonlocal place
+                recent.append(state.detach())
+                if len(recent) > span:
+                    cosine = _cosine(recent[0], recent[-1])
+                    cosines[place] += float(cosine.sum())
+                    angles[place] += float(torch.arccos(cosine.clamp(-1, 1)).sum()) / math.pi
+                    place += 1
+
+            self._watch = keep
+            placed = ids.to(self.model.device)
+            with torch.inference_mode(), running(self.model.module):
+                logits = self.model.module(input_ids=placed, use_cache=False).logits
+            self.model.take_digests()
+            found.states.append(recent[-1].cpu())
+            predicted = logits[:, :-1].flatten(0, 1).float()
+            loss += float(functional.cross_entropy(predicted, placed[:, 1:].flatten(), reduction="sum").double())
+        pairs = len(stack) + 1 - span
+        found.loss = loss / self.predictions
+        found.cosines = [total / self.ids.numel() for total in cosines[:pairs]]
+        found.angles = [total / self.ids.numel() for total in angles[:pairs]]
+        if not math.isfinite(found.loss):
+            raise BadInput("the loss on the text is not finite; is the base whole?")
+        return found
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.module.get_input_embeddings().num_embeddings)
+
+    def _hook(self, number: int, layer: nn.Module) -> None:
+        """Let a layer pass its input on, or compute with merged weights, as the stack says; and show its states."""
+        native, outputs = layer.forward, 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal outputs
+            state = args[0] if args else kwargs["hidden_states"]
+            if number not in self._stack:
+                return (state, *[None] * (outputs - 1)) if outputs else state
+            self._merge(number, layer)
+            self._watch(state)
+            made = native(*args, **kwargs)
+            outputs = len(made) if isinstance(made, tuple) else 0
+            if number == max(self._stack):
+                self._watch(made[0] if outputs else made)
+            return made
+
+        layer.forward = forward
+
+    def _merge(self, number: int, layer: nn.Module) -> None:
+        made_of = self._stack[number]
+        if made_of == {number: 1}:
+            return
+        held = dict(layer.named_parameters())
+        totals = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in held.items()}
+        for other, factor in made_of.items():
+            values = self.model.weights([f"{self._names[other]}.{name}" for name in held])
+            for name, value in zip(held, values, strict=True):
+                totals[name].add_(value, alpha=factor)
+        for name, value in held.items():
+            value.data = totals[name].to(value.dtype)
+
+
+def _merged(stack: Stack) -> dict[int, dict[int, int]]:
+    return {layer: made for layer, made in stack.items() if made != {layer: 1}}
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Of each token the cosine of two states, in float32; 1 where they are the same, also where both are zero."""
+    found = functional.cosine_similarity(one.float(), other.float(), dim=-1)
+    return found.where((one != other).any(-1), 1.0)
+
+
+def _ignore(_state: Tensor) -> None:
+    """Nothing is watched."""

@@ -1,0 +1,83 @@
+"""`fold_adapters`: adapters without a gate become a part of the FFN beside which they stand.
+
+FFN and adapter are both W_d (σ(W_g x) ⊙ W_u x) with one σ, so their sum is an FFN with [W_g; G], [W_u; U] and [W_d, D]:
+the native class with a larger `intermediate_size`, and the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.grafts import Graft
+from surgeon.blueprint.recipes import Constant, Recipe
+from surgeon.errors import BadInput, printable
+from surgeon.families.family import Role
+from surgeon.operations.gated_adapters import GatedAdapters
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.selectors import show_layers
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, widen
+from surgeon.runtime.adapters_rules import ADAPTER
+
+_PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class FoldAdapters(Operation):
+    """Adapters without a gate become native width of the FFN."""
+
+    papers: ClassVar[tuple[Paper, ...]] = GatedAdapters.papers
+    training: ClassVar[TrainingDefaults] = GatedAdapters.training
+
+    op: Literal["fold_adapters"]
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Put the adapters' matrices beside the FFNs' own; FFNs without one get zeros, as all have one width."""
+        check_alone(draft, "intermediate_size")
+        folded = {index: graft for index, layer in enumerate(draft.layers) if (graft := layer.graft("adapters"))}
+        _check(draft, folded)
+        size = max(int(graft.entry["size"]) for graft in folded.values())
+        hidden, before = draft.anatomy.sizes.hidden, draft.anatomy.sizes.intermediate
+        for index, layer in enumerate(draft.layers):
+            more = {
+                role: _pieces(folded.get(index), role, size, hidden, draft.dtype_of(index)) for role in _PROJECTIONS
+            }
+            changed = widen(draft, index, ("gate", "up"), "down", more)
+            layer.rewritten |= dict.fromkeys(changed, number)
+            layer.grafts = [graft for graft in layer.grafts if graft.kind != "adapters"]
+        draft.settings.pop("local_loss", None)
+        draft.sizes["intermediate_size"] = before + size
+        left = "; other grafts stay" if any(layer.grafts for layer in draft.layers) or draft.bank else ""
+        return OperationRecord(
+            op=self.op,
+            matched=f"adapters of {show_layers(sorted(folded))}, FFNs of {before} become {before + size}{left}",
+            claim=Claim("rounding", f"FFN and adapter are one FFN of both widths; {ROUNDING}"),
+            trains="new",
+        )
+
+
+def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
+    """Raise BadInput where there is nothing to fold, or what cannot be."""
+    if not folded:
+        raise BadInput("there is no adapter to fold in this model")
+    if draft.anatomy.derivation is not None:
+        raise BadInput(
+            f"{printable(draft.anatomy.family.model_type)}: that its FFN computes just what an adapter does is known of"
+            " the model types that surgeon describes alone; leave the adapters beside it"
+        )
+    for index, graft in folded.items():
+        if (gate := graft.entry.get("gate", "relu")) != "none":
+            raise BadInput(
+                f"the adapter of layer {index} has a {gate} gate, one number for each token that multiplies what it"
+                " adds, and an FFN has none; only adapters with `gate: none` can be folded"
+            )
+    check_free(draft, beside=("adapters",))
+
+
+def _pieces(graft: Graft | None, role: Role, size: int, hidden: int, dtype: str) -> tuple[Recipe, ...]:
+    """What stands beside an FFN's projection: the adapter's, and zeros up to the width of the widest."""
+    own = () if graft is None else (graft.tensors[f"{ADAPTER}{_PROJECTIONS[role]}.weight"],)
+    rest = size - (int(graft.entry["size"]) if graft is not None else 0)
+    if not rest:
+        return own
+    return (*own, Constant(0.0, dtype, (hidden, rest) if role == "down" else (rest, hidden)))

@@ -1,0 +1,108 @@
+"""What operations that change widths share: an FFN's, or attention's, tensors with more rows or columns.
+
+Sums over a wider FFN, or over more heads, are taken in another order by most kernels, so the function is the same in
+exact arithmetic and logits differ by rounding, also where everything new is zero: on CPUs in float32 in most shapes, in
+bfloat16 in some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.errors import BadInput, printable
+from surgeon.families.family import Part, Role
+
+ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
+
+
+def check_alone(draft: Draft, size: str) -> None:
+    """Raise BadInput where an earlier operation of the plan changed something else than widths, or this `size` too."""
+    if len(draft.records) > draft.widenings:
+        raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
+    if size in draft.sizes:
+        raise BadInput(f"an earlier operation of this plan changes `{size}` too: join the two, or apply two plans")
+    draft.widenings += 1
+
+
+def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Part]:
+    """The tensors of a layer that hold rows of modules of these roles, by suffix.
+
+    Raises BadInput where one of the roles is not there as one plain matrix, as in a mixture of experts.
+    """
+    kind = draft.kind_of(layer)
+    found: dict[str, Part] = {}
+    for part in kind.parts:
+        named = [role for role, _ in part.blocks if role in roles]
+        if named and part.expert is not None:
+            raise BadInput(
+                f"layer {layer} ({printable(part.suffix)}): its FFN is a mixture of experts, whose widths surgeon does"
+                " not change"
+            )
+        if named:
+            found[part.suffix] = part
+    held = [role for part in found.values() if part.kind == "weight" for role, _ in part.blocks]
+    if wrong := next((role for role in roles if held.count(role) != 1), None):
+        raise BadInput(
+            f"layer {layer}: {held.count(wrong)} modules are known as its {wrong} projection, where one is needed; the"
+            " width of this model cannot change"
+        )
+    if kind.packed:
+        raise BadInput(f"layer {layer} is quantised: widen the full-precision model, and quantise the output")
+    return found
+
+
+def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:
+    """Raise BadInput where a graft has tensors as wide as what changes, but for those of the kinds `beside`."""
+    for index, layer in enumerate(draft.layers):
+        for graft in layer.grafts:
+            if graft.kind not in beside and (
+                graft.rules.branching or any("_proj" in suffix for suffix in graft.tensors)
+            ):
+                raise BadInput(
+                    f"layer {index} carries a graft ({graft.text}) of the width that it has now; revert it, or fold or"
+                    " merge it first"
+                )
+
+
+def with_rows(recipe: Recipe, part: Part, more: Mapping[Role, Sequence[Recipe]]) -> Widened:
+    """A tensor with more rows behind those of each of its blocks."""
+    if len(part.blocks) == 1:
+        return Widened((recipe, *more[part.role]), 0)
+    assert isinstance(recipe, Copy), part.suffix
+    pieces: list[Recipe] = []
+    begin = 0
+    for role, rows in part.blocks:
+        pieces += [Sliced(recipe, begin, begin + rows), *more[role]]
+        begin += rows
+    return Widened(tuple(pieces), 0)
+
+
+def widen(
+    draft: Draft, layer: int, reading: Sequence[Role], writing: Role, more: Mapping[Role, Sequence[Recipe]]
+) -> set[str]:
+    """Give a layer's modules that read the stream `more` rows, and the one that writes `more` columns.
+
+    Of biases of the former as many zeros; the latter's stays. Returns the suffixes that changed.
+    """
+    home = draft.layers[layer]
+    changed: set[str] = set()
+    for suffix, part in parts_with(draft, layer, (*reading, writing)).items():
+        recipe = home.tensors[suffix]
+        if part.blocks[0][0] == writing:
+            if part.kind != "weight":
+                continue
+            made = Widened((recipe, *more[writing]), 1)
+        elif part.kind == "weight":
+            made = with_rows(recipe, part, more)
+        else:
+            rows = {role: sum(piece.shape[0] for piece in more[role]) for role, _ in part.blocks}
+            zeros = {role: (Constant(0.0, recipe.dtype, (count,)),) for role, count in rows.items()}
+            made = with_rows(recipe, part, zeros)
+        odd = next((each.dtype for each in made.parts if each.dtype != recipe.dtype), None)
+        if odd is not None:
+            raise BadInput(f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and what is to stand in it is {odd}")
+        home.tensors[suffix] = made
+        changed.add(suffix)
+    return changed
