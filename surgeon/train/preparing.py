@@ -83,7 +83,7 @@ def _teacher(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wa
             " one (`surgeon recall` has the base write it), or say `on: all`"
         )
     try:
-        within = base_within(out, manifest, training=set(wanted.names) - wanted.rows.keys())
+        within = base_within(out, manifest, training=set(wanted.names) - wanted.fixed.keys())
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
     if within.rows is not None and asked.loss == "reverse_kl":
