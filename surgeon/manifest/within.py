@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, instead_of, shown_name
 from surgeon.manifest.manifest import Manifest, held_by
 
@@ -38,6 +39,11 @@ def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collecti
     state = Lineage.of(manifest, file=file).state(0, out)
     now = held_by(manifest, file=file)
     for name, place in state.places.items():
+        if name in state.parts and layer_of(name) is not None:
+            raise BadInput(
+                f"{shown_name(name, place)}: a part of a wider tensor, so the base is not run inside"
+                f" {printable(str(out.path))}; {instead_of(state.undone[0])}"
+            )
         if name in state.more or name in state.parts:
             continue
         if now[place].sha256 != state.base.tensors[name].sha256:
