@@ -152,6 +152,27 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (
         load_config,
+        f"{TRAIN}  - {{name: a, path: a.txt, share: 1, generate: {{tokens: 100}}}}\n",
+        4,
+        "sources[0] (a): ",
+        "give either `path` or `generate`",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, field: body, share: 1, generate: {{tokens: 100}}}}\n",
+        4,
+        "sources[0] (a): ",
+        "`field`, `split` and files of `validation` are for texts that are there, not `generate`",
+    ),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, share: 1, generate: {{tokens: 100, prompts: template}}}}\n",
+        4,
+        "sources[0] (a): ",
+        "`prompts: template` makes chats (`kind: chat`), all else texts; change one of them",
+    ),
+    (
+        load_config,
         f"{TRAIN}  - {{name: a, path: a.txt, revision: main, share: 1}}\n",
         4,
         "sources[0] (a): ",
