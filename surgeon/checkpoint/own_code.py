@@ -86,5 +86,7 @@ def module_and_class(code: OwnCode, auto: str) -> tuple[str, str] | None:
         )
     module, _, name = reference.partition(".")
     if f"{module}.py" not in code.files:
-        raise BadInput(f"config.json: `auto_map` names {shown} for {auto}, but {module}.py is not beside the weights")
+        raise BadInput(
+            f"config.json: `auto_map` names {shown} for {auto}, but {module}.py is not beside the weights; put it there"
+        )
     return module, name

@@ -42,6 +42,9 @@ def first_line(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return "it has code of its own, which runs only with --trust-remote-code"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Class validation error"):
+        # What a config's own check found stands below the name of the check.
+        lines = [lines[1].removeprefix("ValueError: ")]
     return printable(lines[0] if lines else type(error).__name__, limit=300)
 
 

@@ -22,6 +22,8 @@ from surgeon.families.twin import one_thread, shrunk, twin_of
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.rules import BRANCH
 
+_USE = "use another model, or full fine-tuning"
+
 _SEED = 11
 
 
@@ -63,7 +65,9 @@ def _prove_encoder(before: Skeleton, after: Skeleton) -> None:
                 one = _encoded(before, tokens, mask, "without")
                 other = _encoded(after, tokens, mask, "with")
             if not torch.equal(one, other):
-                raise BadInput(f"on a twin of this model the output{kind} is not the base's once it has its controls")
+                raise BadInput(
+                    f"on a twin of this model the output{kind} is not the base's once it has its controls; {_USE}"
+                )
             if not kind:
                 _check_moves(after, tokens, mask)
 
@@ -73,7 +77,7 @@ def _encoded(twin: Skeleton, tokens: Any, mask: Any, how: str, **more: Any) -> A
     try:
         output = twin.model(input_ids=tokens, attention_mask=mask, return_dict=True, **more)[0]
     except LOAD_FAILURES as error:
-        raise BadInput(f"a twin of this model cannot be run {how} controls ({first_line(error)})") from error
+        raise BadInput(f"a twin of this model cannot be run {how} controls ({first_line(error)}); {_USE}") from error
     return output[mask.bool()] if output.shape[:2] == mask.shape else output
 
 
@@ -91,7 +95,7 @@ def _check_moves(twin: Skeleton, tokens: Any, mask: Any) -> None:
     held = dict(model.named_parameters())
     still = [name for name in names if name.endswith("lora_B") and not _has_gradient(held[name])]
     if still:
-        raise BadInput(f"on a twin of this model {still[0]} gets no gradient, so it would never learn")
+        raise BadInput(f"on a twin of this model {still[0]} gets no gradient, so it would never learn; {_USE}")
     model.eval()
 
 

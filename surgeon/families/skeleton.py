@@ -171,7 +171,9 @@ def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
     if code is not None:
         model = own_class(code, CAUSAL)
         if model is None:
-            raise BadInput(f"config.json: its `auto_map` names no {CAUSAL}, so there is no text decoder to operate on")
+            raise BadInput(
+                f"config.json: its `auto_map` names no {CAUSAL}, so it has no decoder to operate on; name it there"
+            )
         return own_class(code, "AutoConfig") or model.config_class, model
     encoder = encoder_auto(config)
     auto = encoder or auto_of(config)
@@ -251,7 +253,7 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
     if len(beside) > 1:
         raise BadInput(
             f"config.json: this {shown} keeps the parts of its layers in lists of their own ({', '.join(beside)}), so"
-            " nothing holds a layer that a control could stand in"
+            " nothing holds a layer that a control could stand in; use another model, or full fine-tuning"
         )
     if not found:
         kind = "encoder" if encoder else "decoder"

@@ -85,16 +85,16 @@ class Dense:
         """Raise BadInput for a layer that has no gated MLP of three matrices, or has experts already."""
         experts = next((suffix for suffix in self.shapes if "expert" in suffix or "moe." in suffix), None)
         if experts is not None:
-            raise BadInput(f"{printable(experts)}: the base is a mixture of experts already")
+            raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
         gated = {_GATE, _UP} <= self.shapes.keys() or _BOTH in self.shapes
         if not gated or _DOWN not in self.shapes:
             raise BadInput(
                 "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
-                " classes known here have just these"
+                " classes known here have just these; use another base"
             )
         biased = next((s for s in self.shapes if s.startswith("mlp.") and s.endswith(".bias")), None)
         if biased is not None:
-            raise BadInput(f"{printable(biased)}: an MLP with biases, which experts have not")
+            raise BadInput(f"{printable(biased)}: an MLP with biases, which experts have not; use another base")
 
     @property
     def width(self) -> int:
@@ -136,7 +136,7 @@ class Dense:
         if window >= self.full["max_position_embeddings"]:
             return None
         if len(set(types)) > 1:
-            raise BadInput("some of its layers have an attention window and some have none")
+            raise BadInput("some of its layers have an attention window and some have none; use another base")
         return int(window)
 
     def source(self, role: str) -> Take:
@@ -306,7 +306,7 @@ def _rope(dense: Dense) -> dict[str, Any]:
 
 def _without_window(dense: Dense) -> None:
     if dense.window is not None:
-        raise BadInput(f"it has no attention window, and the base one of {dense.window} tokens")
+        raise BadInput(f"it has no attention window, and the base one of {dense.window} tokens; use another `target`")
 
 
 def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
@@ -478,7 +478,9 @@ def target_for(
     told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
     dense = _dense(*told)
     if dense.width % mixture.segments:
-        raise BadInput(f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP")
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP; give a divisor"
+        )
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
     reasons: list[str] = []
     for target in asked:

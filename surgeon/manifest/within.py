@@ -44,6 +44,11 @@ def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collecti
                 f"{shown_name(name, place)}: a part of a wider tensor, so the base is not run inside"
                 f" {printable(str(out.path))}; {instead_of(state.undone[0])}"
             )
+        if _module(name) != _module(place):
+            raise BadInput(
+                f"{shown_name(name, place)}: in a module of another kind, whose other parts cannot be left out, so the"
+                f" base is not run inside {printable(str(out.path))}; {instead_of(state.undone[0])}"
+            )
         if name in state.more or name in state.parts:
             continue
         if now[place].sha256 != state.base.tensors[name].sha256:
@@ -61,3 +66,9 @@ def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collecti
     grown = [state.held[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
     return Within(len(manifest.layers), inserted, min(grown, default=None), newborn)
+
+
+def _module(name: str) -> str:
+    """A tensor's name, the same whatever the number of its layer."""
+    place = layer_of(name)
+    return name if place is None else f"{place[0]}*.{place[2]}"

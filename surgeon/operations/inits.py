@@ -90,6 +90,8 @@ class Init(Spec):
     origin: ClassVar[Origin] = "made"
     # Whether it reads the layer above its gap, which the topmost gap has not.
     reads_above: ClassVar[bool] = False
+    # Whether it learns from all layers of the base that are like those beside its gap.
+    reads_all: ClassVar[bool] = False
     # Whether several new layers in one gap differ.
     several: ClassVar[bool] = True
 
@@ -312,6 +314,7 @@ class Lesa(Init):
     paper: ClassVar[Paper] = _LESA
     origin: ClassVar[Origin] = "made"
     reads_above: ClassVar[bool] = True
+    reads_all: ClassVar[bool] = True
     several: ClassVar[bool] = False
 
     kind: Literal["lesa"]

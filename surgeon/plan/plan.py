@@ -106,7 +106,7 @@ def carry_out(operation: Operation, draft: Draft, number: int) -> None:
     before = draft.widenings
     draft.records.append(operation.edit(draft, number))
     if before and draft.widenings == before:
-        raise BadInput("an earlier operation of this plan changes widths, which others do not know: apply two plans")
+        raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:

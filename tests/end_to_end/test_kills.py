@@ -55,7 +55,7 @@ for trial in range(trials):
         assert surgeon.verify(base, out, logits=False).holds
         seen["complete"] += 1
         if rng.random() < 0.5:
-            surgeon.apply("llama-pro", base, out) if staging.exists() else None
+            surgeon.apply("llama-pro", base, out) if (staging / "journal.jsonl").exists() else None
         shutil.rmtree(out)
         shutil.rmtree(staging, ignore_errors=True)
     else:

@@ -103,13 +103,19 @@ def test_the_proof_has_power() -> None:
     made = grown(config, found.skeleton, order)
     kept = [True, True, False, True, True]
     silent = dict(found.silence[0].values)
-    prove(config, made, order, kept, [{}, {}, silent, {}, {}], heads=found.heads)
+    prove(config, made, order, kept, [{}, {}, silent, {}, {}], {}, heads=found.heads)
     for values in ({}, dict(list(silent.items())[:1])):
         with pytest.raises(BadInput, match="layer 3 of the output does not get what it got before"):
-            prove(config, made, order, kept, [{}, {}, values, {}, {}], heads=found.heads)
+            prove(config, made, order, kept, [{}, {}, values, {}, {}], {}, heads=found.heads)
     with pytest.raises(BadInput, match="the logits are not the base's"):
         prove(
-            config, made, [0, 2, 1, 1, 3], [True, True, False, True, True], [{}, {}, silent, {}, {}], heads=found.heads
+            config,
+            made,
+            [0, 2, 1, 1, 3],
+            [True, True, False, True, True],
+            [{}, {}, silent, {}, {}],
+            {},
+            heads=found.heads,
         )
 
 

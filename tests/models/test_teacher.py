@@ -30,8 +30,15 @@ ADDED: dict[str, list[dict[str, Any]]] = {
     "pmoe_experts": [{"op": "pmoe_experts", "threshold": 2, "slots": 2}],
     "mixture_of_control": [{"op": "mixture_of_control", "rank": 4}],
 }
-# Two that leave nothing of their own behind: no base within, or no model of their own.
-NOT_WITHIN = {"stack_layers", "merge_branches", "grow_vocabulary", "imported_lora"}
+# Those that leave nothing behind in which the base could be run: parts of wider tensors, modules of another class,
+# layers that are gone, no model of their own.
+REFUSED = {
+    "upcycle_experts": ({"op": "upcycle_experts", "experts": 4}, "in a module of another kind"),
+    "drop_layers": ({"op": "drop_layers", "layers": [2]}, "layer 2: taken out by surgery 1"),
+    "widen_ffn": ({"op": "widen_ffn", "by": 8}, "a part of a wider tensor"),
+    "widen_attention": ({"op": "widen_attention", "groups": 2}, "a part of a wider tensor"),
+}
+NOT_WITHIN = {"stack_layers", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"}
 
 
 def added(folder: Path, base: Path, operations: list[dict[str, Any]]) -> tuple[Any, Within]:
@@ -89,7 +96,17 @@ def test_of_several_surgeries_the_first_base(tmp_path: Path) -> None:
 
 
 def test_every_operation_is_here() -> None:
-    assert ADDED.keys() | NOT_WITHIN >= set(OPERATIONS)
+    assert ADDED.keys() | REFUSED.keys() | NOT_WITHIN >= set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_the_base_cannot_be_run_is_said(name: str, tmp_path: Path) -> None:
+    operation, reason = REFUSED[name]
+    (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": [operation]}))
+    surgeon.apply(tmp_path / "plan.yaml", str(tiny.checkpoint(tmp_path / "base", "llama")), tmp_path / "out")
+    out = CheckpointFolder.open(tmp_path / "out")
+    with pytest.raises(BadInput, match=reason):
+        base_within(out, manifest_of(out))
 
 
 def test_what_is_no_longer_within_is_refused(tmp_path: Path) -> None:

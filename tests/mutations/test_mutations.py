@@ -108,7 +108,7 @@ MUTATIONS = {
     "new init": Mutation(
         (
             ("operations/inits.py", "\n# An init's `kind`", NONSENSE_INIT),
-            ("operations/inits.py", "RandomInit, Shuffle)", "RandomInit, Shuffle, NonsenseInit)"),
+            ("operations/inits.py", "Shuffle, Lesa)", "Shuffle, Lesa, NonsenseInit)"),
         ),
         ("tests/operations/test_inits.py", "tests/plan/test_schema.py"),
     ),
