@@ -64,15 +64,15 @@ GRAFTS = (
     "{op: pmoe_experts, threshold: 1}",
     "{op: mixture_of_control, rank: 4}",
 )
-# Beside new layers and old: experts stored one by one, dense layers below them, the text part of a larger model, norms
-# behind blocks (hybrids below); beside quantised ones what transformers' kernels do not replace.
+# Beside new layers and old: experts stored one by one, the text part of a larger model, norms behind blocks (hybrids
+# below); beside quantised ones what transformers' kernels do not replace.
 GRAFTED = {
-    **dict.fromkeys(("mixtral", "glm4_moe", "gemma3", "olmo3", "smollm3"), GRAFTS),
+    **dict.fromkeys(("mixtral", "gemma3", "olmo3"), GRAFTS),
     "gpt_oss": (GRAFTS[1],),
 }
 
-# Experts one by one, names that differ, one list of layers inside two models, tied embeddings.
-STREAMED = ("mixtral", "granitemoehybrid", "llama4", "gpt2")
+# Names that differ, one list of layers inside two models, tied embeddings.
+STREAMED = ("granitemoehybrid", "llama4", "gpt2")
 
 # Whose processors of images run here, or the package that they lack.
 IMAGES = {"qwen3_5_moe": "", "gemma3": "", "gemma4": "", "llama4": "torchvision", "mistral3": "Torchvision"}
@@ -236,7 +236,7 @@ def test_layers_above_the_stack_stay_above_it(plan: Path, tmp_path: Path) -> Non
 
 
 def test_every_way_to_grow_and_to_undo(tmp_path: Path) -> None:
-    """Experts one by one: averaged, drawn, stacked, grown twice, carried as a delta, taken back step by step."""
+    """Experts one by one: drawn, stacked, grown twice, carried as a delta, taken back step by step."""
     base = tiny_decoder(tmp_path / "base", "qwen3_moe")
 
     def applied(name: str, operation: str, onto: Path = base) -> Path:
@@ -246,7 +246,6 @@ def test_every_way_to_grow_and_to_undo(tmp_path: Path) -> None:
         return tmp_path / name
 
     for name, operation, exact in (
-        ("average", "{op: insert_layers, where: {after: [0]}, init: {kind: average}}", True),
         ("random", "{op: insert_layers, where: {every: 2}, init: {kind: random}}", True),
         ("loud", "{op: insert_layers, where: {every: 2}, init: {kind: copy}, zero_init: false}", False),
         ("stack", "{op: stack_layers, bottom: 3, top: 3}", False),
