@@ -362,21 +362,10 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Shuffled:
+class Shuffled(_OfOne):
     """The elements of `of` in a random order, seeded from (the plan's seed, `key`) (OpT-DeUS, Table 7)."""
 
-    of: Recipe
     key: str
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of what is shuffled."""
-        return self.of.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of what is shuffled."""
-        return self.of.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,7 +596,7 @@ def sources(recipe: Recipe) -> Iterator[Recipe]:
             yield scales
         case Joined(pieces):
             yield from dict.fromkeys(piece.of for piece in pieces)
-        case Shuffled(of, _) | OneExpert(of) | Extended(of, _) | PerLayer(of) | Columns(of) | _OfOne(of) | Repeated(of):
+        case OneExpert(of) | Extended(of, _) | PerLayer(of) | Columns(of) | _OfOne(of) | Repeated(of):
             yield of
         case Sliced(of):
             yield of

@@ -213,7 +213,9 @@ def test_off_keeps_nothing(base: Path, plan: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_written_is_no_trouble(base: Path, plan: Path, kept: Path) -> None:
     kept.parent.write_text("a file")
-    surgeon.preview(plan, base)
+    shown = surgeon.preview(plan, base)
+    assert shown.blueprint.promise == "exact"
+    assert kept.parent.read_text() == "a file"
 
 
 def test_the_oldest_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
