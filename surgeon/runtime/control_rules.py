@@ -16,7 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal, Values
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight
+from .rules import (
+    BRANCH,
+    GraftRules,
+    Kind,
+    Surgery,
+    built,
+    by_layer,
+    check_layers,
+    fraction,
+    one_of,
+    refuse_pipeline,
+    weight,
+)
 
 INTERPOLATOR = "interpolator."
 DIVERGENCES = ("mse", "cosine", "none")
@@ -225,6 +237,7 @@ class ControlRules(GraftRules):
         """Layers exist, and what projects has something to project for."""
         blocks: dict[int, ControlSpec] = surgery.of[self.name]
         check_layers(blocks, surgery.trunk_layers, "control")
+        refuse_pipeline(config, "an expanded twin stands beside its layer and is counted as one behind the last")
         for block in blocks.values():
             if self.interpolators[block.interpolator.kind].projects and block.divergence.kind == "none":
                 raise ValueError(

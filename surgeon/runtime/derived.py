@@ -86,12 +86,12 @@ class DerivedSite(Site):
         """Take grafts that stand at `seat`."""
         # Past nn.Module, which would take the seat for a part of the block.
         self.__dict__["seat"] = seat
-        self.reads = next(iter(inspect.signature(super().forward).parameters))
+        self.reads = next(iter(inspect.signature(self.forward).parameters))
         self.grafts = grafts
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The native output with what grafts make of it; experts may give it as one row a token."""
-        output, rest = one_tensor(super().forward(*args, **kwargs))
+        output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
         frame, shape = current_frame(), output.shape
         output = output.reshape(x.shape)
@@ -268,6 +268,7 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         if flow is None and crossing:
             flow = Flow()
         if flow is not None:
+            flow.packed = given.get("cu_seq_lens_q") is not None
             for graft in crossing:
                 inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
                 graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))

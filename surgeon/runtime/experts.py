@@ -26,15 +26,15 @@ from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSp
 from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
 from .newborn import LowRank, Newborn, at_least_fp32
-from .rules import Surgery
+from .rules import Surgery, served_by_vllm
 
 
 class LoraSlot(LowRank):
     """One slot at one linear module."""
 
 
-class ExpertLinear(nn.Linear):
-    """A native linear module with slots; those present here may be some of the model's."""
+class WithSlots(nn.Module):
+    """Mixed in before a linear module: slots beside it; those present here may be some of the model's."""
 
     def __init__(self, native: nn.Linear, specs: Sequence[SlotSpec], *, routed: bool) -> None:
         super().__init__(native.in_features, native.out_features, bias=native.bias is not None)
@@ -46,7 +46,7 @@ class ExpertLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """… in to … out."""
-        output = super().forward(x)
+        output: Tensor = super().forward(x)
         routing = None
         if self.routed:
             frame = current_frame()
@@ -67,6 +67,29 @@ class ExpertLinear(nn.Linear):
         elif group[0].scale != 1.0:
             narrow = narrow * group[0].scale
         return F.linear(narrow, up)
+
+
+class ExpertLinear(WithSlots, nn.Linear):
+    """A native linear module with slots."""
+
+
+class Affine(nn.Module):
+    """W x + b under the names of `nn.Linear`, and none of its class: vLLM puts modules of its own in their places."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width_out, width_in))
+        self.register_parameter("bias", nn.Parameter(torch.empty(width_out)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """… in to … out."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ExpertAffine(WithSlots, Affine):
+    """The same in vLLM, which loads its tensors and leaves the module."""
 
 
 def _grouped(specs: Sequence[SlotSpec]) -> list[tuple[SlotSpec, ...]]:
@@ -136,10 +159,10 @@ class ExpertGraft(Graft, ExpertRules):
     """Experts and their router."""
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """`ExpertLinear` in the place of every module that a slot targets; in one layer the router."""
+        """A module with slots in the place of every one that a slot targets; in one layer the router."""
         found: Experts = surgery.of[self.name]
         if index in found.by_layer:
-            attach_experts(layer, found.by_layer[index])
+            attach_experts(layer, found.by_layer[index], ExpertAffine if served_by_vllm(config) else ExpertLinear)
         if found.router is None or found.router.layer != index:
             return index in found.by_layer
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
@@ -167,15 +190,15 @@ class ExpertGraft(Graft, ExpertRules):
         return {"slots": (LoraSlot, slots), "router columns": (RouterColumn, columns)}
 
 
-def attach_experts(layer: nn.Module, spec: ExpertsSpec) -> None:
-    """Put `ExpertLinear` in the place of every module of the layer that a slot targets."""
+def attach_experts(layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = ExpertLinear) -> None:
+    """Put a `kind` in the place of every module of the layer that a slot targets."""
     for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
         native = layer.get_submodule(target)
         if not isinstance(native, nn.Linear):
             raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
         here = [slot.at(target) for slot in spec.slots if target in slot.targets]
         parent, _, name = target.rpartition(".")
-        setattr(layer.get_submodule(parent), name, ExpertLinear(native, here, routed=spec.routed))
+        setattr(layer.get_submodule(parent), name, kind(native, here, routed=spec.routed))
 
 
 def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:

@@ -18,7 +18,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, as_linear, low_rank_births
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, check_layers, weight, without_numbers
+from .rules import (
+    BRANCH,
+    GraftRules,
+    Kind,
+    Surgery,
+    built,
+    check_layers,
+    refuse_pipeline,
+    vllm_ranks,
+    weight,
+    without_numbers,
+)
 
 ROUTER = "expert_router."
 _SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")
@@ -231,6 +242,12 @@ class ExpertRules(GraftRules):
         """Layers exist; the router stands below what it weighs and has a column for every slot."""
         found: Experts = surgery.of[self.name]
         check_layers(found.by_layer, surgery.layers, "experts")
+        refuse_pipeline(config, "the router of PMoE's slots must reach all deeper layers")
+        if vllm_ranks(config)[0] > 1:
+            raise ValueError(
+                "vLLM splits matrices over processes here, but does not split PMoE's slots beside them; set "
+                "tensor_parallel_size to 1"
+            )
         if found.router_loss.task_id > 0 and found.router is None:
             raise ValueError("config.surgery: router_loss task_id needs an expert_router, and there is none")
         if found.router is not None:

@@ -17,6 +17,8 @@ from .losses import Flow
 from .rules import Surgery, read_surgery
 
 
+# A site adds what stands beside its block in `__call__` and leaves `forward` native: vLLM reads the source of a class's
+# `forward` to find where attention is computed and which projections it may fuse.
 class Site(nn.Module):
     """Mixed in before a native block: `grafts` stand beside it."""
 
@@ -39,9 +41,9 @@ class AttentionSite(Site):
         super().__init__(config, layer_idx)
         self.grafts = grafts
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The native output and weights, B T D the output."""
-        output, *rest = super().forward(hidden_states, *args, **kwargs)
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The native output with what grafts make of it, B T D, and the weights."""
+        output, *rest = super().__call__(hidden_states, *args, **kwargs)
         return self.beside(hidden_states, output), *rest
 
 
@@ -55,9 +57,9 @@ class FeedForwardSite(Site):
         super().__init__(config)
         self.grafts = grafts
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The native output and what grafts make of it, B T D."""
-        return self.beside(x, super().forward(x))
+    def __call__(self, x: Tensor) -> Tensor:
+        """The native output with what grafts make of it, B T D."""
+        return self.beside(x, super().__call__(x))
 
 
 class GraftedLayer(nn.Module):

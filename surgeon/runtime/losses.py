@@ -26,14 +26,16 @@ class Flow:
 
     `valid` (B T, bool; None where no loss is asked for) are the tokens that count in losses, `domains` (B T) their
     domains; layers leave their losses in `losses`, by the output's field, weighted ones beside them. `routing` (B T
-    slots) is there from a router's layer on; `mixing` is what the model shares among its layers. A caller may pass a
-    flow of its own to a model, to see afterwards what was routed where.
+    slots) is there from a router's layer on; `mixing` is what the model shares among its layers; `packed`: a row
+    holds several sequences, as in continuous batching. A caller may pass a flow of its own to a model, to see
+    afterwards what was routed where.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
     routing: Tensor | None = None
     mixing: Any = None
+    packed: bool = False
     records_choices: bool = False
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
     weighted: dict[str, list[Tensor]] = field(default_factory=dict)

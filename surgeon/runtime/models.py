@@ -51,6 +51,7 @@ class UpcycledModel(UpcycledBase):
         if surgery_flow is None and crossing:
             surgery_flow = Flow()
         if surgery_flow is not None:
+            surgery_flow.packed = kwargs.get("cu_seq_lens_q") is not None
             for graft in crossing:
                 inputs = given_inputs(input_ids, inputs_embeds)
                 graft.open(self, surgery_flow, inputs, attention_mask, past_key_values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -203,6 +204,33 @@ def _check_types(surgery: Surgery, layer_types: list[str] | None) -> None:
                 f"config.layer_types: layer {branch} is the branch of layer {home} and must "
                 f"have its type, `{layer_types[home]}`, not `{layer_types[branch]}`"
             )
+
+
+def served_by_vllm(config: Any) -> bool:
+    """Whether vLLM builds the model around its own attention, which reads all requests as one sequence."""
+    return str(getattr(config, "_attn_implementation", None)).startswith("vllm")
+
+
+def vllm_ranks(config: Any) -> tuple[int, int]:
+    """Over how many processes vLLM splits matrices, and over how many layers; 1 and 1 elsewhere.
+
+    Asked of modules that vLLM has loaded: an import would make every reader of this file need vLLM.
+    """
+    if not served_by_vllm(config):
+        return 1, 1
+    groups = sys.modules.get("vllm.distributed.parallel_state")
+    if groups is None:
+        raise ValueError(
+            "vLLM's `distributed.parallel_state`, which says how a model is split, is not there in this release; use a "
+            "release that docs/engines.md of surgeon names, or transformers"
+        )
+    return groups.get_tp_group().world_size, groups.get_pp_group().world_size
+
+
+def refuse_pipeline(config: Any, what: str) -> None:
+    """ValueError where vLLM splits the layers over several processes, which `what` does not allow."""
+    if vllm_ranks(config)[1] > 1:
+        raise ValueError(f"vLLM splits the layers over processes here, but {what}; set pipeline_parallel_size to 1")
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:

@@ -198,7 +198,9 @@ class Mixing:
         weights = (1 - spec.alpha) * weights
         if chosen.shape[:2] != x.shape[:2]:
             return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
-        return product(x, own(), spec.alpha) + self._by_token(x, chosen, weights, choice)
+        # How many tokens choose what is data, by which no graph can be drawn.
+        route = self._by_weight if torch.compiler.is_compiling() else self._by_token
+        return product(x, own(), spec.alpha) + route(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """The probabilities that decide, and what the K greatest of are chosen; B T L, or 1 1 L for a whole batch."""
@@ -246,6 +248,14 @@ class Mixing:
         # Back in the tokens' order, where the K of a token are neighbours and are added in one order always.
         return made.index_select(0, order.argsort()).view(len(rows), count, -1).sum(dim=1).view_as(x)
 
+    def _by_weight(self, x: Tensor, chosen: Tensor, weights: Tensor, choice: list[int]) -> Tensor:
+        """The same as two products of all controls, those that a token did not choose weighed with 0: B T D."""
+        downs, ups = zip(*(self.bank.states[number]() for number in choice), strict=True)
+        narrow = F.linear(x, torch.cat(downs)).unflatten(-1, (len(choice), -1))
+        shares = torch.zeros(*x.shape[:2], len(choice), dtype=weights.dtype, device=x.device)
+        shares = shares.scatter(-1, chosen, weights).to(x.dtype)
+        return F.linear((narrow * shares.unsqueeze(-1)).flatten(-2), torch.cat(ups, dim=1))
+
 
 class StatesGraft(Graft, StatesRules):
     """Control states beside blocks, and their bank."""
@@ -278,7 +288,14 @@ class StatesGraft(Graft, StatesRules):
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
         """Bring the bank, and what earlier tokens chose."""
-        past = _routing_cache(cache, model.control_bank.spec)
+        spec = model.control_bank.spec
+        if flow.packed and spec.by_sequence and not model.training:
+            raise ValueError(
+                "several sequences stand in one row, as in continuous batching, but control states choose by a mean "
+                f"over a sequence (config.surgery: mixture inference_routing `{spec.inference_routing}`); give each "
+                "sequence a row of its own, or set it to `token` and measure what that changes"
+            )
+        past = _routing_cache(cache, spec)
         seen = 0 if cache is None else cache.get_seq_length()
         valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
         flow.mixing = Mixing(model.control_bank, valid, past)

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .births import Birth, as_linear, low_rank_births
-from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, fraction, one_of, weight, without_numbers
+from .rules import (
+    GraftRules,
+    Kind,
+    Surgery,
+    built,
+    by_layer,
+    check_layers,
+    fraction,
+    one_of,
+    served_by_vllm,
+    weight,
+    without_numbers,
+)
 
 # Stands beside `layers.` in names.
 BANK = "control_bank."
@@ -71,6 +83,11 @@ class MixtureSpec:
         weight("mixture balance_weight", self.balance_weight)
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"config.surgery: mixture temperature is {self.temperature}; it must be positive")
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether at inference a choice depends on other tokens of a sequence."""
+        return self.top_k > 0 and self.inference_routing != "token"
 
     def gate_births(self, count: int, width: int) -> dict[str, Birth]:
         """The tensors at birth of a gate that chooses among `count` control states."""
@@ -201,6 +218,12 @@ class StatesRules(GraftRules):
             raise ValueError(
                 "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
                 "it must be `sequence_mean` or `token`"
+            )
+        if mixture.by_sequence and served_by_vllm(config):
+            raise ValueError(
+                f"config.surgery: mixture inference_routing is `{mixture.inference_routing}`, a mean over a sequence, "
+                "but vLLM shows a model all requests as one; set it to `token` in config.json, and measure what that "
+                "changes"
             )
         chunked = bool(getattr(config, "chunk_size_feed_forward", 0))
         if surgery.encoder and chunked and "ffn" in found.kinds:
