@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from surgeon.rework.merge import merge as merge
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
+    from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
     from surgeon.train.train import rehearse as rehearse
     from surgeon.train.train import train as train
@@ -58,6 +59,7 @@ _HOMES = {
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
     "families": "report.families",
+    "gguf_pattern": "share.gguf_pattern",
     "inspect": "report.inspect",
     "json_schema": "plan.plan",
     "make_delta": "rework.make_delta",

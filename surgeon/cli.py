@@ -547,6 +547,22 @@ def export_slot(
     _run(ctx, surgeon.export_slot, exported_view)
 
 
+@app.command("gguf-pattern")
+def gguf_pattern(
+    ctx: typer.Context,
+    out: OutArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file that llama.cpp's converter made of OUT")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="GGUF file to write")],
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it."""
+    from surgeon.share.gguf_pattern import gguf_pattern_view
+
+    _run(ctx, surgeon.gguf_pattern, gguf_pattern_view)
+
+
 @app.command()
 def push(
     ctx: typer.Context,

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -42,8 +42,8 @@ def write_new(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content`: at every moment it holds the old content, or all of the new.
+def write_durably(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+    """Replace the file at `path` by `content`, whole or in pieces: at every moment it holds the old, or all of the new.
 
     Raises BadInput where something else than a file has this name (a folder, a device), and where another process is
     writing it.
@@ -57,7 +57,8 @@ def write_durably(path: Path, content: str | bytes) -> None:
     # Locked until it has its name: else a second process would remove it, and this one rename what that one has so far.
     with os.fdopen(_new_and_locked(beside, target=path), "wb") as file:
         try:
-            file.write(content.encode() if isinstance(content, str) else content)
+            whole = content.encode() if isinstance(content, str) else content
+            file.writelines([whole] if isinstance(whole, bytes) else whole)
             file.flush()
             os.fsync(file.fileno())
             beside.replace(path)
