@@ -3,7 +3,7 @@
     python -m benchmarks.engines.models WORK           # where surgeon is installed
     python -m benchmarks.engines.vllm WORK [--only TITLE …] [--modes eager …]    # where vLLM is
 
-Every output of WORK in every mode, one process each: `eager`; `compiled`; `chunked` (prefill in pieces of 32 tokens,
+Every output of WORK in every mode: `eager`; `compiled`; `chunked` (prefill in pieces of 32 tokens,
 with prefix caching, all prompts twice, so that the second time their beginnings come from the cache). All prompts, of 2
 to 180 tokens, go in as one batch, in float32. A row is the largest difference of a log-probability to transformers,
 over prompts and generated tokens, and how many of the greedy tokens are the same; or the line by which vLLM refuses.
@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,28 +71,40 @@ def run(folder: str, prompts: list[list[int]], expected: list[dict[str, Any]], m
     return {"worst": worst, "same": same, "tokens": tokens, "class": type(model).__name__, "cached": cached}
 
 
-def inner(work: Path, title: str, mode: str) -> None:
-    """One row, as the last line of what this process prints."""
-    case = json.loads((work / "cases.json").read_text())[title]
+def inner(work: Path, mode: str, titles: list[str]) -> None:
+    """Rows in one mode, each a line of what this process prints."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cases = json.loads((work / "cases.json").read_text())
     prompts = json.loads((work / "prompts.json").read_text())
-    expected = json.loads((work / "expected" / f"{case['folder']}.json").read_text())
-    found = run(str(work / "outputs" / case["folder"]), prompts, expected, mode)
-    print(_LAST + json.dumps(found), flush=True)
+    for title in titles:
+        folder, began = cases[title]["folder"], time.perf_counter()
+        expected = json.loads((work / "expected" / f"{folder}.json").read_text())
+        found: dict[str, Any]
+        try:
+            found = run(str(work / "outputs" / folder), prompts, expected, mode)
+        except Exception as error:  # whatever it is, it is the row
+            found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
+        cleanup_dist_env_and_memory()
+        seconds = round(time.perf_counter() - began, 1)
+        print(_LAST + json.dumps({"title": title, "mode": mode, "seconds": seconds, **found}), flush=True)
 
 
-def row(work: Path, title: str, mode: str) -> dict[str, Any]:
-    """One row, made by a process of its own."""
+def rows_of(work: Path, mode: str, titles: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows in one mode, made by one process; after a crash the next one goes on behind it."""
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "benchmarks.engines.vllm", str(work), "--inner", title, mode]
-    began = time.perf_counter()
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    told = [line for line in ran.stdout.splitlines() if line.startswith(_LAST)]
-    found: dict[str, Any] = {"title": title, "mode": mode, "seconds": round(time.perf_counter() - began, 1)}
-    if told:
-        return found | json.loads(told[-1].removeprefix(_LAST))
-    errors = [line for line in (ran.stdout + ran.stderr).splitlines() if "Error: " in line or "Error:" in line]
-    return found | {"error": errors[-1].strip() if errors else f"exit status {ran.returncode}"}
+    left = list(titles)
+    while left:
+        command = [sys.executable, "-m", "benchmarks.engines.vllm", str(work), "--inner", mode, *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(_LAST):
+                    yield json.loads(line.removeprefix(_LAST))
+                    left.pop(0)
+        if left and process.returncode:
+            yield {"title": left.pop(0), "mode": mode, "seconds": 0.0, "error": f"exit status {process.returncode}"}
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -99,7 +112,7 @@ def cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "–"
     if "error" in found:
-        return f"refused: `{found['error'].partition(': ')[2] or found['error']}`"
+        return f"refused: `{found['error']}`"
     cached = f", {found['cached']} tokens from the cache" if found["cached"] else ""
     return f"{found['worst']:.1e}, {found['same']}/{found['tokens']}{cached}"
 
@@ -135,19 +148,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="titles of outputs; all by default")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--inner", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--inner", nargs="+", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.inner:
-        inner(chosen.work, *chosen.inner)
+        inner(chosen.work, chosen.inner[0], chosen.inner[1:])
         return
     cases = json.loads((chosen.work / "cases.json").read_text())
     kept = chosen.work / "vllm.json"
     rows = json.loads(kept.read_text()) if kept.exists() else []
-    for title in chosen.only or cases:
-        for mode in chosen.modes:
-            rows = [one for one in rows if (one["title"], one["mode"]) != (title, mode)]
-            rows.append(row(chosen.work, title, mode))
-            print(title, mode, cell(rows[-1]), f"{rows[-1]['seconds']} s", flush=True)
+    for mode in chosen.modes:
+        for made in rows_of(chosen.work, mode, chosen.only or list(cases)):
+            rows = [one for one in rows if (one["title"], one["mode"]) != (made["title"], mode)] + [made]
+            print(made["title"], mode, cell(made), f"{made['seconds']} s", flush=True)
             kept.write_text(json.dumps(rows, indent=1))
     RESULT.write_text(table(rows, cases))
 
