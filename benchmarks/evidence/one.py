@@ -19,8 +19,8 @@ from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import IGNORED_LABEL, Batches, Mixture, Packer, SourceStream, batch_of, held_out
 from surgeon.families.dissect import dissect
-from surgeon.manifest.lineage import trainable_set
 from surgeon.manifest.manifest import MANIFEST_FILE, parse
+from surgeon.manifest.trainable import trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import Settings
 from surgeon.train.optimizer import make_optimizer, make_schedule

@@ -176,6 +176,7 @@ class _Share:
     def begin(self, shard: Shard) -> None:
         """Make a shard's file: its header, and room for its tensors."""
         header, places = self._header(shard)
+        (self.folder / shard.file).parent.mkdir(exist_ok=True)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         try:
             reserve(target, places[-1][1])

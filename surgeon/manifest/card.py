@@ -110,7 +110,7 @@ def _block(manifest: Manifest, metadata: Metadata, base_model: str | None, auto:
             "license_link": metadata.license_link,
             "language": list(metadata.languages),
             "datasets": list(metadata.datasets),
-            "tags": ["surgeon", "model-expansion", *(["delta"] if delta else []), *tags],
+            "tags": ["surgeon", *(["model-expansion"] if operations else []), *(["delta"] if delta else []), *tags],
         }
     )
 
@@ -121,8 +121,9 @@ def _title(manifest: Manifest, base_model: str | None, repo_id: str | None) -> s
         base = f"[{base_model}](https://huggingface.co/{base_model}/tree/{manifest.base.revision})"
     elif base_model is not None:
         base += f" (from [{base_model}](https://huggingface.co/{base_model}))"
-    name = repo_id.partition("/")[2] if repo_id else f"{_code(manifest.base.id)}, grown"
-    return f"# {name}\n\n{base}, grown by surgeon {_code(manifest.tool.version)}.\n"
+    how = "grown" if any(_history(manifest)) else "trained"
+    name = repo_id.partition("/")[2] if repo_id else f"{_code(manifest.base.id)}, {how}"
+    return f"# {name}\n\n{base}, {how} by surgeon {_code(manifest.tool.version)}.\n"
 
 
 def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
@@ -152,10 +153,14 @@ def _done(manifest: Manifest) -> str:
     if manifest.lineage:
         lines += ["", "Before that, oldest first:", ""]
         for ancestor in manifest.lineage[-_MOST_NAMED:]:
-            done = ", ".join(entry.op for entry in ancestor.operations)
+            done = ", ".join(entry.op for entry in ancestor.operations) or "training"
             lines.append(f"- {_code(done)} on {_code(ancestor.base.id)}")
+    if not manifest.operations:
+        lines.append("- nothing was added: the base was trained as it is")
     if manifest.training:
-        lines += ["", "Trained since, only what the surgeries made:", ""]
+        changed = len(manifest.changed_of_base)
+        what = f"{changed} base tensor{'s' * (changed != 1)} changed by training" if changed else ""
+        lines += ["", f"Trained since, {what or 'only what the surgeries made'}:", ""]
         for run in manifest.training[-_MOST_NAMED:]:
             told = [
                 f"{_code(name)} {values[0]:.4f} → {values[-1]:.4f}" for name, values in run.losses.items() if values
@@ -228,7 +233,9 @@ def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
 
 def _proof(manifest: Manifest, verified: list[str]) -> str:
     lines = ["## What is promised, and the proof", ""]
-    if manifest.promise == "exact":
+    if not manifest.operations:
+        lines.append("Before its training this was its base, and nothing else.")
+    elif manifest.promise == "exact":
         of = " of the base's tokens" if manifest.vocabularies else ""
         lines.append(
             f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
@@ -245,6 +252,12 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     for entry in manifest.operations:
         promise = PROMISE_STYLES[entry.promise].plain
         lines.append(f"- {_code(entry.op)}, {promise}: {_code(entry.reason)}")
+    if manifest.changed_of_base:
+        lines += [
+            *([""] if manifest.operations else []),
+            f"Training changed {len(manifest.changed_of_base)} of the base's tensors since, so the base is no longer"
+            f" within: `{MANIFEST_FILE}` names them, with their digests before and after.",
+        ]
     lines += [
         "",
         f"`{MANIFEST_FILE}` holds the sha256 of each of the base's {len(manifest.base.tensors)} tensors, of each of"
@@ -267,6 +280,8 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
     options = ["trust_remote_code=True"] if manifest.code else []
     fewer = len(manifest.layers) < manifest.base.layers
     own = f"It is the base's own class with {'fewer' if fewer else 'more'} layers"
+    if not any(surgery.operations for surgery in (*manifest.lineage, manifest)):
+        own = "It is the base's own class"
     note = f"{own}, so whatever runs the base runs this: no custom code.\n"
     if _is_converted(manifest):
         note = f"It is a {_code(config.get('model_type'))} of transformers, without custom code.\n"
@@ -301,6 +316,8 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
 
 def _training(manifest: Manifest, repo_id: str | None) -> str:
     head = "## How to train on\n\n"
+    if not manifest.operations:
+        return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
     rows = {
@@ -346,7 +363,7 @@ def _undoing(manifest: Manifest) -> str:
         code = f"surgeon revert THIS EARLIER        # without the last surgery\n{code}"
     return (
         f"## How to undo it\n\n{_fenced(code, 'sh')}\n\nTHIS is this folder. Where a base tensor was trained or merged"
-        " away, revert says which, and writes nothing.\n"
+        " away, and not kept in it, revert says which, and writes nothing.\n"
     )
 
 

@@ -16,7 +16,7 @@ from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.common.plain import plain_fields
 from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.anatomy import is_grafted, native_config
+from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.manifest.manifest import (
     Base,
     DroppedEntry,
@@ -37,7 +37,7 @@ from surgeon.manifest.manifest import (
     sealed,
 )
 from surgeon.operations import OPERATIONS
-from surgeon.plan.plan import LoadedPlan
+from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.known import plugins_in
 
@@ -142,6 +142,27 @@ def compose(
             "lineage": lineage,
         }
         | grown
+    )
+
+
+def without_surgery(
+    base: CheckpointFolder, base_id: BaseId, anatomy: Anatomy, *, digests: Mapping[str, str], files: Mapping[str, str]
+) -> Manifest:
+    """The manifest of a model that was not operated on, as training begins with it: every tensor is the base's."""
+    loaded = recorded_plan(NO_OPERATIONS, source="")
+    return compose(
+        loaded,
+        draw(loaded, anatomy, base.config),
+        base_entry(base, base_id, layers=anatomy.sizes.layers, digests=digests, files=files),
+        [],
+        digests={},
+        maps={},
+        texts={},
+        adapters={},
+        files=files,
+        vocabularies={},
+        models={},
+        measured={},
     )
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from surgeon.blueprint.draft import weakest
 from surgeon.blueprint.recipes import Copy, PerLayer
@@ -379,80 +379,3 @@ def _operation(manifest: Manifest, number: int) -> str:
 def instead_of(manifest: Manifest) -> str:
     """What to do where a state cannot come back: the base of that surgery has it."""
     return f"take the base of that surgery itself ({printable(at_revision(manifest.base.id, manifest.base.revision))})"
-
-
-What = Literal["last", "all"] | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """The `spans` (from, to) of a tensor along `axis` that do not train."""
-
-    axis: int
-    spans: tuple[tuple[int, int], ...]
-
-    @property
-    def size(self) -> int:
-        """How many rows, or columns, these are."""
-        return sum(end - begin for begin, end in self.spans)
-
-
-@dataclass(frozen=True)
-class TrainableSet:
-    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
-
-    `fixed` says of those that train in part what of them stays as it is.
-    """
-
-    names: tuple[str, ...]
-    operations: tuple[str, ...]
-    fixed: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
-
-
-def trainable_set(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
-    """The tensors of `out` that `what` lets train: of the last surgery, of all, or of operations of the last one.
-
-    What holds a part for each layer stays as it is, since old layers' parts are in it. An operation that trains
-    everything (SOLAR) adds every tensor. Raises BadInput where there is no such operation,
-    where a tensor is missing, where surgeries do not fit together, and where nothing is left to train.
-    """
-    shown = printable(str(out.path / MANIFEST_FILE))
-    chosen: dict[str, None] = {}
-    operations: list[str] = []
-    everything = False
-    fixed: dict[str, Fixed] = {}
-    lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE)) if what == "all" else None
-    surgeries = (manifest,) if lineage is None else lineage.since(0)
-    for nth, surgery in enumerate(surgeries, 1):
-        numbers = list(range(len(surgery.operations)))
-        if not isinstance(what, str):
-            unknown = [number for number in what if number not in numbers]
-            if unknown:
-                raise BadInput(
-                    f"{shown}: there is no operation {unknown[0]} in the last surgery; it has"
-                    f" {', '.join(f'{n} ({printable(surgery.operations[n].op)})' for n in numbers)}"
-                )
-            numbers = sorted(set(what))
-        for number in numbers:
-            operations.append(surgery.operations[number].op)
-            everything = everything or surgery.operations[number].trains == "all"
-        made = [
-            name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers and not tensor.still
-        ]
-        now = dict(zip(made, made, strict=True)) if lineage is None else lineage.places(nth, made)
-        for name, place in now.items():
-            if (of := surgery.new_tensors[name].extends) is not None:
-                # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(0, ((0, surgery.base.tensors[of].shape[0]),)))
-            elif spans := surgery.new_tensors[name].fixed_spans:
-                fixed.setdefault(place, Fixed(surgery.new_tensors[name].axis, spans))
-        # A later merge may have folded an earlier surgery's branches away.
-        chosen |= dict.fromkeys(name for name in now.values() if surgery is manifest or name in out.tensors)
-    if everything:
-        chosen, fixed = dict.fromkeys(out.tensors), {}
-    missing = [name for name in chosen if name not in out.tensors]
-    if missing:
-        raise BadInput(f"{shown}: names the new tensor {printable(missing[0])}, which no shard has; download it again")
-    if not chosen:
-        raise BadInput(f"{shown}: nothing to train: what was asked for has no new tensor")
-    return TrainableSet(tuple(name for name in out.tensors if name in chosen), tuple(operations), fixed)

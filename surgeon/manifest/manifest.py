@@ -191,15 +191,29 @@ class JoinedPart:
 
 
 class TrainedTensor(Entry):
-    """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before)."""
+    """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
+
+    `before` is the digest that it had before the run, where it held something of the base's that was to change.
+    """
 
     sha256: Sha256
     max_change: float
     relative_change: float | None
+    before: Sha256 | None = None
+
+
+class AdapterEntry(Entry):
+    """The PEFT adapter in `adapter/` whose product with itself is merged into what trained: its config and tensors."""
+
+    config: Sha256
+    tensors: dict[str, StoredTensor]
 
 
 class TrainingEntry(Entry):
-    """One training run of this surgery's output: by which config and settings, for how long, what it changed."""
+    """One training run of this surgery's output: by which config and settings, for how long, what it changed.
+
+    `kept` are the tensors whose values from before all training lie in `base-tensors/` of this run's output.
+    """
 
     tool: Tool
     config: dict[str, Any]
@@ -208,6 +222,8 @@ class TrainingEntry(Entry):
     tokens: int
     losses: dict[str, list[float]]
     tensors: dict[str, TrainedTensor]
+    adapter: AdapterEntry | None = None
+    kept: list[str] = []
 
 
 class ImportedAdapter(Entry):
@@ -336,6 +352,27 @@ class Surgery(Entry):
     def trained(self) -> dict[str, Sha256]:
         """Digests of the tensors that were trained since the surgery, as the last run left each."""
         return {name: tensor.sha256 for run in self.training for name, tensor in run.tensors.items()}
+
+    @property
+    def changed_of_base(self) -> dict[str, Sha256]:
+        """Digests that tensors had before the first training that was to change something of the base's in them."""
+        found: dict[str, Sha256] = {}
+        for run in self.training:
+            for name, tensor in run.tensors.items():
+                if tensor.before is not None:
+                    found.setdefault(name, tensor.before)
+        return found
+
+    @property
+    def kept(self) -> dict[str, Sha256]:
+        """Digests of what lies in `base-tensors/` of this very output, by the tensors' names."""
+        held = set(self.training[-1].kept) if self.training else set()
+        return {name: digest for name, digest in self.changed_of_base.items() if name in held}
+
+    @property
+    def adapter(self) -> AdapterEntry | None:
+        """The PEFT adapter in `adapter/` of this very output."""
+        return self.training[-1].adapter if self.training else None
 
 
 class Manifest(Surgery):

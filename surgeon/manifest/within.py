@@ -21,19 +21,21 @@ class Within:
     """Where the base is: all but `inserted` of the output's `layers` layers, `rows` of the embeddings (None: all).
 
     `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
+    `apart`: tensors of the base are to train, so only a frozen copy of the output goes on holding it.
     """
 
     layers: int
     inserted: tuple[int, ...]
     rows: int | None
     newborn: bool
+    apart: bool = False
 
 
 def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collection[str] = ()) -> Within:
     """The base that the first surgery of `out` began with, as far as headers and digests show; no weights are read.
 
     `training` are tensors of `out` whose values will change, but for first rows that are held. Raises BadInput naming
-    the first tensor of the base that the output no longer has, or that is to train.
+    the first tensor of the base that the output no longer has.
     """
     file = str(out.path / MANIFEST_FILE)
     state = Lineage.of(manifest, file=file).state(0, out)
@@ -56,16 +58,12 @@ def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collecti
                 f"{shown_name(name, place)}: not what it was in the base (it was trained or merged since), so the base"
                 f" is not in {printable(str(out.path))} any more; {instead_of(state.undone[0])}"
             )
-        if place in training:
-            raise BadInput(
-                f"{shown_name(name, place)}: the base's own, and it is to train, so this model will not hold the base;"
-                " train only what was added"
-            )
     kept = set(state.layers)
     inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
     grown = [state.held[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
-    return Within(len(manifest.layers), inserted, min(grown, default=None), newborn)
+    apart = not {*state.places.values()}.isdisjoint(training)
+    return Within(len(manifest.layers), inserted, min(grown, default=None), newborn, apart)
 
 
 def _module(name: str) -> str:

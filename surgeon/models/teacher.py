@@ -1,7 +1,8 @@
 """A grown model computing as its base: the same weights, grafts off, inserted layers passed over. No second copy.
 
 What shipped code looks at is changed and put back: a layer's and a block's `grafts`, the slots of linear modules, the
-layers in the decoder's list. Only forwards without gradient and without a cache are computed so.
+layers in the decoder's list; and whether PEFT's modules add their LoRA. Only forwards without gradient and without a
+cache are computed so.
 """
 
 from __future__ import annotations
@@ -134,6 +135,10 @@ def _stack(model: Any, layers: int) -> Any:
 def _switch_off(module: Any, back: ExitStack) -> None:
     """Let a layer, a block or a linear module be native until `back` is closed."""
     held = vars(module)
+    if "lora_A" in held.get("_modules", ()):
+        # As PEFT's `enable_adapters(False)` does, which also freezes the adapter.
+        back.callback(setattr, module, "_disable_adapters", module._disable_adapters)
+        module._disable_adapters = True
     if isinstance(grafts := held.get("grafts"), tuple) and grafts:
         back.callback(setattr, module, "grafts", grafts)
         module.grafts = ()

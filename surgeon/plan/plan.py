@@ -69,6 +69,17 @@ def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
     )
 
 
+# The plan of a model that was trained as it is: there was no surgery.
+NO_OPERATIONS = "surgeon: 1\noperations: []\n"
+
+
+def recorded_plan(text: str, *, source: str) -> LoadedPlan:
+    """A plan as a manifest holds it: like `parse_plan`, and NO_OPERATIONS, which nobody can ask for."""
+    if text == NO_OPERATIONS:
+        return LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[]), text, source)
+    return parse_plan(text, source=source)
+
+
 def draw(
     loaded: LoadedPlan,
     anatomy: Anatomy,

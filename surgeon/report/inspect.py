@@ -16,6 +16,7 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.operations.selectors import show
 
 
@@ -30,7 +31,8 @@ class Inspection:
     parameters: int
 
     def __repr__(self) -> str:
-        surgery = "no surgery" if self.manifest is None else ", ".join(o.op for o in self.manifest.operations)
+        done = [] if self.manifest is None else [o.op for o in self.manifest.operations]
+        surgery = "no surgery" if self.manifest is None else ", ".join(done) or "trained"
         family, layers = self.anatomy.family.model_type, self.anatomy.sizes.layers
         return f"Inspection({str(self.path)!r}, {family}, {layers} layers, {self.parameters:,} parameters, {surgery})"
 
@@ -91,7 +93,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
             fertility = f"{before:.3f} → {after:.3f} tokens a word"
             facts.add_row(f"text {printable(measured.use)}", f"{printable(measured.text)}: {fertility}, {kept}")
     for ancestor in manifest.lineage:
-        done = ", ".join(entry.op for entry in ancestor.operations)
+        done = ", ".join(entry.op for entry in ancestor.operations) or "training"
         facts.add_row("earlier", f"{printable(done)} on {printable(ancestor.base.id)}")
     new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
     if new_layers:
@@ -108,6 +110,14 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         )
         losses = f"; held-out loss {losses}" if losses else ""
         facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{losses}")
+    if changed := len(manifest.changed_of_base):
+        kept = f"; {len(manifest.kept)} kept in {KEPT_FOLDER}/, for `surgeon revert`" if manifest.kept else ""
+        facts.add_row("base tensors", f"{changed} changed by training{kept}")
+    if manifest.adapter is not None:
+        facts.add_row(
+            "adapter", f"{len(manifest.adapter.tensors)} tensors in {ADAPTER_FOLDER}/, merged into the weights"
+        )
     shards = sorted({folder.tensors[name].file for name in manifest.new_tensors if name in folder.tensors})
-    facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
+    if manifest.operations:
+        facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
     return facts

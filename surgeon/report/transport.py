@@ -32,7 +32,7 @@ from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
-from surgeon.plan.plan import parse_plan
+from surgeon.plan.plan import recorded_plan
 from surgeon.report.files import save_picture
 from surgeon.report.history import History, layer_history
 
@@ -201,7 +201,7 @@ def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, obje
     In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
     plans = {
-        number: parse_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
+        number: recorded_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
         for number, manifest in history.surgeries.items()
     }
     kept = [layer.index for layer in history.layers if layer.base is not None]

@@ -18,6 +18,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import is_side_file
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trust import check_written
@@ -27,6 +28,7 @@ from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.run_files import kept_tensors, with_kept
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,17 @@ def revert(
     target = Path(dest)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
+    # What training changed may lie beside the weights as it was before: of the last surgery alone.
+    kept = kept_tensors(folder) if manifest.kept else None
+    layout = folder.tensors
+    folder = folder if kept is None else with_kept(folder, kept)
     state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(to, folder)
     if base_digest is not None and state.digest != base_digest:
         raise BadInput(
             f"{folder.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
             f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
         )
-    job = reverting_job(folder, state)
+    job = reverting_job(folder, state, layout)
     lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
     for name in lost:
         listener.say(
@@ -117,15 +123,18 @@ def revert(
     )
 
 
-def reverting_job(out: CheckpointFolder, state: State) -> Job:
-    """The job that writes an earlier state of `out`. Raises BadInput where its config.json leads to foreign code."""
+def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, TensorInfo]) -> Job:
+    """The job that writes an earlier state of `out`, in shards as those in which `layout` has its tensors.
+
+    Raises BadInput where its config.json leads to foreign code.
+    """
     trusted = out.config.get("auto_map") if out.own is not None else None
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)), trusted=trusted)
     outputs = [
         Output(name, state.parts[name], None) if name in state.parts else copied(name, info)
         for name, info in state.held.items()
     ]
-    shards = lay_out(outputs, out.tensors)
+    shards = lay_out(outputs, layout)
     files = model_files(state.config, shards, state.code) | _grown_files(out, state)
     carried = {n: digest for n, digest in state.base.files.items() if n not in files and _holds(out, n, digest)}
     if state.manifest is not None:
@@ -140,8 +149,8 @@ def reverting_job(out: CheckpointFolder, state: State) -> Job:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
                 f"{shown_name(changed[0], state.held[changed[0]].name)}{more}: trained or edited since surgery"
-                f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)};"
-                f" {instead_of(state.undone[0])}"
+                f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)}"
+                f" (`keep_base: true` in a training config keeps it); {instead_of(state.undone[0])}"
             )
         return {}
 
@@ -181,7 +190,7 @@ def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:
 
 def reverted_view(reverted: Reverted) -> RenderableType:
     """What was taken out, and what stands there now."""
-    undone = "; ".join(", ".join(map(printable, operations)) for operations in reverted.undone)
+    undone = "; ".join(", ".join(map(printable, operations)) or "training" for operations in reverted.undone)
     state = f"the base {printable(reverted.base)}" if reverted.to == 0 else f"{reverted.to} of its surgeries"
     lines: list[RenderableType] = [
         Text.assemble(

@@ -254,7 +254,7 @@ def _make_delta(
 
 def _message(manifest: Manifest, *, delta: bool) -> str:
     """The commit's message."""
-    operations = ", ".join(entry.op for entry in manifest.operations)
+    operations = ", ".join(entry.op for entry in manifest.operations) or "training"
     return printable(f"surgeon: {operations}{' (delta)' if delta else ''}")
 
 

@@ -27,6 +27,7 @@ from surgeon.common.yaml import (
 )
 from surgeon.data.specs import NEW, ORIGINAL, Entry, SourceSpec
 from surgeon.errors import bad_input, printable
+from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults
@@ -68,6 +69,27 @@ class PreserveSpec(Entry):
     ] = 1.0
 
 
+class LoraSpec(Entry):
+    """A LoRA over the frozen model, by PEFT (Hu et al., 2022): W + alpha / rank · B A, merged into RUN's weights."""
+
+    rank: Annotated[int, Field(ge=1, le=4096, description="of each product B A")] = 16
+    alpha: Annotated[
+        float | None, Field(gt=0, description="the product's factor is alpha / rank; default 2 · rank")
+    ] = None
+    dropout: Annotated[float, Field(ge=0, lt=1, description="on what A reads")] = 0.0
+    targets: Annotated[
+        Literal["ffn", "attention", "all"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)],
+        Field(
+            description="linear modules of every layer: the FFN's, attention's, both; or modules by name, as in PEFT"
+        ),
+    ] = "all"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product B A."""
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
 class TrainConfig(Entry):
     """What a training run is to do."""
 
@@ -76,9 +98,16 @@ class TrainConfig(Entry):
     sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
     seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
     what: Annotated[
-        Literal["last", "all"] | list[int],
-        Field(description="new tensors of the last surgery, of all, or of these operations of the last one"),
-    ] = "last"
+        Literal["last", "added", "base", "all"] | LayersSpec | list[int] | None,
+        Field(
+            description="last (default): new tensors of the last surgery; added: of all; [0, 2]: of these operations of"
+            " the last one; base: the tensors that are not new; all: every tensor; {layers: …}: all of these layers"
+        ),
+    ] = None
+    lora: Annotated[LoraSpec | None, Field(description="a LoRA over the frozen model, instead of `what`")] = None
+    keep_base: Annotated[
+        bool, Field(description="keep the base's own values of what trains beside RUN's weights, for `surgeon revert`")
+    ] = False
     batch: Annotated[int | None, Field(ge=1, description="sequences a step, over all processes")] = None
     micro_batch: Annotated[int | None, Field(ge=1, description="sequences at a time in one process")] = None
     length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
@@ -128,6 +157,8 @@ class TrainConfig(Entry):
             raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
+        if self.lora is not None and self.what is not None:
+            raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
         return self
 
     def domain_of(self, source: SourceSpec) -> int:
@@ -171,7 +202,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` and `sources:`")
     known_keys = keys_by_section(
-        TrainConfig, {"sources": SourceSpec, "optimizer": OptimizerSpec, "preserve": PreserveSpec}
+        TrainConfig,
+        {
+            "sources": SourceSpec,
+            "optimizer": OptimizerSpec,
+            "preserve": PreserveSpec,
+            "lora": LoraSpec,
+            "what": LayersSpec,
+        },
     )
     given = override(data, overrides)
     config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
@@ -182,6 +220,16 @@ def json_schema() -> dict[str, Any]:
     """The JSON schema of training configs, for editors that complete YAML by it."""
     return editor_schema(TrainConfig, "surgeon training config")
 
+
+# Of what no operation made: all weights, some layers, a LoRA.
+FINETUNING = TrainingDefaults(
+    "Neutral Residues, section 4.1 and Table 8, its finetuning and LoRA: 5e-5, betas 0.9 and 0.95, 64 sequences of"
+    " 4096, p = 0.1",
+    lr=5e-5,
+    betas=(0.9, 0.95),
+    length=4096,
+    original_share=0.1,
+)
 
 # Sequences at a time where the config does not say.
 _MICRO_BATCH = 8
@@ -214,6 +262,8 @@ def settle(
     loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int
 ) -> tuple[Settings, list[str]]:
     """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
+
+    `operations` are those whose tensors train; none where the base's own do, or a LoRA.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
@@ -249,7 +299,7 @@ def settle(
         )
     warmup = paper.warmup if asked.warmup is None else asked.warmup
     warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
-    last = printable(operations[-1])
+    last = printable(operations[-1]) if operations else "finetuning"
     notes = [f"settings that the config leaves out are those of {last}: {paper.source}"]
     if asked.warmup is None and warmup_steps >= config.steps:
         warmup_steps = config.steps // 10
@@ -283,7 +333,9 @@ def settle(
 
 
 def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
-    """Those of the last operation whose tensors train; of one that is unknown here, transformers'."""
+    """Those of the last operation whose tensors train (an unknown one: transformers'), of finetuning without any."""
+    if not operations:
+        return FINETUNING
     last = OPERATIONS.get(operations[-1])
     if last is None:
         return TrainingDefaults("no paper's but transformers', as the operation is unknown here", lr=5e-5)

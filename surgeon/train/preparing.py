@@ -19,12 +19,13 @@ from surgeon.data.specs import ORIGINAL
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
-from surgeon.manifest.lineage import TrainableSet, trainable_set
-from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.launching import Sharding, sharding_asked
+from surgeon.train.lora_targets import lora_set
 
 _T = TypeVar("_T")
 
@@ -45,34 +46,71 @@ class Prepared:
 
 
 def prepare(
-    out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, target: Path, *, device: str, processes: int
+    out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, target: Path, *, device: str, processes: int
 ) -> Prepared:
-    """Settle a run of `out` by the config. Raises BadInput with all that is wrong, a line each."""
+    """Settle a run of `out` by the config; `manifest` is None where it had no surgery.
+
+    Raises BadInput with all that is wrong, a line each.
+    """
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     devices.check(device)
     wrong: list[str] = []
     sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
-    wanted = _tried(lambda: trainable_set(out, manifest, loaded.config.what), wrong)
     anatomy = dissect(out.config, out.tensors, out.own)
-    settled, within = None, None
+    wanted = _tried(lambda: _wanted(out, manifest, loaded, anatomy), wrong)
+    settled, within, notes = None, None, []
     if wanted is not None:
         operations = wanted.operations
         _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
         _tried(lambda: _check_fixed(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
         settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
-        within = _tried(lambda: _teacher(out, manifest, loaded, wanted), wrong)
+        within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy.sizes.layers), wrong)
+        notes = _about_what(manifest, loaded, wanted)
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
     if wrong or wanted is None or settled is None:
         raise bad_input(wrong)
-    return Prepared(*settled, wanted, anatomy, sharding, within)
+    settings, about_settings = settled
+    return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within)
 
 
-def _teacher(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within | None:
+def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
+    """What the config lets train."""
+    config = loaded.config
+    if config.lora is not None:
+        return lora_set(out, manifest, loaded, anatomy)
+    if config.what is None and manifest is None:
+        raise BadInput(
+            f"{loaded.where()}`what` is not given, and {printable(str(out.path))} has no surgery (no {MANIFEST_FILE})"
+            " whose tensors would train; say `what: all`, `what: {layers: …}` or `lora: {rank: 16}`"
+        )
+    try:
+        return trainable_set(out, manifest, "last" if config.what is None else config.what, anatomy)
+    except BadInput as error:
+        raise error if config.what is None else BadInput(f"{loaded.where('what')}`what`: {error}") from None
+
+
+def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet) -> list[str]:
+    """What there is to say of what trains."""
+    config = loaded.config
+    notes = []
+    if config.what == "all" and manifest is not None and manifest.operations:
+        notes.append("`what: all` is every tensor, the base's own too; `added` are those that surgeries added")
+    if wanted.of_base and not config.keep_base:
+        notes.append(
+            f"{len(wanted.of_base)} tensors of the base will change, and RUN alone cannot give them back;"
+            " `keep_base: true` keeps them"
+        )
+    return notes
+
+
+def _teacher(
+    out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet, layers: int
+) -> Within | None:
     """The base that `preserve` asks for; BadInput where it has nothing to teach on, or is not in the model."""
     config, asked = loaded.config, loaded.config.preserve
     if asked is None:
@@ -83,7 +121,11 @@ def _teacher(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wa
             " one (`surgeon recall` has the base write it), or say `on: all`"
         )
     try:
-        within = base_within(out, manifest, training=set(wanted.names) - wanted.fixed.keys())
+        # Under a LoRA nothing of the base's is changed before it is merged.
+        training = frozenset[str]() if config.lora is not None else wanted.of_base
+        if manifest is None:
+            return Within(layers, (), None, newborn=True, apart=bool(training))
+        within = base_within(out, manifest, training=training)
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
     if within.rows is not None and asked.loss == "reverse_kl":

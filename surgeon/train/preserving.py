@@ -31,8 +31,8 @@ _BYTES_A_LOGIT = 8
 class _Divergence(torch.autograd.Function):
     """τ² Σ KL(p ‖ q) over rows, or with `reverse` KL(q ‖ p); float32. q = softmax(cap(h Wᵀ) / τ), h (N D), W (V D).
 
-    p is made in the same way of h' (N D) and of the first `old` rows of W, and is 0 for the tokens of the others. The
-    gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
+    p is made in the same way of h' (N D) and of the first `old` rows of the teacher's W', and is 0 for the tokens of
+    the others. The gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
     """
 
     @staticmethod
@@ -46,6 +46,7 @@ class _Divergence(torch.autograd.Function):
         reverse: bool,
         old: int,
         rows: int,
+        teacher: Tensor,
     ) -> Tensor:
         """The sum and its gradients, `rows` tokens at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -54,7 +55,7 @@ class _Divergence(torch.autograd.Function):
         for begin in range(0, len(hidden), rows):
             part = hidden[begin : begin + rows]
             log_q, slope = _log_softmax(part, weight, cap, temperature)
-            log_p, _ = _log_softmax(taught[begin : begin + rows], weight[:old], cap, temperature)
+            log_p, _ = _log_softmax(taught[begin : begin + rows], teacher[:old], cap, temperature)
             if reverse:
                 q = log_q.exp()
                 apart = log_q.sub_(log_p)
@@ -88,7 +89,7 @@ class _Divergence(torch.autograd.Function):
         return (
             None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
             None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -113,15 +114,25 @@ def chunked_divergence(
     reverse: bool = False,
     old: int | None = None,
     rows: int | None = None,
+    teacher: Tensor | None = None,
 ) -> Tensor:
     """Summed τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base).
 
     `hidden` and `taught` (N D) are what model and base give the head `weight` (V D), whose first `old` rows are the
-    base's (None: all). At most `rows` rows of logits are in memory (default: 128 MiB of them).
+    base's (None: all); `teacher` is the base's own head (None: the same). At most `rows` rows of logits are in memory
+    (default: 128 MiB of them).
     """
     rows = rows or max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
     total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, taught, cap, temperature, reverse, old or len(weight), rows
+        hidden,
+        weight,
+        taught,
+        cap,
+        temperature,
+        reverse,
+        old or len(weight),
+        rows,
+        weight if teacher is None else teacher,
     )
     return total
 
@@ -132,19 +143,25 @@ def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
 
 
 class Preserving:
-    """The base inside a model, teaching it by `spec`, through the head that computes the model's loss."""
+    """The base inside a model, teaching it by `spec`, through the head that computes the model's loss.
 
-    def __init__(self, model: Any, spec: PreserveSpec, within: Within, head: FusedHead) -> None:
+    Where the base's own tensors train it is inside `copy`, a frozen second model.
+    """
+
+    def __init__(
+        self, model: Any, spec: PreserveSpec, within: Within, head: FusedHead, *, copy: FusedHead | None = None
+    ) -> None:
         """Find the base, and where the model must still compute it, compare. Raises BadInput, SurgeonError."""
         self.model = model
+        self.teacher = head if copy is None else copy
         self.spec = spec
         self.rows = within.rows
         self.head = head
-        self.base = BaseWithin(model, layers=within.layers, inserted=within.inserted)
+        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted)
         if within.newborn:
             count = within.rows or model.get_input_embeddings().weight.shape[0]
             ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
-            self.base.check(ids.to(model.device), within.rows)
+            self.base.check(ids.to(self.teacher.model.device), within.rows)
         # What was found since it was last taken: the mean of every step, summed, and the number of steps.
         self.found = torch.zeros(())
 
@@ -180,7 +197,7 @@ class Preserving:
             rows = rows.new_zeros(1)
         inputs = {name: batch[name][rows] for name in ("input_ids", "position_ids")}
         chosen = counts[rows]
-        with self.head.armed():
+        with self.teacher.armed():
             taught = self.base.logits(**inputs)[chosen]
         weight = self.spec.weight / total
 
@@ -206,6 +223,7 @@ class Preserving:
             temperature=self.spec.temperature,
             reverse=self.spec.loss == "reverse_kl",
             old=self.rows,
+            teacher=self.teacher.head.weight,
         )
 
     def take(self) -> Tensor:

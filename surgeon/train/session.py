@@ -32,8 +32,10 @@ from surgeon.data.packing import Batches
 from surgeon.data.recall import recalled
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.lineage import Fixed, TrainableSet
+from surgeon.families.anatomy import Anatomy
+from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
+from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
@@ -58,6 +60,7 @@ from surgeon.train.trainer import (
     TRAINED_FILE,
     Cadence,
     SurgeonTrainer,
+    check_set,
     hold_fixed,
     losses_by_source,
     open_trackers,
@@ -82,7 +85,7 @@ def memory_folder(target: Path) -> Path:
 
 def run_training(
     out: CheckpointFolder,
-    manifest: Manifest,
+    manifest: Manifest | None,
     loaded: LoadedConfig,
     target: Path,
     *,
@@ -93,6 +96,8 @@ def run_training(
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
+    `manifest` is None where `out` had no surgery.
+
     `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
     PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that.
@@ -102,6 +107,8 @@ def run_training(
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = _check_as_left(out, manifest, listener)
+    if manifest is None:
+        run = replace(run, manifest=_as_it_is(run, held))
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
     with (
         writing(run.work, kept=kept),
@@ -134,11 +141,12 @@ def run_training(
 class Run:
     """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers.
 
-    `within` is the base that teaches; None where none does.
+    `within` is the base that teaches; None where none does. `manifest` is None where there was no surgery, until the
+    tensors are read.
     """
 
     out: CheckpointFolder
-    manifest: Manifest
+    manifest: Manifest | None
     loaded: LoadedConfig
     settings: Settings
     wanted: TrainableSet
@@ -148,6 +156,7 @@ class Run:
     ranks: Ranks
     sharding: Sharding | None
     within: Within | None
+    anatomy: Anatomy
     trackers: Sequence[TrainerCallback]
     listener: Listener
     say: Callable[[str], None]
@@ -162,7 +171,7 @@ class Run:
 
 def opened_run(
     out: CheckpointFolder,
-    manifest: Manifest,
+    manifest: Manifest | None,
     loaded: LoadedConfig,
     target: Path,
     *,
@@ -197,6 +206,7 @@ def opened_run(
         ranks,
         sharding,
         prepared.within,
+        prepared.anatomy,
         trackers,
         listener,
         say,
@@ -244,6 +254,7 @@ def _train(run: Run) -> Trained:
     Its manifest and changes are known once it is published.
     """
     settings, ranks = run.settings, run.ranks
+    assert run.manifest is not None
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
     trainer = _trainer(run, done)
@@ -294,6 +305,8 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     preserving = preserving_by(run, model, fused)
     if run.sharding is not None:
         shard(model, run.sharding, device=args.device)
+        if preserving is not None and preserving.base.model is not model:
+            shard(preserving.base.model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
     run.say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     batches = Batches(
@@ -327,14 +340,21 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
     """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
     config = run.loaded.config
     model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
-    names = unfreeze(model, run.wanted, base_names=run.out.tensors)
-    for name in names:
-        # Loaded weights may be mapped from the file.
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.clone()
-    held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
-    parameters = trained_numbers(model, held)
-    run.say(f"trains {len(names)} tensors, {parameters:,} numbers: {', '.join(dict.fromkeys(run.wanted.operations))}")
+    held: dict[str, Fixed] = {}
+    if config.lora is not None:
+        # PEFT is an extra.
+        from surgeon.train.lora import attach
+
+        names = attach(model, config.lora, run.wanted.names, base_names=run.out.tensors, seed=config.seed)
+        check_set(model, names)
+    else:
+        names = unfreeze(model, run.wanted, base_names=run.out.tensors)
+        for name in names:
+            # Loaded weights may be mapped from the file.
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.clone()
+        held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
+    run.say(f"trains {len(names)} tensors, {trained_numbers(model, held):,} numbers: {run.wanted.shown}")
     model.config.use_cache = False
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -350,8 +370,17 @@ def trained_numbers(model: Any, held: Mapping[str, Fixed]) -> int:
     return total - fixed
 
 
+def _as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
+    """The manifest of a model that had no surgery."""
+    out = run.out
+    names = out.side_files if out.own is None else {*out.side_files, *out.own.files}
+    files = {name: hashlib.sha256(out.read_side_file(name)).hexdigest() for name in names}
+    return without_surgery(out, BaseId(out.path.resolve().name), run.anatomy, digests=digests, files=files)
+
+
 def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
+    assert run.manifest is not None
     last = run.work / f"checkpoint-{run.settings.steps}"
     record = RunRecord.read(run.work)
     assert record is not None
@@ -360,7 +389,10 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
             f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
             " from the checkpoint before"
         )
-    changes = write_final(run.out, last / TRAINED_FILE, run.work, fixed=run.wanted.fixed)
+    lora = run.loaded.config.lora
+    # What the adapter goes onto: the model as it is before this run.
+    called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
+    final = write_final(run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called)
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])
@@ -373,10 +405,20 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
     }
     named = run.loaded.config.chat_template
     added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
-    job = publishing_job(run.out, run.manifest, run.work, held=held, changes=changes, entry=entry, added=added)
+    job = publishing_job(
+        run.out,
+        run.manifest,
+        run.work,
+        held=held,
+        final=final,
+        entry=entry,
+        added=added,
+        of_base=run.wanted.of_base,
+        keep=run.loaded.config.keep_base,
+    )
     check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
     execute(job, target, run.listener, Stopwatch())
-    return replace(trained, manifest=written_manifest(target), changes=changes)
+    return replace(trained, manifest=written_manifest(target), changes=final.changes)
 
 
 def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
@@ -420,10 +462,15 @@ def _check_room(run: Run, trainer: SurgeonTrainer) -> None:
     )
 
 
-def _check_as_left(out: CheckpointFolder, manifest: Manifest, listener: Listener) -> dict[str, str]:
-    """Digests of all tensors of the output; BadInput where one is not what surgery or training left."""
+def _check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Listener) -> dict[str, str]:
+    """Digests of all tensors of the output; BadInput where one is not what surgery or training left.
+
+    Where there was no surgery nothing says what they should be.
+    """
     listener.begin("reading", sum(info.nbytes for info in out.tensors.values()))
     found = digests_of(out, out.tensors, listener.advance)
+    if manifest is None:
+        return found
     held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
     changed = [name for name, digest in found.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     if changed:
@@ -503,9 +550,15 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
     if run.within is None or run.loaded.config.preserve is None:
         return None
     assert fused is not None
-    spec = run.loaded.config.preserve
-    run.say(f"the base within teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
-    return Preserving(model, spec, run.within, fused)
+    spec, config = run.loaded.config.preserve, run.loaded.config
+    copy: FusedHead | None = None
+    if run.within.apart:
+        frozen = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
+        frozen.config.use_cache = False
+        copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
+    how = "the base within" if copy is None else "a frozen copy of the base"
+    run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
+    return Preserving(model, spec, run.within, fused, copy=copy)
 
 
 def _packed(packing: str, model: Any) -> str:

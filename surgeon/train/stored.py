@@ -51,11 +51,26 @@ class StoredNames:
                 )
         return list(found)
 
-    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by their names in memory as they are stored. Raises WrongSet where transformers stores others."""
+    def alone(self, name: str) -> str | None:
+        """The parameter that this tensor on disk makes alone, and as it is; None where it is converted."""
+        made = self._made[name]
+        if made.converted or len(made.names) != 1 or self._sources[made.names[0]] != [name]:
+            return None
+        return made.names[0]
+
+    def on_disk(self, tensors: Mapping[str, Tensor], *, also: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Tensors by their names in memory as they are stored. Raises WrongSet where transformers stores others.
+
+        Those of `also` that are other names of the same parameters get the same values (tied embeddings stored twice).
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         plain: dict[str, Tensor] = {}
+        same = {id(p): name for name, p in self.model.named_parameters() if name in tensors}
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        for name in also:
+            if name in self._made and name not in tensors and name in every and id(every[name]) in same:
+                plain[name] = tensors[same[id(every[name])]].clone()
         converted: dict[str, Tensor] = {}
         for target, value in tensors.items():
             first = self._sources[target][0]

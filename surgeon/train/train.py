@@ -111,7 +111,7 @@ class _Asked(NamedTuple):
     """A run whose config and output were read, and fit each other."""
 
     out: CheckpointFolder
-    manifest: Manifest
+    manifest: Manifest | None
     loaded: LoadedConfig
     target: Path
     prepared: Prepared
@@ -126,7 +126,7 @@ def _asked(
     from surgeon.train.preparing import prepare
 
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest, target = manifest_of(folder), Path(to)
+    manifest, target = None if folder.manifest is None else manifest_of(folder), Path(to)
     processes = Ranks.of_environment().size
     prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
     return _Asked(folder, manifest, loaded, target, prepared)

@@ -28,7 +28,7 @@ from surgeon.common.listener import Listener
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.manifest.lineage import Fixed, TrainableSet
+from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.train.checkpoints import complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead

@@ -39,6 +39,7 @@ from surgeon.common.plain import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
 from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, measured_of, vocabularies_of
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.beside import check_beside
@@ -228,6 +229,8 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
 def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:
     """Files and folders in the output that surgeon did not write."""
     known = {MANIFEST_FILE, CARD_FILE, *manifest.files, *out.shards}
+    known |= {f"{KEPT_FOLDER}/"} if manifest.kept else set()
+    known |= {f"{ADAPTER_FOLDER}/"} if manifest.adapter is not None else set()
     known.update(f"{name.partition('/')[0]}/" for name in manifest.files if "/" in name)
     if SINGLE_FILE not in out.shards:
         known.add(INDEX_FILE)

@@ -20,14 +20,16 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.plain import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
-from surgeon.manifest.lineage import Lineage, State, trainable_set
+from surgeon.manifest.lineage import Lineage, State
 from surgeon.manifest.manifest import (
+    AdapterEntry,
     Base,
     Manifest,
     NewTensor,
@@ -39,7 +41,9 @@ from surgeon.manifest.manifest import (
     places_of,
     vocabularies_of,
 )
-from surgeon.plan.plan import LoadedPlan, draw, parse_plan
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_beside, kept_tensors
+from surgeon.manifest.trainable import trainable_set
+from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
 from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (
@@ -74,7 +78,7 @@ class Drawn:
         file: str,
     ) -> Drawn:
         """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
-        loaded = parse_plan(manifest.plan, source=f"{file} (plan)")
+        loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
         adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
         return cls(loaded, draw(loaded, anatomy, config, adapters, grown, measured_of(manifest)), anatomy)
@@ -111,9 +115,10 @@ def check_static(
         *_dropped(blueprint, drawn.anatomy, digests[0]),
         _constants(blueprint, manifest, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
-        *_extended(blueprint, out, digests[0]),
+        *_extended(blueprint, manifest, out, digests[0]),
         *_joined(blueprint, manifest, out, digests[0]),
         *_as_trained(manifest, digests[1]),
+        *check_beside_training(manifest, out),
     ]
 
 
@@ -182,17 +187,27 @@ def _copies(
     # What holds a part for each layer holds old layers' parts; other tensors of the base may have another name.
     old = {o.name for o in blueprint.outputs if not o.new or isinstance(o.recipe, PerLayer) or _is_still(o)}
     stray = [o.name for o in blueprint.outputs if o.name in old and o.name in trained]
-    if stray:
-        may = set(trainable_set(folder, manifest, "all").names)
-        if forbidden := [name for name in stray if name not in may]:
+    told = manifest.changed_of_base
+    if unasked := [name for name in stray if name not in told]:
+        # Runs before there was `before` in what is recorded of them.
+        may = set(trainable_set(folder, manifest, "added").names) if manifest.operations else set()
+        if forbidden := [name for name in unasked if name not in may]:
             return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
+    copied = {o.name: o.recipe.source for o in blueprint.outputs if o.name in told and isinstance(o.recipe, Copy)}
+    if wrong := [name for name, source in copied.items() if told[name] != base[source]]:
+        return Check("base tensors", False, f"said to have begun training as others than the base's: {some(wrong)}")
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
     wrong = [name for name, source in copies.items() if out[name] != base[source]]
     kept = sum(not output.new for output in untrained)
-    since = f"; {len(stray)} were trained, as a surgery lets them" if stray else ""
+    since = f"; {changed_by_training(len(stray))}" if stray else ""
     found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them{since}"
     return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
+
+
+def changed_by_training(number: int) -> str:
+    """How many of the base's tensors are others now, in words."""
+    return f"{number} base tensor{'s' * (number != 1)} changed by training"
 
 
 def _is_still(output: Output) -> bool:
@@ -298,9 +313,10 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     return Check.of("new tensors", changed, "changed since they were written", kept)
 
 
-def _extended(blueprint: Blueprint, out: CheckpointFolder, base: dict[str, str]) -> list[Check]:
+def _extended(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, base: dict[str, str]) -> list[Check]:
     """Nothing where no tensor got more rows; else whether its first rows are the base's, trained or not."""
-    recipes = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Extended)}
+    whole = manifest.changed_of_base
+    recipes = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Extended) and o.name not in whole}
     if not recipes or any(record.trains == "all" for record in blueprint.operations):
         return []
     rows = {name: info for name, recipe in recipes.items() if (info := out.tensors[name].first(recipe.of.shape))}
@@ -312,7 +328,8 @@ def _extended(blueprint: Blueprint, out: CheckpointFolder, base: dict[str, str])
 
 def _joined(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, base: Mapping[str, str]) -> list[Check]:
     """Nothing where no tensor became wider; else whether the base's lie in them, and what is to add nothing is zero."""
-    joined = [output for output in blueprint.outputs if isinstance(output.recipe, Widened)]
+    whole = manifest.changed_of_base
+    joined = [o for o in blueprint.outputs if isinstance(o.recipe, Widened) and o.name not in whole]
     if not joined or any(record.trains == "all" for record in blueprint.operations):
         return []
     made = NewTensor(dtype="", shape=[], sha256="0" * 64, operation=0, recipe={})
@@ -348,6 +365,47 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
     steps = sum(run.steps for run in manifest.training)
     kept = f"{len(trained)} as {steps:,} steps of training left them{changes}"
     return [Check.of("trained tensors", wrong, "not as training left them", kept)]
+
+
+def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """What training put beside the weights, where it did: the base's own values, and an adapter.
+
+    A note where it is not there: it stays with the run, and no other command carries it along.
+    """
+    checks: list[Check] = []
+    if manifest.kept:
+        found = kept_tensors(out)
+        digests = {} if found is None else digests_of(found, found.tensors, lambda _: None)
+        wrong = sorted(name for name in {**digests, **manifest.kept} if digests.get(name) != manifest.kept.get(name))
+        checks.append(
+            Check("kept tensors", True, f"{KEPT_FOLDER}/ is not here, so `revert` cannot give the base back", note=True)
+            if found is None
+            else Check.of(
+                "kept tensors", wrong, "not the base's own", f"{len(digests)} of the base's in {KEPT_FOLDER}/"
+            )
+        )
+    if manifest.adapter is not None:
+        checks.append(_adapter(manifest.adapter, out))
+    return checks
+
+
+def _kept(told: Mapping[str, str], out: CheckpointFolder) -> Check:
+    found = kept_tensors(out)
+    if found is None:
+        return Check("kept tensors", True, f"{KEPT_FOLDER}/ is not here, so `revert` cannot use it", note=True)
+    digests = digests_of(found, found.tensors, lambda _: None)
+    wrong = sorted(name for name in {**digests, **told} if digests.get(name) != told.get(name))
+    return Check.of("kept tensors", wrong, "not the base's own", f"{len(digests)} of the base's in {KEPT_FOLDER}/")
+
+
+def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:
+    found = adapter_beside(out)
+    if found is None:
+        return Check("adapter", True, f"{ADAPTER_FOLDER}/ is not here; it is merged into the weights", note=True)
+    both = {**entry.tensors, **found.tensors}
+    wrong = sorted(name for name in both if entry.tensors.get(name) != found.tensors.get(name))
+    wrong += [ADAPTER_CONFIG] if entry.config != found.config else []
+    return Check.of("adapter", wrong, "not as training left it", f"{len(found.tensors)} tensors in {ADAPTER_FOLDER}/")
 
 
 def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
@@ -404,7 +462,12 @@ def check_earlier(
     then = {name: by_place.get(place) for name, place in state.places.items()}
     for name, parts in state.parts.items():
         then[name] = parts_digest(out.source, out.tensors[state.places[name]], parts)
-    moved = [place for name, place in state.places.items() if then[name] != found.tensors[name].sha256]
+    retrained = manifest.changed_of_base
+    moved = [
+        place
+        for name, place in state.places.items()
+        if then[name] != found.tensors[name].sha256 and place not in retrained
+    ]
     joined = {name: pieces_digest(out.source, pieces) for name, pieces in state.joined.items()}
     moved += [name for name, digest in joined.items() if digest != found.tensors[name].sha256]
     held = held_by(manifest, file=file)
@@ -420,7 +483,8 @@ def check_earlier(
             "tensors since then",
             [] if again.trains_all else moved,
             "not byte-identical to the base's",
-            f"{len(state.held) - len(moved)} of the base's are byte-identical",
+            f"{len(state.held) - len(moved) - len(retrained)} of the base's are byte-identical"
+            + (f"; {changed_by_training(len(retrained))}" if retrained else ""),
         ),
         Check.of(
             "as left",
@@ -574,6 +638,11 @@ def _own_base_tensors(
     there = {name: place for name, place in places.items() if place in digests}
     held = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
     changed = [place for name, place in there.items() if held[place] != manifest.base.tensors[name]]
+    told = manifest.changed_of_base
+    recorded = [place for place in changed if place in told and digests[place] == manifest.trained[place]]
+    if len(recorded) == len(changed) and recorded:
+        kept = f"{len(there) - len(changed)} byte-identical in their places; {changed_by_training(len(changed))}"
+        return Check("base tensors", True, kept)
     if changed and not any(entry.trains == "all" for entry in manifest.operations):
         return Check("base tensors", False, f"not what the base held: {some(changed)}")
     trained = f", {len(changed)} trained since, as the surgery means them to be" if changed else ""

@@ -56,10 +56,17 @@ def curve(log: list[dict[str, Any]], *keys: str) -> torch.Tensor:
 
 
 def by_hand(
-    hidden: torch.Tensor, weight: torch.Tensor, taught: torch.Tensor, cap: float | None, tau: float, old: int, how: str
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    taught: torch.Tensor,
+    cap: float | None,
+    tau: float,
+    old: int,
+    how: str,
+    teacher: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Token by token and number by number from the definition."""
-    raw = [hidden @ weight.T, taught @ weight[:old].detach().T]
+    """Token by token and number by number from the definition; `teacher` is the base's own head."""
+    raw = [hidden @ weight.T, taught @ (weight if teacher is None else teacher)[:old].detach().T]
     q, p = ((each if cap is None else cap * torch.tanh(each / cap)).div(tau).softmax(-1) for each in raw)
     if how == "kl":
         return tau**2 * (p * (p.log() - q[:, :old].log())).sum()
@@ -71,16 +78,26 @@ def by_hand(
 def test_value_and_gradients_are_the_definitions(how: str, cap: float | None, tau: float, rows: int) -> None:
     drawn = torch.Generator().manual_seed(0)
     hidden, taught = (torch.randn(11, 16, generator=drawn) for _ in range(2))
-    weight = torch.randn(40, 16, generator=drawn)
+    weight, teacher = (torch.randn(40, 16, generator=drawn) for _ in range(2))
+    # A frozen copy has a head of its own.
+    apart = cap is not None
     old = 33 if how == "kl" else 40
     told = []
     for kind in (torch.float32, torch.float64):
         h, w = (each.to(kind, copy=True).requires_grad_() for each in (hidden, weight))
         if kind is torch.float64:
-            total = by_hand(h, w, taught.to(kind), cap, tau, old, how)
+            total = by_hand(h, w, taught.to(kind), cap, tau, old, how, teacher.to(kind) if apart else w)
         else:
             total = chunked_divergence(
-                h, w, taught, cap=cap, temperature=tau, reverse=how == "reverse_kl", old=old, rows=rows
+                h,
+                w,
+                taught,
+                cap=cap,
+                temperature=tau,
+                reverse=how == "reverse_kl",
+                old=old,
+                rows=rows,
+                teacher=teacher if apart else None,
             )
         (total / 3).backward()
         told.append([each.detach().double() for each in (total, h.grad, w.grad) if each is not None])
@@ -240,13 +257,13 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
     assert "`preserve.weight` is 0; it should be greater than 0" in refusal(preserve={"weight": 0})
     said = refusal(preserve={"teacher": "other"})
     assert "`preserve.teacher` is 'other'" in said or "preserve.teacher" in said
-    # Once it was trained as a whole, the base is not in it.
-    plan = {"surgeon": 1, "operations": [{"op": "stack_layers", "bottom": 4, "top": 4}]}
-    (tmp_path / "solar.yaml").write_text(json.dumps(plan))
-    surgeon.apply(tmp_path / "solar.yaml", str(made / "base"), tmp_path / "solar")
+    # Without one of its layers the base is not in it.
+    plan = {"surgeon": 1, "operations": [{"op": "drop_layers", "layers": [1]}]}
+    (tmp_path / "fewer.yaml").write_text(json.dumps(plan))
+    surgeon.apply(tmp_path / "fewer.yaml", str(made / "base"), tmp_path / "fewer")
     path = config(made, sources=ORIGINAL, preserve={})
-    with pytest.raises(BadInput, match=r"train.yaml:\d+: `preserve`: .*so this model will not hold the base"):
-        surgeon.train(tmp_path / "solar", path, tmp_path / "run", device="cpu")
+    with pytest.raises(BadInput, match=r"train.yaml:\d+: `preserve`: .*layer 1: taken out by surgery 1"):
+        surgeon.train(tmp_path / "fewer", path, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -256,7 +273,7 @@ def test_a_teacher_that_is_not_the_base_ends_the_run(
     """Were the manifest's layers misread, the first step would not be taken."""
     plain = session.Preserving
 
-    def misread(model: Any, spec: Any, within: Within, head: Any) -> Preserving:
+    def misread(model: Any, spec: Any, within: Within, head: Any, **more: Any) -> Preserving:
         return plain(model, spec, Within(within.layers, (2,), None, newborn=True), head)
 
     monkeypatch.setattr(session, "Preserving", misread)

@@ -10,8 +10,8 @@ import torch
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.manifest.lineage import TrainableSet, trainable_set
 from surgeon.manifest.manifest import Manifest, parse
+from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import Settings
 from surgeon.train.optimizer import MasterAdamW, make_schedule
@@ -49,7 +49,7 @@ def test_all_surgeries_and_single_operations(tmp_path: Path) -> None:
     surgeon.apply("neutral-residues", str(tmp_path / "base"), tmp_path / "one")
     surgeon.apply("llama-pro", str(tmp_path / "one"), tmp_path / "two")
     folder, manifest = opened(tmp_path / "two")
-    last, everything = (trainable_set(folder, manifest, what) for what in ("last", "all"))
+    last, everything = (trainable_set(folder, manifest, what) for what in ("last", "added"))
     adapters = [name for name in folder.tensors if ".adapter." in name]
     assert set(last.names) == set(manifest.new_tensors)
     assert set(everything.names) == set(last.names) | set(adapters)

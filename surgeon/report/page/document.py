@@ -329,7 +329,7 @@ def lineage_section(findings: Findings) -> Markup:
     rows: list[tuple[Child, ...]] = [
         (
             nth,
-            ", ".join(entry.op for entry in surgery.operations),
+            ", ".join(entry.op for entry in surgery.operations) or "training",
             at_revision(surgery.base.id, surgery.base.revision),
             surgery.tool.version,
             surgery.sha256[:16],

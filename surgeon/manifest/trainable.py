@@ -1,0 +1,209 @@
+"""Which tensors train: what surgeries added, what is the base's own, layers of the stack, or everything.
+
+The manifest decides, not names or strides. Of a tensor that holds rows of the base's beside new ones a part trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import Manifest
+from surgeon.operations.operation import Spec
+from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+
+
+class LayersSpec(Spec):
+    """Layers of the model as it is, whole."""
+
+    layers: Annotated[LayerSelector, Field(description="as plans select layers: `top_half`, `{every: 4}`, `[0, 7]`")]
+
+
+What = Literal["last", "added", "base", "all"] | LayersSpec | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The `spans` (from, to) of a tensor along `axis` that do not train."""
+
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many rows, or columns, these are."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def reversed(self, size: int) -> Fixed:
+        """What trains instead, of `size` rows or columns in all."""
+        edges = [0, *(edge for span in sorted(self.spans) for edge in span), size]
+        spans = zip(edges[::2], edges[1::2], strict=True)
+        return Fixed(self.axis, tuple((begin, end) for begin, end in spans if begin < end))
+
+
+@dataclass(frozen=True)
+class TrainableSet:
+    """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
+
+    `fixed` says of those that train in part what of them stays as it is. `of_base` are those that hold something of
+    the base's which is to change; `title` says what they are, where no operation does.
+    """
+
+    names: tuple[str, ...]
+    operations: tuple[str, ...]
+    fixed: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
+    of_base: frozenset[str] = frozenset()
+    title: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What they are, in words."""
+        return self.title or ", ".join(dict.fromkeys(self.operations))
+
+
+def trainable_set(
+    out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy | None = None
+) -> TrainableSet:
+    """The tensors of `out` that `what` lets train.
+
+    `last` and `added` are the new tensors of the last surgery, and of all; numbers are operations of the last one.
+    `base` are the tensors that are not new, `all` are all, `layers` those of layers. Where an operation trains
+    everything (SOLAR), so do `last` and `added`. `manifest` is None for a model without surgery, which has nothing new.
+
+    Raises BadInput where there is no such operation or layer, where a tensor is missing, where surgeries do not fit
+    together, and where nothing is left to train.
+    """
+    if manifest is None and (isinstance(what, Sequence) and what not in ("base", "all")):
+        raise BadInput(
+            f"{printable(str(out.path))}: no output of surgeon (it has no {MANIFEST_FILE}), so nothing was added that"
+            " could train alone; say `what: all`, `what: {layers: …}` or `lora: {…}`"
+        )
+    if isinstance(what, LayersSpec) or what in ("base", "all"):
+        return _whole(out, manifest, what, anatomy or dissect(out.config, out.tensors, out.own))
+    assert manifest is not None
+    return _added(out, manifest, what)
+
+
+def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy) -> TrainableSet:
+    """Everything, the base's own tensors, or those of layers; only what the model computes with."""
+    added = _all_added(out, manifest)
+    # Layers above the stack, which predict further tokens, and tensors without a place are not run.
+    idle = {*anatomy.idle, *(info.name for layer in anatomy.beyond for info in layer.values())}
+    fixed: dict[str, Fixed] = {}
+    if isinstance(what, LayersSpec):
+        chosen = select_layers(what.layers, len(anatomy.layers))
+        names = {
+            info.name for index in chosen for part in (anatomy.layers, anatomy.grafted) for info in part[index].values()
+        }
+        title = f"all of {show_layers(chosen)}"
+    elif what == "base":
+        names = out.tensors.keys() - added.names - added.still
+        for name, part in added.fixed.items():
+            names |= {name}
+            fixed[name] = part.reversed(out.tensors[name].shape[part.axis])
+        title = "the base's own tensors"
+    else:
+        names, title = set(out.tensors), "every tensor"
+    wanted = tuple(name for name in out.tensors if name in names - idle)
+    if not wanted:
+        raise BadInput(
+            f"{printable(str(out.path))}: nothing to train: `what` has no tensor that the model computes with"
+        )
+    of_base = frozenset(wanted) - (added.names - added.fixed.keys())
+    return TrainableSet(wanted, (), fixed, of_base, title)
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Tensors that surgeries made, by their names now; `fixed` of them is the base's, `still` hold it among parts."""
+
+    names: frozenset[str]
+    operations: tuple[str, ...]
+    fixed: Mapping[str, Fixed]
+    still: frozenset[str]
+    everything: bool
+
+
+def _all_added(out: CheckpointFolder, manifest: Manifest | None) -> _Added:
+    """What all surgeries added. Raises BadInput where they do not fit together."""
+    if manifest is None:
+        return _Added(frozenset(), (), {}, frozenset(), everything=False)
+    lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE))
+    return _of(out, lineage.since(0), None, lineage)
+
+
+def _of(
+    out: CheckpointFolder, surgeries: Iterable[Manifest], only: Sequence[int] | None, lineage: Lineage | None
+) -> _Added:
+    """What the surgeries made; of one alone (`lineage` None), by the operations `only`."""
+    chosen: dict[str, None] = {}
+    operations: list[str] = []
+    still: set[str] = set()
+    everything = False
+    fixed: dict[str, Fixed] = {}
+    for nth, surgery in enumerate(surgeries, 1):
+        numbers = list(range(len(surgery.operations))) if only is None else sorted(set(only))
+        for number in numbers:
+            operations.append(surgery.operations[number].op)
+            everything = everything or surgery.operations[number].trains == "all"
+        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
+        now = dict(zip(made, made, strict=True)) if lineage is None else lineage.places(nth, made)
+        for name, place in now.items():
+            tensor = surgery.new_tensors[name]
+            if tensor.still:
+                still |= {place} if tensor.per_layer is not None else set()
+                continue
+            chosen[place] = None
+            if (of := tensor.extends) is not None:
+                # Where a vocabulary grew twice, all that came after the first base trains.
+                fixed.setdefault(place, Fixed(0, ((0, surgery.base.tensors[of].shape[0]),)))
+            elif spans := tensor.fixed_spans:
+                fixed.setdefault(place, Fixed(tensor.axis, spans))
+        if lineage is not None and nth < lineage.count:
+            # A later merge may have folded an earlier surgery's branches away.
+            chosen = {name: None for name in chosen if name in out.tensors}
+    fixed = {name: part for name, part in fixed.items() if name in chosen}
+    return _Added(frozenset(chosen), tuple(operations), fixed, frozenset(still), everything)
+
+
+def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
+    """New tensors: of the last surgery, of all, or of operations of the last one.
+
+    What holds a part for each layer stays as it is, since old layers' parts are in it.
+    """
+    shown = printable(str(out.path / MANIFEST_FILE))
+    if what == "added":
+        found = _all_added(out, manifest)
+    else:
+        only = None if isinstance(what, str) else what
+        numbers = range(len(manifest.operations))
+        if unknown := [number for number in only or () if number not in numbers]:
+            raise BadInput(
+                f"{shown}: there is no operation {unknown[0]} in the last surgery; it has"
+                f" {', '.join(f'{n} ({printable(manifest.operations[n].op)})' for n in numbers)}"
+            )
+        assert not isinstance(only, LayersSpec | str)
+        found = _of(out, (manifest,), only, None)
+    if found.everything:
+        of_base = frozenset(out.tensors) - (found.names - found.fixed.keys())
+        return TrainableSet(tuple(out.tensors), found.operations, {}, of_base)
+    missing = [name for name in found.names if name not in out.tensors]
+    if missing:
+        raise BadInput(
+            f"{shown}: names the new tensor {printable(min(missing))}, which no shard has; download it again"
+        )
+    if not found.names:
+        raise BadInput(
+            f"{shown}: nothing to train: what was asked for has no new tensor; say `what: all`, `what: base`,"
+            " `what: {layers: …}` or `lora: {…}`"
+        )
+    return TrainableSet(tuple(name for name in out.tensors if name in found.names), found.operations, found.fixed)

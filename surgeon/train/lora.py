@@ -1,0 +1,172 @@
+"""A LoRA over a frozen model (Hu et al., 2022), by PEFT: h = W x + s · B A x, s = alpha / rank.
+
+The adapter's values have the model's dtype, with float32 masters in the optimizer, as everything that trains. PEFT's
+own modules compute it, so what is saved loads in PEFT as it was; RUN's weights are W + s · B A, computed in float32
+from the stored W and rounded once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.models.load import stored_dtype
+from surgeon.train.config import LoraSpec
+from surgeon.train.stored import StoredNames
+
+# What PEFT calls an adapter where nobody names it, and how its own model class begins all names.
+_ADAPTER, _PEFT = "default", "base_model.model."
+_WEIGHT = ".weight"
+
+
+def attach(model: Any, spec: LoraSpec, wanted: Iterable[str], *, base_names: Iterable[str], seed: int) -> list[str]:
+    """Freeze the model and put a LoRA at the matrices `wanted` (on disk); the names of what trains, in its order.
+
+    Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
+    it did. Raises BadInput for what is no matrix of a linear module, or makes up a parameter with others.
+    """
+    import peft
+
+    modules = _modules(model, list(wanted), base_names)
+    config = peft.LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.scale * spec.rank,  # type: ignore[arg-type]  # a float is divided as well
+        lora_dropout=spec.dropout,
+        target_modules=list(modules),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
+    )
+    peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+        if ".lora_" in name:
+            module = name.partition(".lora_")[0]
+            if module not in modules:
+                raise BadInput(f"{printable(module)}: PEFT takes it for one of `lora.targets` by its name; name fewer")
+            names.append(name)
+            _begin(parameter, modules[module].weight.dtype, f"{seed}:{name}")
+    return names
+
+
+def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> dict[str, Any]:
+    """The linear modules whose weights these tensors on disk are."""
+    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted)))
+    shared = _shared(model)
+    found: dict[str, Any] = {}
+    for name in wanted:
+        parameter = stored.alone(name)
+        module = None if parameter is None else model.get_submodule(parameter.removesuffix(_WEIGHT))
+        if parameter is None or not isinstance(module, nn.Linear | Conv1D):
+            what = "several tensors make it up" if parameter is None else type(module).__name__
+            raise BadInput(
+                f"{printable(name)}: no matrix of a linear module ({what}), so no LoRA goes there; name other modules"
+                " in `lora.targets`"
+            )
+        if parameter in shared:
+            raise BadInput(
+                f"{printable(name)}: tied to another weight, which merging a LoRA would change too; leave it out of"
+                " `lora.targets`"
+            )
+        found[parameter.removesuffix(_WEIGHT)] = module
+    return found
+
+
+def _shared(model: nn.Module) -> set[str]:
+    """Names of parameters that have another name too."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for same in names.values() if len(same) > 1 for name in same}
+
+
+@torch.no_grad()
+def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:
+    """A's or B's values at birth, in the model's dtype, which sharding and the optimizer's masters ask for."""
+    value = torch.zeros(parameter.shape)
+    if ".lora_A." in drawn_by:
+        seed = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "big") >> 1
+        bound = 1 / math.sqrt(parameter.shape[1])
+        value.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+    parameter.data = value.to(device=parameter.device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A trained LoRA: the weights with it, by their names on disk, and the adapter's own tensors, by PEFT's names.
+
+    `transposed`: its matrices are stored inputs by outputs.
+    """
+
+    tensors: dict[str, Tensor]
+    adapter: dict[str, Tensor]
+    transposed: bool
+
+
+def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> Merged:
+    """The stored weights plus s · B A in float32, rounded to their dtype; `model` is without weights, `out`'s own."""
+    values = load_file(trained)
+    stored = StoredNames(model, out.tensors)
+    on_disk = {parameter: name for name in out.tensors if (parameter := stored.alone(name)) is not None}
+    tensors: dict[str, Tensor] = {}
+    adapter: dict[str, Tensor] = {}
+    for name, down in values.items():
+        module, a, rest = name.partition(".lora_A.")
+        matrix = "A" if a else "B"
+        adapter[f"{_PEFT}{module if a else name.partition('.lora_B.')[0]}.lora_{matrix}{_WEIGHT}"] = down
+        if not a:
+            continue
+        up = values[f"{module}.lora_B.{rest}"]
+        disk = on_disk[f"{module}{_WEIGHT}"]
+        info = out.tensors[disk]
+        dtype = stored_dtype(info.dtype)
+        before = torch.frombuffer(out.read(disk), dtype=dtype).reshape(info.shape).float()
+        product = up.float() @ down.float()
+        if isinstance(model.get_submodule(module), Conv1D):
+            product = product.T
+        tensors[disk] = (before + spec.scale * product).to(dtype)
+    modules = {name.partition(".lora_")[0] for name in values}
+    transposed = any(isinstance(model.get_submodule(module), Conv1D) for module in modules)
+    return Merged(tensors, dict(sorted(adapter.items())), transposed)
+
+
+def write_adapter(adapter: Mapping[str, Tensor], file: Path) -> None:
+    """Write the adapter's tensors as PEFT names them."""
+    file.unlink(missing_ok=True)
+    save_file(dict(adapter), file, metadata={"format": "pt"})
+
+
+def adapter_config(spec: LoraSpec, adapter: Iterable[str], base: str, *, transposed: bool) -> bytes:
+    """adapter_config.json for PeftModel.from_pretrained(base, RUN/adapter)."""
+    modules = sorted({name.removeprefix(_PEFT).partition(".lora_")[0] for name in adapter})
+    alpha = spec.scale * spec.rank
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": None,
+        "inference_mode": True,
+        "r": spec.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": False,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
