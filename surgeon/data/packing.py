@@ -121,6 +121,10 @@ class SourceStream:
             if teaches:
                 return taken
 
+    def tokens(self) -> int:
+        """How many tokens one pass has; every document is tokenised."""
+        return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
+
     def state(self) -> list[int]:
         """The position between two sequences."""
         return [self.epoch, self.position, self.used]

@@ -213,6 +213,7 @@ class TrainingEntry(Entry):
     """One training run of this surgery's output: by which config and settings, for how long, what it changed.
 
     `kept` are the tensors whose values from before all training lie in `base-tensors/` of this run's output.
+    `published_step` is the step that was published, where that is the best one on a source.
     """
 
     tool: Tool
@@ -224,6 +225,7 @@ class TrainingEntry(Entry):
     tensors: dict[str, TrainedTensor]
     adapter: AdapterEntry | None = None
     kept: list[str] = []
+    published_step: int | None = None
 
 
 class ImportedAdapter(Entry):

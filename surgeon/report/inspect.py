@@ -15,7 +15,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.manifest.manifest import Manifest, TrainingEntry, manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.operations.selectors import show
 
@@ -109,7 +109,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
         )
         losses = f"; held-out loss {losses}" if losses else ""
-        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{losses}")
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{_published(run)}{losses}")
     if changed := len(manifest.changed_of_base):
         kept = f"; {len(manifest.kept)} kept in {KEPT_FOLDER}/, for `surgeon revert`" if manifest.kept else ""
         facts.add_row("base tensors", f"{changed} changed by training{kept}")
@@ -121,3 +121,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     if manifest.operations:
         facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
     return facts
+
+
+def _published(run: TrainingEntry) -> str:
+    return "" if run.published_step is None else f", of which step {run.published_step:,} was the best"

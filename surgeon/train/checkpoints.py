@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +23,8 @@ from surgeon.errors import BadInput, printable
 
 COMPLETE_FILE = "complete.json"
 RUN_FILE = "run.json"
+# transformers' own, with the log.
+STATE_FILE = "trainer_state.json"
 
 # The last, and the one before in case the last does not survive.
 KEPT = 2
@@ -71,6 +75,19 @@ def newest_checkpoint(work: Path) -> Path | None:
     return next((folder for folder in reversed(_folders(work)) if damage(folder, record) is None), None)
 
 
+def best_step(log: Iterable[Mapping[str, Any]], source: str) -> int | None:
+    """The step of a trainer's log after which the held-out loss on a source was lowest, the first of equals."""
+    key = f"eval_{source}_loss"
+    found = [(float(entry[key]), int(entry["step"])) for entry in log if key in entry and math.isfinite(entry[key])]
+    return min(found)[1] if found else None
+
+
+def best_before(checkpoint: Path, source: str) -> int | None:
+    """The best step on a source of those up to a checkpoint that counts."""
+    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return best_step(state["log_history"], source)
+
+
 def damage(checkpoint: Path, record: RunRecord) -> str | None:
     """Why a checkpoint does not count, in words; None where it does."""
     shown = printable(checkpoint.name)
@@ -92,19 +109,31 @@ def damage(checkpoint: Path, record: RunRecord) -> str | None:
     return f"{shown}/{printable(changed[0])} is not what was written" if changed else None
 
 
-def drop_what_does_not_count(work: Path) -> list[str]:
-    """Remove the checkpoints that a kill cut off, or that somebody or the disk changed; why, for each in words."""
+def drop_what_does_not_count(work: Path, keep_best: str | None = None) -> list[str]:
+    """Remove the checkpoints that a kill cut off, or that somebody or the disk changed; why, for each in words.
+
+    With `keep_best`, a source, one goes too where the best checkpoint before it is gone, which would be published.
+    """
     record = RunRecord.read(work)
     assert record is not None
     found = [(folder, damage(folder, record)) for folder in _folders(work)]
+    sound = {step_of(folder) for folder, wrong in found if wrong is None}
+    for number, (folder, wrong) in enumerate(found):
+        best = None if wrong is not None or keep_best is None else best_before(folder, keep_best)
+        if best is not None and best not in sound:
+            found[number] = folder, f"{folder.name} goes on from checkpoint-{best}, the best so far, which is gone"
+            sound -= {step_of(folder)}
     for folder, wrong in found:
         if wrong is not None:
             shutil.rmtree(folder)
     return [wrong for _, wrong in found if wrong is not None]
 
 
-def complete(checkpoint: Path, step: int) -> None:
-    """Flush a checkpoint's files, write down their digests, and let go of checkpoints before the last KEPT."""
+def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
+    """Flush a checkpoint's files, write down their digests, and let go of checkpoints before the last KEPT.
+
+    That of the step `best` stays.
+    """
     work, names = checkpoint.parent, [path.name for path in checkpoint.iterdir()]
     with ThreadPoolExecutor(1, thread_name_prefix="flush") as flusher:
         # Hashing takes the processor, flushing the disk.
@@ -119,6 +148,7 @@ def complete(checkpoint: Path, step: int) -> None:
     assert record is not None
     record.checkpoints[str(step)] = hashlib.sha256(marker).hexdigest()
     old = [folder for folder in _folders(work) if str(step_of(folder)) in record.checkpoints][:-KEPT]
+    old = [folder for folder in old if step_of(folder) != best]
     for folder in old:
         del record.checkpoints[str(step_of(folder))]
     record.write(work)

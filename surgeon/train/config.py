@@ -94,7 +94,13 @@ class TrainConfig(Entry):
     """What a training run is to do."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
-    steps: Annotated[int, Field(ge=1, description="optimizer steps")]
+    steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
+    epochs: Annotated[
+        float | None,
+        Field(
+            gt=0, allow_inf_nan=False, description="instead of steps: passes through the sources that are not original"
+        ),
+    ] = None
     sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
     seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
     what: Annotated[
@@ -144,6 +150,10 @@ class TrainConfig(Entry):
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64
+    keep_best: Annotated[
+        str | None,
+        Field(description="publish the evaluated step whose held-out loss on this source is lowest; default: the last"),
+    ] = None
     log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
     report_to: Annotated[
         list[str],
@@ -157,9 +167,19 @@ class TrainConfig(Entry):
             raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give `steps`, or `epochs` from which they are computed, and not both")
+        if self.keep_best is not None:
+            self._check_keep_best(self.keep_best)
         if self.lora is not None and self.what is not None:
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
         return self
+
+    def _check_keep_best(self, wanted: str) -> None:
+        held = {source.name: bool(source.validation) for source in self.sources}
+        if not held.get(wanted):
+            known = ", ".join(name for name, out in held.items() if out) or "none"
+            raise ValueError(f"`keep_best` names {wanted!r}, no source that holds text out; those that do: {known}")
 
     def domain_of(self, source: SourceSpec) -> int:
         """What `domain_ids` call a source: 0 original, 1 new; tasks count from 1 in order of their first source."""
@@ -200,7 +220,9 @@ class LoadedConfig:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` and `sources:`")
+    data, lines = parse_yaml(
+        text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`) and `sources:`"
+    )
     known_keys = keys_by_section(
         TrainConfig,
         {
@@ -259,15 +281,17 @@ class Settings:
 
 
 def settle(
-    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int
+    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
 ) -> tuple[Settings, list[str]]:
     """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
-    `operations` are those whose tensors train; none where the base's own do, or a LoRA.
+    `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
+    config's `epochs`; None: not counted yet.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
     config, paper = loaded.config, _defaults_for(operations)
+    steps = steps or config.steps or sys.maxsize
     wrong: list[str] = []
     if not isinstance(context, int):
         context = sys.maxsize
@@ -298,25 +322,25 @@ def settle(
             " at most"
         )
     warmup = paper.warmup if asked.warmup is None else asked.warmup
-    warmup_steps = round(warmup * config.steps) if warmup < 1 else int(warmup)
+    warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
     last = printable(operations[-1]) if operations else "finetuning"
     notes = [f"settings that the config leaves out are those of {last}: {paper.source}"]
-    if asked.warmup is None and warmup_steps >= config.steps:
-        warmup_steps = config.steps // 10
+    if asked.warmup is None and warmup_steps >= steps:
+        warmup_steps = steps // 10
         notes.append(
             f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
         )
-    elif warmup_steps > config.steps:
+    elif warmup_steps > steps:
         wrong.append(
             f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
-            f" {config.steps}; use fewer"
+            f" {steps}; use fewer"
         )
     if wrong:
         raise bad_input(wrong)
     notes += _about_original(config, paper, last)
     decay = paper.weight_decay + paper.decay_of_rate * lr
     return Settings(
-        steps=config.steps,
+        steps=steps,
         seed=config.seed,
         batch=batch,
         micro_batch=micro_batch,

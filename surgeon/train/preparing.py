@@ -5,6 +5,7 @@ All of it comes from headers, the manifest and the config, without torch, so tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ _T = TypeVar("_T")
 class Prepared:
     """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it.
 
-    `within` is the base that teaches; None where none does.
+    `within` is the base that teaches; None where none does. `settled_for` gives the numbers, and notes, once the steps
+    of the config's `epochs` are counted; None where the config says how many.
     """
 
     settings: Settings
@@ -43,6 +45,7 @@ class Prepared:
     anatomy: Anatomy
     sharding: Sharding | None
     within: Within | None = None
+    settled_for: Callable[[int], tuple[Settings, list[str]]] | None = None
 
 
 def prepare(
@@ -59,23 +62,26 @@ def prepare(
     sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
     anatomy = dissect(out.config, out.tensors, out.own)
     wanted = _tried(lambda: _wanted(out, manifest, loaded, anatomy), wrong)
-    settled, within, notes = None, None, []
+    settled_for, settled, within, notes = None, None, None, []
     if wanted is not None:
         operations = wanted.operations
         _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
         _tried(lambda: _check_fixed(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
-        settled = _tried(lambda: settle(loaded, operations, context=context, processes=processes), wrong)
+        settled_for = functools.partial(settle, loaded, operations, context=context, processes=processes)
+        settled = _tried(settled_for, wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy.sizes.layers), wrong)
         notes = _about_what(manifest, loaded, wanted)
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
-    if wrong or wanted is None or settled is None:
+    if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled
-    return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within)
+    if loaded.config.epochs is None:
+        return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within)
+    return Prepared(settings, notes, wanted, anatomy, sharding, within, lambda steps: settled_for(steps=steps))
 
 
 def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:

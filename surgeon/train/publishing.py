@@ -63,8 +63,9 @@ class Trained:
     """A finished training run of `out`, published at `path`.
 
     `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
-    their held-out losses in nats a token, before and after. `log` are the trainer's entries. `seconds` and
-    `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU where there is one.
+    their held-out losses in nats a token, before and after, which is after `published_step`. `log` are the trainer's
+    entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU
+    where there is one.
     """
 
     out: Path
@@ -76,6 +77,7 @@ class Trained:
     changes: dict[str, Change]
     losses: dict[str, list[float]]
     tokens: int
+    published_step: int
     log: list[dict[str, Any]]
     resumed_at: int
     seconds: float

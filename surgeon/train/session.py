@@ -42,7 +42,9 @@ from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
     KEPT,
     RUN_FILE,
+    STATE_FILE,
     RunRecord,
+    best_step,
     damage,
     drop_what_does_not_count,
     newest_checkpoint,
@@ -118,7 +120,7 @@ def run_training(
         check_destination(target, out.path)
         for note in (*out.notes, *run.notes, *data.notes):
             say(note)
-        for why in drop_what_does_not_count(run.work) if ranks.leads else ():
+        for why in drop_what_does_not_count(run.work, loaded.config.keep_best) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
         with sharded_here():
             trained = _train(run)
@@ -194,6 +196,10 @@ def opened_run(
     template = None if named is None else TEMPLATES[named]
     encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
     data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target))
+    notes = prepared.notes
+    if prepared.settled_for is not None:
+        settings, more = prepared.settled_for(data.steps_of(loaded, settings, say))
+        notes = [*notes, *more]
     return Run(
         out,
         manifest,
@@ -211,7 +217,7 @@ def opened_run(
         listener,
         say,
         encoder,
-        prepared.notes,
+        notes,
     )
 
 
@@ -272,8 +278,9 @@ def _train(run: Run) -> Trained:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         history = trainer.state.log_history
     else:
-        history = json.loads((run.work / f"checkpoint-{done}" / "trainer_state.json").read_text())["log_history"]
-    last = {name: value for entry in history for name, value in entry.items()}
+        history = json.loads((run.work / f"checkpoint-{done}" / STATE_FILE).read_text())["log_history"]
+    published = _published_step(run, history, first)
+    last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
     seconds = time.perf_counter() - begun
     made = (settings.steps - done) * settings.batch * settings.length
     return Trained(
@@ -286,12 +293,27 @@ def _train(run: Run) -> Trained:
         changes={},
         losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
         tokens=settings.steps * settings.batch * settings.length,
+        published_step=published,
         log=history,
         resumed_at=done,
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
         peak_memory=peak_memory(run.device),
     )
+
+
+def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> int:
+    """The last step, or the best one on the source that the config names."""
+    source = run.loaded.config.keep_best
+    best = None if source is None else best_step(log, source)
+    if source is None or best is None:
+        return run.settings.steps
+    loss = next(
+        float(entry[key]) for entry in log if entry["step"] == best for key in entry if key == f"eval_{source}_loss"
+    )
+    worse = "" if loss < first[source] else f"; no step had less than before training ({first[source]:.4f})"
+    run.say(f"step {best} is published: the lowest held-out loss on {source}, {loss:.4f}{worse}")
+    return best
 
 
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
@@ -328,6 +350,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         fused=fused,
         preserving=preserving,
         held=held,
+        keep_best=config.keep_best,
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
@@ -381,7 +404,7 @@ def _as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
 def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
     assert run.manifest is not None
-    last = run.work / f"checkpoint-{run.settings.steps}"
+    last = run.work / f"checkpoint-{trained.published_step}"
     record = RunRecord.read(run.work)
     assert record is not None
     if (wrong := damage(last, record)) is not None:
@@ -403,6 +426,8 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
+    if run.loaded.config.keep_best is not None:
+        entry["published_step"] = trained.published_step
     named = run.loaded.config.chat_template
     added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
     job = publishing_job(
@@ -454,11 +479,12 @@ def _check_room(run: Run, trainer: SurgeonTrainer) -> None:
     checkpoint = sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer
     published = sum(info.nbytes for info in run.out.tensors.values())
     final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
+    kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
     there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*"))
     check_room(
         run.work,
-        (KEPT + 1) * checkpoint + final + published - there,
-        what=f" ({KEPT + 1} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
+        kept * checkpoint + final + published - there,
+        what=f" ({kept} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
     )
 
 

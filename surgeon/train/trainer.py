@@ -29,7 +29,7 @@ from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.manifest.trainable import Fixed, TrainableSet
-from surgeon.train.checkpoints import complete, newest_checkpoint, step_of
+from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
@@ -67,6 +67,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         fused: FusedHead | None = None,
         preserving: Preserving | None = None,
         held: Mapping[str, Fixed] | None = None,
+        keep_best: str | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -84,6 +85,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.taught = 0
         # Parameters of which a part does not train: nothing decays of them either.
         self.held = dict(held or {})
+        # The source whose lowest held-out loss says which checkpoint is published.
+        self.keep_best = keep_best
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -177,6 +180,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         metrics = {f"eval_{name}_loss": loss for name, loss in found.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.keep_best is not None:
+            # So that the best is always there, and not after the checkpoint that a run goes on from.
+            better = best_step(self.state.log_history, self.keep_best) == self.state.global_step
+            self.control.should_save = self.control.should_save or better
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -213,7 +220,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         if self.args.should_save:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
-            complete(folder, self.state.global_step)
+            best = None if self.keep_best is None else best_step(self.state.log_history, self.keep_best)
+            complete(folder, self.state.global_step, best)
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]

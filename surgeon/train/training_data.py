@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.data.sources import OpenedSource, open_source
-from surgeon.data.specs import SourceSpec
+from surgeon.data.specs import ORIGINAL, SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS
 from surgeon.train.config import LoadedConfig, Settings
@@ -98,6 +99,30 @@ class TrainingData:
                 )
         found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
         return found
+
+    def steps_of(self, loaded: LoadedConfig, settings: Settings, say: Callable[[str], None]) -> int:
+        """The steps of the config's `epochs`: passes through the sources that are not original, or through all.
+
+        epochs · their tokens / (their share · tokens of a step), rounded up. Every document is tokenised once.
+        """
+        config = loaded.config
+        assert config.epochs is not None
+        drawn = [source for source in config.sources if source.share]
+        counted = {source.name for source in drawn if source.role != ORIGINAL} or {source.name for source in drawn}
+        say(f"counting the tokens of {', '.join(sorted(counted))}")
+        tokens = {stream.name: stream.tokens() for stream in self.mixture.streams if stream.name in counted}
+        shares = {source.name: source.share for source in drawn}
+        whole = math.fsum(shares[name] for name in counted)
+        a_step = settings.batch * settings.length
+        steps = max(1, math.ceil(config.epochs * sum(tokens.values()) / (whole * a_step)))
+        passes = ", ".join(
+            f"{name} {shares[name] * steps * a_step / max(1, number):.2f} times ({number:,} tokens)"
+            for name, number in tokens.items()
+        )
+        self.notes.append(
+            f"epochs {config.epochs:g}: {steps:,} steps of {a_step:,} tokens, which pass through {passes}"
+        )
+        return steps
 
     def _note(self, source: SourceSpec, opened: OpenedSource) -> None:
         """Remember what was opened, and what there is to say of it."""

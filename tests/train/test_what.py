@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
-from surgeon.train.config import LoraSpec
+from surgeon.train import trainer
+from surgeon.train.checkpoints import step_of
+from surgeon.train.config import LoraSpec, load_config
 from surgeon.train.lora import attach
+from surgeon.train.session import opened_run, work_folder
 from tests import tiny
 from tests.decoders import tiny_decoder
-from tests.train.test_train import base_of, config, digests
+from tests.train.test_train import CONFIG, base_of, config, digests
 from tests.train.texts import add_tokenizer, corpus
 
 SHORT: dict[str, Any] = {
@@ -223,3 +228,83 @@ def test_without_peft_it_is_said(plain: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"needs PEFT, which is not installed; `pip install 'surgeon\[peft\]'`"):
         trained(plain, "base", "no", lora={})
+
+
+def test_epochs_are_passes_through_what_is_new(tmp_path: Path) -> None:
+    base_of(tmp_path, "llama", num_hidden_layers=1)
+    given = {"batch": 4, "length": 16, "steps": None, "optimizer": {"lr": 1e-3, "warmup": 0.5}, "what": {"layers": [0]}}
+    listener = Quiet()
+    loaded = load_config(config(tmp_path, epochs=2, **given))
+    folder = CheckpointFolder.open(tmp_path / "base")
+    run = opened_run(folder, None, loaded, tmp_path / "run", device="cpu", listener=listener, prepared=None)
+    new = run.data.mixture.streams[0]
+    tokens = sum(len(new.encoder.encode(new.documents.read(int(number)))[0]) for number in new.numbers)
+    steps = math.ceil(2 * tokens / (0.75 * 4 * 16))
+    assert run.settings.steps == steps
+    assert run.settings.warmup_steps == round(0.5 * steps)
+    for _ in range(steps * 4):
+        run.data.mixture.next()
+    # Up to the last step's rounding, two passes of the new text whatever the old one has.
+    assert new.epoch == 2 or (new.epoch, new.position) >= (1, len(new.numbers) - 4)
+    assert any(note.startswith(f"epochs 2: {steps} steps of 64 tokens") for note in run.data.notes)
+    for wrong in ({"epochs": 1, "steps": 3}, {"steps": None}):
+        with pytest.raises(BadInput, match="give `steps`, or `epochs`"):
+            load_config(config(tmp_path, **wrong))
+
+
+def test_the_best_step_is_published_and_survives_a_kill(tmp_path: Path) -> None:
+    """What is not trained on is forgotten, so the best step on it is an early one, whatever was killed when."""
+    base_of(tmp_path, "llama", num_hidden_layers=1, dtype="float32")
+    given: dict[str, Any] = {
+        "steps": 8,
+        "evaluate_every": 1,
+        "save_every": 4,
+        "what": "all",
+        "keep_best": "en",
+        "optimizer": {"lr": 0.03, "warmup": 0, "schedule": "constant"},
+        # Of `en` nothing is trained on: it is forgotten.
+        "sources": [source | {"share": float(source["name"] == "fr")} for source in CONFIG["sources"]],
+    }
+    whole = trained(tmp_path, "base", "run", **given)
+    measured = {entry["step"]: entry["eval_en_loss"] for entry in whole.log if "eval_en_loss" in entry}
+    best = min(measured, key=lambda step: measured[step])
+    assert best == whole.published_step < 6
+    assert whole.losses["en"][1] == measured[best]
+    manifest = manifest_of(CheckpointFolder.open(tmp_path / "run"))
+    assert manifest.training[-1].published_step == best
+    # What lies there is the model of that step: its held-out loss is.
+    again = trained(tmp_path, "run", "next", **(given | {"steps": 1, "evaluate_every": 9}))
+    assert again.losses["en"][0] == measured[best]
+
+    class Killed(Exception):
+        pass
+
+    def kill_after(step: int) -> Any:
+        def complete(folder: Path, at: int, best: int | None = None) -> None:
+            finish(folder, at, best)
+            if at >= step:
+                raise Killed
+
+        return complete
+
+    finish = trainer.complete
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "complete", kill_after(8))
+        with pytest.raises(Killed):
+            trained(tmp_path, "base", "other", **given)
+    work = work_folder(tmp_path / "other")
+    kept = sorted(step_of(folder) for folder in work.glob("checkpoint-*"))
+    assert best in kept
+    assert kept[-1] == 8
+    # Where the best checkpoint is damaged, those after it would publish a worse one: they go too.
+    (work / f"checkpoint-{best}" / trainer.TRAINED_FILE).write_bytes(b"")
+    listener = Quiet()
+    resumed = surgeon.train(
+        tmp_path / "base", config(tmp_path, **(SHORT | given)), tmp_path / "other", device="cpu", listener=listener
+    )
+    assert resumed is not None
+    assert any("the best so far, which is gone" in line for line in listener.said)
+    assert resumed.resumed_at < best
+    assert digests(tmp_path / "other") == digests(tmp_path / "run")
+    with pytest.raises(BadInput, match="`keep_best` names 'de', no source that holds text out; those that do: fr, en"):
+        load_config(config(tmp_path, keep_best="de"))
