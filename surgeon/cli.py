@@ -189,6 +189,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run and carry a base's own code (its auto_map)")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
+Link = Annotated[
+    bool,
+    typer.Option("--link", help="hard-link shards that stay as they are; both names are read-only then"),
+]
 TextFile = Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")]
 NamedTexts = Annotated[
     list[str] | None,
@@ -224,6 +228,7 @@ def preview(
     plan: PlanArgument,
     base: BaseArgument,
     revision: Revision = None,
+    link: Link = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,
@@ -233,7 +238,7 @@ def preview(
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        shown = surgeon.preview(_plan(plan), base, revision=revision, trust_remote_code=trust_remote_code)
+        shown = surgeon.preview(_plan(plan), base, revision=revision, link=link, trust_remote_code=trust_remote_code)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
@@ -248,6 +253,7 @@ def apply(
     read_back: Annotated[
         bool, typer.Option("--read-back/--no-read-back", help="read the output again and compare it with the base")
     ] = True,
+    link: Link = False,
     delta: Annotated[
         bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): apply it to its base")
     ] = False,
@@ -268,7 +274,7 @@ def apply(
             return
         with _listening(quiet) as listener:
             put = surgeon.apply_delta(
-                plan, base, out, revision=revision, trust_remote_code=trust_remote_code, listener=listener
+                plan, base, out, revision=revision, link=link, trust_remote_code=trust_remote_code, listener=listener
             )
         _show(put, applied_delta_view, as_json=as_json, quiet=quiet)
         return
@@ -281,6 +287,7 @@ def apply(
             device=device,
             max_shard_bytes=_bytes(max_shard_size),
             read_back=read_back,
+            link=link,
             trust_remote_code=trust_remote_code,
             listener=listener,
             ranks=ranks,
@@ -340,6 +347,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
     ] = False,
+    link: Link = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
@@ -366,7 +374,7 @@ def train(
         if dry_run:
             rehearsal = surgeon.rehearse(out, config, to, **given)
         else:
-            trained = surgeon.train(out, config, to, delta_only=delta_only, **given)
+            trained = surgeon.train(out, config, to, delta_only=delta_only, link=link, **given)
     if dry_run:
         _show(rehearsal, rehearsal_view, as_json=as_json)
     elif trained is not None:
@@ -480,6 +488,7 @@ def merge(
     window: Window = 128,
     windows: Windows = 8,
     device: Device = "auto",
+    link: Link = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -501,6 +510,7 @@ def revert(
         str | None,
         typer.Option(metavar="HEX", help="the state's digest, as `apply` showed it for its base; refuse any other"),
     ] = None,
+    link: Link = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     trust_remote_code: RemoteCode = False,

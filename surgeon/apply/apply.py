@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Computing, Job, begins_in, beside_weights, manifest_and_card, model_files, origins_in
+from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, origins_in, twins_in
 from surgeon.apply.models import entries_of, models_of_plan
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, texts_of
 from surgeon.apply.readback import ReadBack
+from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import assist, check_output, execute
 from surgeon.blueprint.recipes import is_computed
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
@@ -38,7 +39,7 @@ from surgeon.runtime.bundle import bundle
 class Applied:
     """A finished surgery: where the output lies, its manifest, what the preview said, and seconds by stage.
 
-    `left_behind` are files of the base that were not carried along.
+    `left_behind` are files of the base that were not carried along; `moved` says how the bytes of tensors came there.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Applied:
     left_behind: tuple[str, ...]
     seconds: dict[str, float]
     read_back: bool = True
+    moved: Moved = field(default_factory=Moved)
 
     def __repr__(self) -> str:
         manifest = self.manifest
@@ -68,6 +70,7 @@ def apply(
     device: str = "auto",
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     read_back: bool = True,
+    link: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
     ranks: Ranks | None = None,
@@ -77,6 +80,9 @@ def apply(
     With `read_back` what was written is read again and compared with the base on the way: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
     the processes that torchrun has started (`surgeon.common.distributed.joined`), which all make this call.
+
+    Shards of the base that go unchanged into `out` share its blocks where the file system has reflinks. With `link`
+    they are hard-linked: one file under two names, made read-only, so that a later write to either is refused.
 
     `out` is absent or complete at any moment; the same call continues what a killed one began. Raises BadInput.
     """
@@ -92,12 +98,20 @@ def apply(
     located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     models = models_of_plan(loaded, weights=True)
-    shown = preview_of(loaded, folder, adapters, models, max_shard_bytes=max_shard_bytes)
+    shown = preview_of(loaded, folder, adapters, models, max_shard_bytes=max_shard_bytes, link=link)
     base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
     job = surgery_job(
-        loaded, shown, folder, base_id, adapters, models, device=lambda: _device(device, ranks), read_back=read_back
+        loaded,
+        shown,
+        folder,
+        base_id,
+        adapters,
+        models,
+        device=lambda: _device(device, ranks),
+        read_back=read_back,
+        link=link,
     )
-    stopwatch = Stopwatch()
+    stopwatch, moved = Stopwatch(), Moved()
     if ranks.leads:
         with ranks.leading():
             check_output(job, located.path, target)
@@ -107,11 +121,11 @@ def apply(
                 from surgeon.apply.preflight import check_skeleton
 
                 check_skeleton(shown.blueprint)
-            execute(job, target, listener, stopwatch, ranks)
+            moved = execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)
     left_behind = tuple(name for name in folder.left_behind if name != CARD_FILE)
-    return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back)
+    return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back, moved)
 
 
 def surgery_job(
@@ -124,6 +138,7 @@ def surgery_job(
     *,
     device: Callable[[], str],
     read_back: bool,
+    link: bool = False,
 ) -> Job:
     """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
     blueprint, shards = shown.blueprint, shown.shards
@@ -159,7 +174,7 @@ def surgery_job(
     return Job(
         shards=shards,
         origins=origins_in(base, shards),
-        begins=begins_in(base, shards),
+        twins=twins_in(base, shards),
         files={**model_files(blueprint.config, shards, code), **grown},
         carried=base,
         carried_names=tuple(name for name in base.side_files if name not in grown),
@@ -178,6 +193,8 @@ def surgery_job(
         if any(is_computed(output.recipe) for output in blueprint.outputs)
         else None,
         read_back=read_back,
+        link=link,
+        recall=True,
     )
 
 
@@ -218,6 +235,8 @@ def applied_view(applied: Applied) -> RenderableType:
         Text(f"{kept} base tensors in their places, {proof}", style="dim"),
         Text(f"digest of the base: {manifest.base_digest}", style="dim"),
     ]
+    if applied.moved.text:
+        lines.insert(1, Text(applied.moved.text, style="dim"))
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))
     return Group(*lines)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from surgeon._version import __version__
@@ -13,10 +14,10 @@ from surgeon.apply.parts import ranges_of
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import Copy, Joined, PerLayer, Recipe, moved_from, numel
-from surgeon.blueprint.shards import Shard, is_hole, nbytes
+from surgeon.blueprint.shards import Shard, is_hole, is_unchanged, nbytes
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.manifest.card import card
@@ -43,8 +44,10 @@ class Job:
     side files of `carried` (those of `carried_names`; None: all) go along as they are. `finish` is called when every
     shard is written and read back and these files are written: it raises where the output must not be published, and
     returns the files that are known only then. `identity` is, as JSON data, what the output's bytes depend on beside
-    shards and `files`: the checkpoints that are read, the plan. `begins` says of shards whose data should lie as in
-    another file, modulo the alignment, where that file's begin.
+    shards and `files`: the checkpoints that are read, the plan. `twins` are the headers of the files that shards
+    mirror: their data lies as there, modulo the alignment, and a shard that is its twin byte for byte moves no byte
+    where that can be had: it shares its twin's blocks, or with `link` is its twin under a second name. With `recall`
+    the digests of such a twin may be those of the last time it was read: for what proves nothing by them.
     """
 
     shards: tuple[Shard, ...]
@@ -54,9 +57,25 @@ class Job:
     identity: Mapping[str, Any]
     carried: CheckpointFolder | None = None
     carried_names: tuple[str, ...] | None = None
-    begins: Mapping[str, int] = field(default_factory=dict)
+    twins: Mapping[str, Header] = field(default_factory=dict)
     computing: Computing | None = None
     read_back: bool = True
+    link: bool = False
+    recall: bool = False
+
+    @cached_property
+    def unchanged(self) -> Mapping[str, Origin]:
+        """Of each shard that is another file byte for byte the origin of its first tensor, which lies in that file."""
+        found: dict[str, Origin] = {}
+        for shard in self.shards:
+            twin = self.twins.get(shard.file)
+            origins = [self.origins.get(output.name) for output in shard.outputs]
+            if twin is None or not shard.outputs or len({id(each and each.source) for each in origins}) > 1:
+                continue
+            if is_unchanged(shard, [each.tensor if each and each.whole else None for each in origins], twin):
+                assert origins[0] is not None
+                found[shard.file] = origins[0]
+        return found
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -71,14 +90,20 @@ class Job:
             "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()},
             "device": self.computing.device if self.computing else "cpu",
+            **({"link": True} if self.link else {}),
             **self.identity,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def bytes_to_write(self) -> int:
-        """Bytes of tensor data that are really written (holes are not)."""
+        """Bytes of tensor data that are no holes: what is written where every byte must be moved."""
         return sum(nbytes(output) for output in self.outputs if not is_hole(output))
+
+    @property
+    def bytes_unchanged(self) -> int:
+        """Those among them that need not be moved where files can be linked or share blocks."""
+        return sum(shard.nbytes for shard in self.shards if shard.file in self.unchanged)
 
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard that was read is not what it was when it was opened."""
@@ -124,9 +149,9 @@ def origin_in(folder: CheckpointFolder, recipe: Recipe, moved: Copy) -> Origin:
             return Origin(folder.source, info)
 
 
-def begins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, int]:
-    """Where the data of the shards' twins in `folder` begin."""
-    return {shard.file: folder.headers[shard.twin].data_begin for shard in shards if shard.twin is not None}
+def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Header]:
+    """The headers of the shards' twins in `folder`."""
+    return {shard.file: folder.headers[shard.twin] for shard in shards if shard.twin is not None}
 
 
 def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.apply.job import origin_in, twins_in
 from surgeon.apply.layers import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
-from surgeon.blueprint.draft import Blueprint, Layer
+from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
     Constant,
@@ -29,9 +30,10 @@ from surgeon.blueprint.recipes import (
     Widened,
     is_computed,
     leaves,
+    moved_from,
     numel,
 )
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, lay_out, nbytes
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, is_unchanged, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
@@ -59,7 +61,8 @@ class Preview:
     """What a plan would do to a base, from headers and config alone.
 
     Parameters are counts of numbers; tied embeddings count once. Bytes are of tensor data; `bytes_holes` is
-    the part of the output that is zeros and takes no room on disk. `peak_memory` is an estimate in bytes.
+    the part of the output that is zeros and takes no room on disk, `bytes_unchanged` that in shards which are the
+    base's byte for byte: with `link` nothing of it is written. `peak_memory` is an estimate in bytes.
     """
 
     plan: LoadedPlan
@@ -73,11 +76,13 @@ class Preview:
     bytes_to_read: int
     bytes_to_write: int
     bytes_holes: int
+    bytes_unchanged: int
     peak_memory: int
     notes: tuple[str, ...]
     vocabularies: Vocabularies = field(default_factory=Vocabularies)
     # What was measured of the base's layers, by the operation that takes some out.
     layers: Mapping[int, MeasuredLayers] = field(default_factory=dict)
+    link: bool = False
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
@@ -124,7 +129,13 @@ class Preview:
                 "new": self.parameters_new,
                 "trainable": self.parameters_trainable,
             },
-            "bytes": {"read": self.bytes_to_read, "written": self.bytes_to_write, "holes": self.bytes_holes},
+            "bytes": {
+                "read": self.bytes_to_read,
+                "written": self.bytes_to_write,
+                "holes": self.bytes_holes,
+                "unchanged": self.bytes_unchanged,
+                "linked": self.bytes_unchanged if self.link else 0,
+            },
             "peak_memory": self.peak_memory,
             "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
             "notes": list(self.notes),
@@ -145,9 +156,14 @@ _NO_LICENSE = "no licence known: the base's README.md names none, so the card sa
 
 
 def preview(
-    plan: str | Path | LoadedPlan, base: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+    plan: str | Path | LoadedPlan,
+    base: str | Path,
+    *,
+    revision: str | None = None,
+    link: bool = False,
+    trust_remote_code: bool = False,
 ) -> Preview:
-    """Show what `apply` would do, reading headers and config only.
+    """Show what `apply` would do (with `link`: link what it can), reading headers and config only.
 
     `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
     (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
@@ -155,7 +171,7 @@ def preview(
     loaded = loaded_plan(plan)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     models = models_of_plan(loaded, weights=False)
-    return preview_of(loaded, folder, adapters_of_plan(loaded), models, recall=True)
+    return preview_of(loaded, folder, adapters_of_plan(loaded), models, recall=True, link=link)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
@@ -178,6 +194,7 @@ def preview_of(
     *,
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     recall: bool = False,
+    link: bool = False,
 ) -> Preview:
     """The preview of a plan on an opened base; `adapters` and `models` are what else it takes. Raises BadInput.
 
@@ -221,6 +238,13 @@ def preview_of(
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
+    headers = twins_in(folder, shards)
+    unchanged = [
+        shard
+        for shard in shards
+        if shard.file in headers
+        and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
+    ]
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -234,11 +258,20 @@ def preview_of(
         + sum(models[m].tensors[name].nbytes for m, taken in tensors_taken(blueprint).items() for name in taken),
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        bytes_unchanged=sum(shard.nbytes for shard in unchanged),
         peak_memory=_peak_memory(blueprint),
         notes=tuple(notes),
         vocabularies=vocabularies,
         layers=layers,
+        link=link,
     )
+
+
+def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
+    """The base's tensor that an output is, as it is; None where it is something else."""
+    moved = moved_from(output.recipe)
+    origin = origin_in(folder, output.recipe, moved) if moved is not None else None
+    return origin.tensor if origin is not None and origin.whole else None
 
 
 def _new_numbers(recipe: Recipe) -> int:
@@ -482,6 +515,12 @@ def _measured(preview: Preview) -> list[RenderableType]:
     return [table, Text()]
 
 
+def _links(nbytes: int) -> str:
+    if not nbytes:
+        return "nothing: every shard of the base changes, as tensors in it are renumbered, widened or left out"
+    return f"{size(nbytes)}, hard links to the base's files: one file under two names, which becomes read-only"
+
+
 def _budget(preview: Preview) -> FittedTable:
     table = FittedTable(headings=False)
     grown = preview.parameters_after / preview.parameters_before
@@ -490,7 +529,13 @@ def _budget(preview: Preview) -> FittedTable:
     table.add_row("trainable", count(preview.parameters_trainable))
     holes = f" and {size(preview.bytes_holes)} of zeros as holes" if preview.bytes_holes else ""
     table.add_row("reads", size(preview.bytes_to_read))
-    table.add_row("writes", f"{size(preview.bytes_to_write)}{holes}, {len(preview.shards)} shards")
+    linked = preview.bytes_unchanged if preview.link else 0
+    table.add_row("writes", f"{size(preview.bytes_to_write - linked)}{holes}, {len(preview.shards)} shards")
+    if preview.link:
+        table.add_row("links", _links(linked))
+    elif preview.bytes_unchanged:
+        unchanged = f"of that in shards that are the base's: {size(preview.bytes_unchanged)}"
+        table.add_row("", f"{unchanged}; reflinked, not written, where the file system can, hard-linked with --link")
     table.add_row("peak memory", f"about {size(preview.peak_memory)}")
     native = "native: loads without custom code"
     if has_own_code(preview.blueprint.config):

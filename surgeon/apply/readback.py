@@ -11,14 +11,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from surgeon.apply.finite import FiniteCheck
 from surgeon.apply.parts import parts_in_order, pieces_in_order
 from surgeon.blueprint.recipes import PerLayer
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo, read_header
+from surgeon.checkpoint.header import Header, TensorInfo, read_header
+from surgeon.checkpoint.known_digests import FileDigests
 from surgeon.checkpoint.ranges import compare_pieces, compare_ranges, sha256_pieces, sha256_range, zeros_sha256
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.staging import Staging
@@ -27,6 +28,9 @@ from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.
 _READERS = 2
+
+# How a shard came to be: written, or without moving a byte.
+Way = Literal["copy", "reflink", "link"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class ReadBack:
     `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
     is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
     maps that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is computed
-    never does). `origins` says where the bytes of copies lie. Without `compare` copies are taken on trust: originals
-    are hashed, the output is not read again.
+    never does). `ways` says of each shard how its bytes came there. `origins` says where the bytes of copies lie.
+    Without `compare` copies are taken on trust: originals are hashed, the output is not read again.
     """
 
     def __init__(self, origins: Mapping[str, Origin], staging: Staging, *, compare: bool = True) -> None:
@@ -98,6 +102,7 @@ class ReadBack:
         self.maps: dict[str, dict[str, Any]] = {}
         self.not_finite: set[str] = set()
         self.files: dict[str, str] = {}
+        self.ways: dict[str, Way] = {}
         self._origins = origins
         self._originals: dict[tuple[int, str], str] = {}
         self._staging = staging
@@ -121,9 +126,21 @@ class ReadBack:
         flushed = self._flusher.submit(sync, self._staging.folder / shard.file)
         self._pending.append(self._readers.submit(self._prove, shard, dict(maps), flushed))
 
-    def remember(self, record: Mapping[str, Any]) -> None:
+    def take(self, shard: Shard, found: FileDigests, way: Way) -> None:
+        """Take over a shard that is another file whole, by `way`; what that file holds is known."""
+        self._done(shard, dict(found.digests), {}, list(found.not_finite), way)
+
+    def known(self, header: Header) -> FileDigests | None:
+        """What is known of a file of which every tensor was copied as it is; None where one was not."""
+        with self._lock:
+            digests = {info.name: self.digests.get(info.name) for info in header.tensors}
+        found = {name: digest for name, digest in digests.items() if digest is not None}
+        return FileDigests(found, tuple(sorted(self.not_finite & found.keys()))) if len(found) == len(digests) else None
+
+    def remember(self, file: str, record: Mapping[str, Any]) -> None:
         """Take over what an earlier run's journal says of a shard."""
         with self._lock:
+            self.ways[file] = record.get("way", "copy")
             self.digests.update(record["digests"])
             self.maps.update(record["maps"])
             self.not_finite.update(record.get("not_finite", ()))
@@ -170,9 +187,14 @@ class ReadBack:
                         digests[output.name] = sha256_range(written, info.begin, info.end)
         finally:
             os.close(written)
-        record = {"digests": digests, "maps": maps, "not_finite": not_finite}
-        self.remember(record)
         flushed.result()
+        self._done(shard, digests, maps, not_finite, "copy")
+
+    def _done(
+        self, shard: Shard, digests: dict[str, str], maps: dict[str, dict[str, Any]], not_finite: list[str], way: Way
+    ) -> None:
+        record = {"digests": digests, "maps": maps, "not_finite": not_finite, "way": way}
+        self.remember(shard.file, record)
         with self._lock:
             self._staging.done(shard.file, record)
 

@@ -1,7 +1,8 @@
 """Writing a job's output: shard by shard from the base into a staged folder, published by one rename.
 
-Copied tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and
-only then is torch imported). While the next shard is written, other threads read the last one back and compare
+A shard that is the base's byte for byte shares its blocks, or is linked: no byte of it moves (unmoved.py). Other copied
+tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and only then is
+torch imported). While the next shard is written, other threads read the last one back and compare
 it with the base (readback.py).
 """
 
@@ -19,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.job import Job
 from surgeon.apply.parts import parts_in_order
-from surgeon.apply.readback import OpenShards, ReadBack
+from surgeon.apply.readback import OpenShards, ReadBack, Way
+from surgeon.apply.unmoved import Moved, Unmoved, bytes_to_move, way_to
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, PerLayer, is_computed, numel
-from surgeon.blueprint.shards import Shard, group_by_layer, is_hole, nbytes
-from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, FLOAT_DTYPES, build_header
+from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
+from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
@@ -42,39 +44,42 @@ _WRITERS = 2
 
 
 def check_output(job: Job, base: Path, out: Path) -> None:
-    """BadInput where `out` is taken, or stands in `base`, or the disk has no room for what the job writes."""
+    """BadInput where `out` is taken, or stands in `base`, where the disk has no room for what the job writes, or where
+    the job links and files cannot be linked there.
+    """
     check_destination(out, base)
-    check_space(out, job.bytes_to_write, fingerprint=job.fingerprint)
+    check_space(out, bytes_to_move(job, out), fingerprint=job.fingerprint)
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> None:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Moved:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
 
     With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
-    what was read back is not what was written.
+    what was read back is not what was written. Returns how the bytes of the shards came there.
     """
     working = printable(str(out.parent / f".{out.name}.surgeon"))
     kept = f"what was finished is kept in {working}: the same command continues"
     with (
-        writing(out, kept=kept, needed_bytes=job.bytes_to_write),
+        writing(out, kept=kept, needed_bytes=bytes_to_move(job, out)),
         Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging,
     ):
         if staging.already_published:
             listener.say(f"{printable(str(out))} was already complete; nothing to do")
             ranks.send(Order("", ()))
             ranks.gather(Report({}))
-        else:
-            _write(job, staging, listener, stopwatch, ranks)
-            staging.publish()
+            return Moved()
+        moved = _write(job, staging, way_to(job, out), listener, stopwatch, ranks)
+        staging.publish()
+        return moved
 
 
-def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> Moved:
     """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
     listener.begin("writing", job.bytes_to_write)
     try:
-        with ReadBack(job.origins, staging, compare=job.read_back) as proof:
-            run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof)
+        with ReadBack(job.origins, staging, compare=job.read_back) as proof, Unmoved(job, way, proof) as unmoved:
+            run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
             run.all_shards()
             with stopwatch.stage("wait for read-back"):
                 proof.settle()
@@ -82,6 +87,7 @@ def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch,
                 run.small_files()
                 last = job.finish(proof)
         job.check_unchanged()
+        unmoved.remember_copied()
     except SurgeonError as error:
         # The base or the plan is at fault, not the moment: the same command would fail again.
         if not (isinstance(error, Elsewhere) and error.momentary):
@@ -89,6 +95,7 @@ def _write(job: Job, staging: Staging, listener: Listener, stopwatch: Stopwatch,
         raise
     for name, content in last.items():
         run.small_file(name, content)
+    return Moved.of(job, proof.ways)
 
 
 def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
@@ -177,7 +184,9 @@ class _Share:
         """Make a shard's file: its header, and room for its tensors."""
         header, places = self._header(shard)
         (self.folder / shard.file).parent.mkdir(exist_ok=True)
-        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        # Never what has this name already: that may be the base's file, linked by a run that was cut off.
+        (self.folder / shard.file).unlink(missing_ok=True)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             reserve(target, places[-1][1])
             write_all(target, header, 0)
@@ -225,11 +234,7 @@ class _Share:
         self._layers_done += sum(any(is_computed(o.recipe) for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
-        entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-        # A twin's data lies as in the base, modulo the alignment that arithmetic on mapped weights depends on. Shards
-        # of saved checkpoints begin at multiples of eight; where one does not, nothing can be copied in kind.
-        begins = self.job.begins.get(shard.file, 0)
-        return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
+        return header_of(shard, self.job.twins.get(shard.file))
 
 
 def _computed_layers(shards: Sequence[Shard]) -> int:
@@ -250,10 +255,12 @@ class _Run(_Share):
         ranks: Ranks,
         staging: Staging,
         proof: ReadBack,
+        unmoved: Unmoved,
     ) -> None:
         super().__init__(job, folder, listener, stopwatch, ranks)
         self.staging = staging
         self.proof = proof
+        self.unmoved = unmoved
 
     def all_shards(self) -> None:
         """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
@@ -285,15 +292,22 @@ class _Run(_Share):
 
     def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
         """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""
-        if not self._done_earlier(shard):
+        if not self._done_earlier(shard) and not self._taken(shard):
             self.begin(shard)
             self.proof.add(shard, self.write(shard, shard.outputs, then))
+
+    def _taken(self, shard: Shard) -> bool:
+        """Whether the shard is there without a byte of it being moved."""
+        if not self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
+            return False
+        self.listener.advance(shard.nbytes)
+        return True
 
     def _done_earlier(self, shard: Shard) -> bool:
         record = self.staging.is_done(shard.file)
         if record is None:
             return False
-        self.proof.remember(record)
+        self.proof.remember(shard.file, record)
         self.skip(shard.outputs)
         self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
         return True

@@ -6,12 +6,13 @@ go into separate shards, so that a surgery's delta is a set of files.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, moved_from, numel
-from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, Header, TensorInfo, build_header
 from surgeon.checkpoint.weights import SINGLE_FILE
 
 MAX_NEW_SHARD_BYTES = 2_000_000_000
@@ -39,6 +40,29 @@ def nbytes(output: Output) -> int:
 def is_hole(output: Output) -> bool:
     """Whether the tensor is all zeros, which a file stores as a hole: no bytes are written to disk."""
     return isinstance(output.recipe, Constant) and output.recipe.value == 0
+
+
+def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int, int]]]:
+    """What stands before the data of a shard's file, and each tensor's (begin, end) in the file.
+
+    Its data lies as in the `twin` (the header of the file that it mirrors), modulo the alignment that arithmetic on
+    mapped weights depends on. Shards of saved checkpoints begin at multiples of eight; where one does not, nothing
+    can be copied in kind.
+    """
+    entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
+    begins = 0 if twin is None else twin.data_begin
+    return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
+
+
+def is_unchanged(shard: Shard, moved: Sequence[TensorInfo | None], twin: Header) -> bool:
+    """Whether a shard's file is the file with the header `twin`, byte for byte.
+
+    `moved` are the tensors whose bytes its outputs are, in their order (None: one that is not the bytes of a tensor).
+    """
+    named = [(info.name, info.dtype, info.shape) for info in twin.tensors]
+    if (*moved,) != twin.tensors or named != [(o.name, o.recipe.dtype, o.recipe.shape) for o in shard.outputs]:
+        return False
+    return hashlib.sha256(header_of(shard, twin)[0]).hexdigest() == twin.sha256
 
 
 def lay_out(

@@ -307,6 +307,10 @@ class LocalSource:
             )
         return fd
 
+    def place(self, file: str) -> Path:
+        """Where a file really lies, behind a link of the Hub's cache. Raises BadInput for no regular file."""
+        return resolved(self.path, file)
+
     def identity(self) -> list[dict[str, Any]]:
         """Name, size, mtime in nanoseconds and inode of every shard."""
         return [

@@ -120,9 +120,14 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def write_record(path: Path, data: Any) -> None:
-    """Replace a file of JSON that surgeon keeps for itself, durably; its first line is the digest of the rest."""
+    """Replace a file of JSON that surgeon keeps for itself, durably."""
+    write_durably(path, record_of(data))
+
+
+def record_of(data: Any) -> bytes:
+    """JSON data as the content of such a file: its first line is the digest of the rest."""
     kept = json.dumps(data).encode()
-    write_durably(path, hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept)
+    return hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept
 
 
 def parse_record(content: bytes) -> Any:

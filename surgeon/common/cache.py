@@ -52,8 +52,8 @@ def read_entry(folder: Path, name: str) -> bytes | None:
     return content if len(content) <= MAX_ENTRY_BYTES else None
 
 
-def write_entry(folder: Path, name: str, content: bytes) -> None:
-    """Put an entry in place by one rename, and remove the oldest where the cache has become too large."""
+def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
+    """Put an entry in place by one rename; the oldest go where there are more than `most`, or too many bytes."""
     if len(content) > MAX_ENTRY_BYTES:
         return
     with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def write_entry(folder: Path, name: str, content: bytes) -> None:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(staged).unlink()
-        _prune(folder)
+        _prune(folder, most)
 
 
 def _is_ours(found: os.stat_result) -> bool:
@@ -76,12 +76,12 @@ def _is_ours(found: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
-def _prune(folder: Path) -> None:
+def _prune(folder: Path, most: int) -> None:
     held = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(folder)]
     held.sort(key=lambda each: each[0].st_mtime_ns, reverse=True)
     total = 0
     for number, (found, path) in enumerate(held, 1):
         total += found.st_size
-        if number > _MAX_ENTRIES or total > _MAX_BYTES:
+        if number > most or total > _MAX_BYTES:
             with contextlib.suppress(FileNotFoundError):
                 Path(path).unlink()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.job import Job, copied, index_of, origin_in
 from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Copy, Joined, Rows
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.staging import check_destination
@@ -38,7 +39,10 @@ from surgeon.verify.static import Drawn
 
 @dataclass(frozen=True)
 class AppliedDelta:
-    """A delta that was applied: `tensors` of the output's `whole` came from it, the rest from the base."""
+    """A delta that was applied: `tensors` of the output's `whole` came from it, the rest from the base.
+
+    `moved` says how their bytes came there.
+    """
 
     path: Path
     base: str
@@ -47,6 +51,7 @@ class AppliedDelta:
     whole: int
     nbytes: int
     seconds: dict[str, float]
+    moved: Moved = field(default_factory=Moved)
 
     def __repr__(self) -> str:
         return f"AppliedDelta({str(self.path)!r}, {self.tensors} of {self.whole} tensors from the delta)"
@@ -62,6 +67,7 @@ def apply_delta(
     out: str | Path,
     *,
     revision: str | None = None,
+    link: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> AppliedDelta:
@@ -70,7 +76,8 @@ def apply_delta(
     Every tensor of `base`, which is what the last surgery was carried out on, is compared with its digest in the
     manifest and every tensor and file of the delta with its own; the manifest must say what its plan makes of `base`.
     Raises BadInput where one differs; `out` then stays absent. What the delta brings is the maker's: that it keeps its
-    promises, `verify` shows.
+    promises, `verify` shows. With `link` shards that are the base's (or the delta's) as they are get hard-linked and
+    become read-only (`apply`).
     """
     listener = listener or Quiet()
     target = Path(out)
@@ -82,11 +89,11 @@ def apply_delta(
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     for note in folder.notes:
         listener.say(note)
-    job = applying_job(opened, folder)
+    job = dataclasses.replace(applying_job(opened, folder), link=link)
     check_destination(target, opened.path)
     check_output(job, located.path, target)
     stopwatch = Stopwatch()
-    execute(job, target, listener, stopwatch)
+    moved = execute(job, target, listener, stopwatch)
     return AppliedDelta(
         path=target,
         base=located.repo_id or str(located.path),
@@ -95,6 +102,7 @@ def apply_delta(
         whole=len(job.outputs),
         nbytes=job.bytes_to_write,
         seconds=stopwatch.seconds,
+        moved=moved,
     )
 
 
@@ -138,7 +146,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
     return Job(
         shards=shards,
         origins=origins,
-        begins=_begins(delta, base, shards, origins),
+        twins=_twins(delta, base, shards, origins),
         files=files,
         finish=finish,
         identity={"what": "apply delta", "base": base.identity(), "delta": delta.source.identity()},
@@ -209,17 +217,17 @@ def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
     return files
 
 
-def _begins(
+def _twins(
     delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], origins: Mapping[str, Origin]
-) -> dict[str, int]:
-    """Of shards whose tensors all come from one file, where that file's data begin."""
-    begins: dict[str, int] = {}
+) -> dict[str, Header]:
+    """Of shards whose tensors all come from one file, that file's header."""
+    twins: dict[str, Header] = {}
     for shard in shards:
         read = [origins[output.name] for output in shard.outputs]
         if len({(origin.source is delta.source, origin.tensor.file) for origin in read}) == 1:
             headers = delta.headers if read[0].source is delta.source else base.headers
-            begins[shard.file] = headers[read[0].tensor.file].data_begin
-    return begins
+            twins[shard.file] = headers[read[0].tensor.file]
+    return twins
 
 
 def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
@@ -233,9 +241,10 @@ def wrong_base(manifest: Manifest, name: str, shown: str) -> BadInput:
 
 def applied_delta_view(applied: AppliedDelta) -> RenderableType:
     """What was put together."""
-    return Text.assemble(
+    line = Text.assemble(
         ("done ", "bold green"),
         f"{printable(str(applied.path))}: {applied.whole} tensors ({size(applied.nbytes)}), {applied.tensors} from the"
         f" delta and the rest from {printable(applied.base)}, each what its digest says",
         overflow="fold",
     )
+    return Group(line, Text(applied.moved.text, style="dim")) if applied.moved.text else line

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, begins_in, copied, in_order, origins_in
+from surgeon.apply.job import Job, copied, in_order, origins_in, twins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.recipes import numel
@@ -256,7 +256,7 @@ def make_delta_of(
     job = Job(
         shards=shards,
         origins=origins_in(folder, shards),
-        begins=begins_in(folder, shards),
+        twins=twins_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,
         identity={"what": "delta", "out": folder.identity()},

@@ -36,14 +36,16 @@ def merge(
     window: int = 128,
     windows: int = 8,
     device: str = "auto",
+    link: bool = False,
     listener: Listener | None = None,
 ) -> Merged:
     """Fold the control blocks of `out` back into one layer each, into the new folder `dest`, and measure the cost.
 
     Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at inference). That does
-    not preserve the function, so both models are run on real tokens, as in `verify`. Raises BadInput.
+    not preserve the function, so both models are run on real tokens, as in `verify`. With `link` shards that
+    stay as they are get hard-linked and become read-only (`apply`). Raises BadInput.
     """
-    merged = apply(_merging(alpha), str(out), dest, device=device, listener=listener)
+    merged = apply(_merging(alpha), str(out), dest, device=device, link=link, listener=listener)
     return Merged(
         merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
     )

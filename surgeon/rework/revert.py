@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, begins_in, copied, manifest_and_card, model_files
+from surgeon.apply.job import Job, copied, manifest_and_card, model_files, twins_in
 from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import lay_out
@@ -37,7 +38,7 @@ class Reverted:
 
     `undone` are the operations of the surgeries taken back, oldest first; `base` says what the state was called when
     the first of them began. `manifest` is the state's own, None for the first base. `tensors` it has, `dropped` are
-    those of the output that it has not.
+    those of the output that it has not. `moved` says how their bytes came there.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Reverted:
     nbytes: int
     left_behind: tuple[str, ...]
     seconds: dict[str, float]
+    moved: Moved = field(default_factory=Moved)
 
     def __repr__(self) -> str:
         return f"Reverted({str(self.path)!r}, {self.to} of {self.surgeries} surgeries left, {self.tensors} tensors)"
@@ -66,6 +68,7 @@ def revert(
     *,
     to: int | None = None,
     base_digest: str | None = None,
+    link: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reverted:
@@ -76,6 +79,8 @@ def revert(
     what was trained in between is kept. Side files of `out` come along where they are what that state had. Raises
     BadInput, and `dest` stays absent, where a tensor is no longer what it was (trained, edited, merged away) or the
     manifest was edited.
+
+    With `link` shards of that state which `out` has as they were are hard-linked and become read-only (`apply`).
 
     All that is known of the state is what `out` says. Whoever writes an output can make it say that of any state: with
     `base_digest`, which `apply` showed when it operated on the state, BadInput where it is another.
@@ -94,7 +99,7 @@ def revert(
             f"{folder.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
             f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
         )
-    job = reverting_job(folder, state, layout)
+    job = reverting_job(folder, state, layout, link=link)
     lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
     for name in lost:
         listener.say(
@@ -105,7 +110,7 @@ def revert(
     for note in folder.notes:
         listener.say(note)
     stopwatch = Stopwatch()
-    execute(job, target, listener, stopwatch)
+    moved = execute(job, target, listener, stopwatch)
     return Reverted(
         path=target,
         to=state.number,
@@ -120,10 +125,11 @@ def revert(
             sorted({*folder.left_behind, *folder.side_files, *lost} - {*(job.carried_names or ()), *job.files})
         ),
         seconds=stopwatch.seconds,
+        moved=moved,
     )
 
 
-def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, TensorInfo]) -> Job:
+def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, TensorInfo], *, link: bool = False) -> Job:
     """The job that writes an earlier state of `out`, in shards as those in which `layout` has its tensors.
 
     Raises BadInput where its config.json leads to foreign code.
@@ -160,12 +166,13 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
             name: Origin(out.source, info, state.parts.get(name), state.joined.get(name, ()))
             for name, info in state.held.items()
         },
-        begins=begins_in(out, shards),
+        twins=twins_in(out, shards),
         files=files,
         carried=out,
         carried_names=tuple(carried),
         finish=finish,
         identity={"revert": state.number, "base": state.digest, "carried": carried, "out": out.identity()},
+        link=link,
     )
 
 
@@ -202,6 +209,8 @@ def reverted_view(reverted: Reverted) -> RenderableType:
             style="dim",
         ),
     ]
+    if reverted.moved.text:
+        lines.append(Text(reverted.moved.text, style="dim"))
     if reverted.left_behind:
         lines.append(Text(f"not carried along: {listed(reverted.left_behind)}", style="dim"))
     return Group(*lines)

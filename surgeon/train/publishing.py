@@ -20,13 +20,13 @@ from torch import Tensor
 from surgeon._version import __version__
 from surgeon.apply.job import (
     Job,
-    begins_in,
     beside_weights,
     copied,
     in_order,
     manifest_and_card,
     model_files,
     origins_in,
+    twins_in,
 )
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Output
@@ -266,7 +266,7 @@ def publishing_job(
     return Job(
         shards=(*shards, *beside),
         origins=origins_in(out, shards) | trained | beside_origins,
-        begins=begins_in(out, shards),
+        twins=twins_in(out, shards),
         files=model_files(out.config, shards, code) | dict(added),
         carried=out,
         finish=finish,

@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from surgeon._version import __version__
+from surgeon.apply.unmoved import bytes_to_move
 from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.room import check_room, writing
@@ -95,6 +96,7 @@ def run_training(
     listener: Listener,
     prepared: Prepared | None = None,
     deliver: Callable[[Path], object] | None = None,
+    link: bool = False,
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
@@ -102,7 +104,7 @@ def run_training(
 
     `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
     PromiseBroken. With `deliver` the run is published in the work folder
-    instead, and `deliver` makes `target` of that.
+    instead, and `deliver` makes `target` of that. With `link` shards in which nothing trained are linked to `out`'s.
     """
     if any(source.generate is not None for source in loaded.config.sources):
         write_sources(out, loaded, target, device=device, listener=listener)
@@ -131,7 +133,7 @@ def run_training(
         if deliver and whole.exists():
             # Of a run that was cut off between the two.
             shutil.rmtree(whole)
-        trained = _publish(trained, run, whole, held)
+        trained = _publish(trained, run, whole, held, link=link)
         if deliver:
             deliver(whole)
         work.remove(last=RUN_FILE)
@@ -401,7 +403,7 @@ def _as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
     return without_surgery(out, BaseId(out.path.resolve().name), run.anatomy, digests=digests, files=files)
 
 
-def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> Trained:
+def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, link: bool) -> Trained:
     """Write the run to `target`; the same with its manifest and with what changed."""
     assert run.manifest is not None
     last = run.work / f"checkpoint-{trained.published_step}"
@@ -430,7 +432,7 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
         entry["published_step"] = trained.published_step
     named = run.loaded.config.chat_template
     added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
-    job = publishing_job(
+    made = publishing_job(
         run.out,
         run.manifest,
         run.work,
@@ -441,8 +443,11 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str]) -> 
         of_base=run.wanted.of_base,
         keep=run.loaded.config.keep_base,
     )
-    check_space(target, job.bytes_to_write, fingerprint=job.fingerprint)
-    execute(job, target, run.listener, Stopwatch())
+    job = replace(made, link=link)
+    check_space(target, bytes_to_move(job, target), fingerprint=job.fingerprint)
+    moved = execute(job, target, run.listener, Stopwatch())
+    if moved.text:
+        run.say(moved.text)
     return replace(trained, manifest=written_manifest(target), changes=final.changes)
 
 

@@ -35,6 +35,7 @@ def train(
     *,
     overrides: Sequence[str] = (),
     delta_only: bool = False,
+    link: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -44,7 +45,8 @@ def train(
     `overrides` are values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
 
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
-    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. The
+    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. With
+    `link` shards of `out` in which nothing trained are hard-linked and become read-only (`apply`). The
     same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
@@ -69,6 +71,7 @@ def train(
         listener=listener,
         prepared=asked.prepared,
         deliver=as_delta if delta_only else None,
+        link=link,
     )
 
 

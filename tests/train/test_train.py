@@ -161,7 +161,12 @@ def test_a_run_is_an_output_like_any_other(tmp_path: Path) -> None:
     """Trained again, operated on again, taken back."""
     out = grown(tmp_path)
     for start, end in ((out, "run"), (tmp_path / "run", "again")):
-        surgeon.train(start, config(tmp_path, steps=2), tmp_path / end, device="cpu")
+        surgeon.train(start, config(tmp_path, steps=2), tmp_path / end, device="cpu", link=end == "again")
+    # Linked: every shard in which nothing trained, which are all of the base's.
+    first, second = (
+        {path.stat().st_ino for path in (tmp_path / name).glob("*.safetensors")} for name in ("run", "again")
+    )
+    assert len(first & second) == len(first) - 1 == 4
     again = surgeon.inspect(tmp_path / "again").manifest
     assert again is not None
     assert len(again.training) == 2
