@@ -1,12 +1,13 @@
-"""Bytes that need not move, and bytes that must: `apply`, `revert` beside `cp`, by way and file system.
+"""Bytes that need not move, and bytes that must: `apply` and `revert` beside `cp`, by way and file system.
 
     python benchmarks/moving.py --work DIR [--rounds 3] [--name ext4]
 
-Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shards) in DIR, and grafts adapters onto it: copied, hard-linked (with
-the base's digests to be found, and remembered from the time before) and, where DIR's file system has them, by reflinks. Beside each
-stand `cp -r`, `cp -r --reflink=auto`, `cp -rl` and `cp -r` with `sync` of the same output. surgeon runs in one process whose imports are
-done, as a `cp` has none: start-up is `benchmarks/start_up.py`'s. Wall and processor seconds, best and all rounds; candidates in turn.
-The floor of hashing is sha256 of the same bytes on as many threads. Results go to benchmarks/results/moving*.md.
+Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shards) in DIR, and grafts adapters onto it:
+copied, or reflinked where DIR's file system has that; and hard-linked, with the base's digests to be found, and
+remembered from the time before. Beside each stand `cp -r`, `cp -r --reflink=auto`, `cp -rl`, and `cp -r` with `sync` of
+the same output. surgeon runs in a process whose imports are done: start-up is start_up.py's. Wall and processor s;
+candidates in turn. The floor of hashing is sha256 of the same bytes on all cores. Results go to
+benchmarks/results/moving*.md.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def inner(what: str, base: str, out: str) -> None:
 
     import surgeon
     from surgeon.apply import compute, preflight
+    from surgeon.rework import revert
 
-    assert torch and transformers and compute and preflight
+    assert torch and transformers and compute and revert
     plan = surgeon.parse_plan(PLAN)
-    # What the classes of this type import comes before the clock too.
-    surgeon.preview(plan, base)
-    preflight.check_skeleton(surgeon.preview(plan, base).blueprint)
+    if what != "revert":
+        # What the classes of this type import comes before the clock too.
+        preflight.check_skeleton(surgeon.preview(plan, base).blueprint)
     began, spent = time.perf_counter(), time.process_time()
     if what == "revert":
         moved = surgeon.revert(base, out, link=True).moved

@@ -25,9 +25,10 @@ from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
-from surgeon.common.formatting import PROMISE_STYLES, listed
+from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.plain import plain_fields
+from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
 from surgeon.manifest.manifest import Manifest, written_manifest

@@ -41,8 +41,9 @@ from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.own_code import OwnCode, has_own_code
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import MeasuredText
-from surgeon.common.formatting import PROMISE_STYLES, count, size, span
+from surgeon.common.formatting import count, size, span
 from surgeon.common.plain import plain
+from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, layer_of, native_config, owner_of, with_vocabulary, without_a_place

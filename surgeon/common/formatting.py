@@ -1,24 +1,10 @@
-"""How numbers, names and promises are written in tables of the terminal."""
+"""How numbers and names are written in tables of the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.text import Text
-
 from surgeon.errors import printable
-
-PROMISE_STYLES = {
-    "exact": Text("exact", style="bold green"),
-    "rounding": Text("rounding only", style="bold green"),
-    "none": Text("not preserving", style="bold yellow"),
-}
-
-
-def promise_of(promise: str, *, trained: bool) -> Text:
-    """A promise as it holds now: of a model that was trained since, it is about its birth."""
-    shown = PROMISE_STYLES[promise]
-    return Text(f"{shown.plain} at birth", style=shown.style) if trained and promise != "none" else shown
 
 
 def count(number: int) -> str:

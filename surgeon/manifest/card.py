@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
-from surgeon.common.formatting import PROMISE_STYLES
+from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry

@@ -410,7 +410,8 @@ def compare_streamed(
     (-1: none), whose output it must then leave as it is. Each batch of `batch_size` windows
     reads both checkpoints 2 + `decode_tokens` times: one prefill, one cached prefill, and every decoded
     token, hence the small default. `progress(done, total)` counts decoder layers run.
-    Memory: one unit of one model, the activations, the cache, and one batch of logits of each model.
+    Memory: one layer of one model, the activations, the cache, and one batch of logits of each model; embeddings and
+    the head stay in their files.
     Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
     """
     base_model = StreamedModel(base, dtype=dtype, device=device)
@@ -420,6 +421,7 @@ def compare_streamed(
         device=device,
         attention=attention_of(base_model.module),
         failure=PromiseBroken,
+        more=more,
     )
     depth = len(base_model.layers)
     if len(layer_of_base) != depth or not all(-1 <= i < len(out_model.layers) for i in layer_of_base):

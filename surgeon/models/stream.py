@@ -1,13 +1,15 @@
 """A causal model whose weights are in memory only while the unit that owns them runs.
 
 The model is built on the meta device; hooks load the weights of one unit (a decoder layer, the embedding, the final
-norm, the output head) from the shards just before it runs and free them right after. The forward is transformers'
-own, so masks, caches and scaling are the family's.
+norm, the output head) from the shards just before it runs and free them right after. Matrices outside the layers stay
+in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py). The forward
+is transformers' own, so masks, caches and scaling are the family's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +21,17 @@ from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.dissect import dissect, is_derived
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models.load import Attention, build_model, check_doubled, is_idle, stored_dtype, torch_dtype
+from surgeon.models.stored_matrix import StoredMatrix
+
+# Of what is read to be cast to another dtype, at a time; whole numbers of every width.
+_CAST_BYTES = 8 * 1024 * 1024
 
 
 class StreamedModel:
@@ -32,7 +39,8 @@ class StreamedModel:
 
     `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
     layers; `stored_as` gives for each tensor of the model the names of what it is stored as. The names and shapes of
-    all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config.
+    all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config. `more` is
+    how many rows for tokens it has that a model which it is compared with has not: the head's blocks are cut there.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class StreamedModel:
         device: str = "cpu",
         attention: Attention | None = None,
         failure: type[SurgeonError] = BadInput,
+        more: int = 0,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
         if quantisation(folder.config) is not None:
@@ -61,6 +70,7 @@ class StreamedModel:
         # Units (by id) whose weights are not loaded: layers that are left out.
         self.skipped: set[int] = set()
         self._weight_bytes = 0
+        self._more = more
         self._digests: list[bytes] = []
         self._move_buffers()
         self._hook_units()
@@ -171,13 +181,13 @@ class StreamedModel:
             self._hook(layer, [(names[id(part)], part) for part in layer.modules()])
         for name, module in self.module.named_modules():
             if id(module) not in inside and module._parameters:
-                self._hook(module, [(name, module)])
+                self._hook(module, [(name, module)], in_file=True)
         # Registered after the hooks that load and free weights, so that the digest is taken when they are freed.
         self.layers[0].register_forward_pre_hook(self._digest_input, with_kwargs=True)
         for layer in self.layers:
             layer.register_forward_hook(self._digest_output)
 
-    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]]) -> None:
+    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], *, in_file: bool = False) -> None:
         slots = [
             (owner, key, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in owners
@@ -189,7 +199,11 @@ class StreamedModel:
         def fetch(_module: nn.Module, _args: Any) -> None:
             if id(unit) in self.skipped:
                 return
-            for (owner, key, _), value in zip(slots, self.weights([name for *_, name in slots]), strict=True):
+            left = [slot for slot in slots if not (in_file and self._stays(slot[-1]))]
+            for owner, key, name in slots:
+                if (owner, key, name) not in left:
+                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key])
+            for (owner, key, _), value in zip(left, self.weights([name for *_, name in left]), strict=True):
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
                 self._weight_bytes += value.nbytes
             self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes)
@@ -197,8 +211,9 @@ class StreamedModel:
         def drop(_module: nn.Module, _args: Any, _result: Any) -> None:
             for owner, key, _ in slots:
                 held = owner._parameters[key]
-                # Still on meta where reading failed half-way.
-                self._weight_bytes -= 0 if held is None or held.is_meta else held.nbytes
+                # Still on meta where reading failed half-way; a matrix that stayed in its file was never counted.
+                counted = not (held is None or held.is_meta or isinstance(held, StoredMatrix))
+                self._weight_bytes -= held.nbytes if held is not None and counted else 0
                 owner._parameters[key] = empty[id(owner)][key]
 
         unit.register_forward_pre_hook(fetch)
@@ -206,15 +221,63 @@ class StreamedModel:
 
     def weights(self, names: list[str]) -> list[Tensor]:
         """The weights called `names`, on the device and in the dtype of the computation."""
-        plain = [name for name in names if name not in self._made]
-        held = self._stored([stored for name in plain for stored in self.stored_as[name]])
-        values: dict[str, Tensor] = {}
-        for name in plain:
-            (stored,) = self.stored_as[name]
-            values[name] = self._placed(held[stored], name)
+        values = {name: self._read(name) for name in names if name not in self._made}
         if made := [name for name in names if name in self._made]:
             values |= self._converted(made)
         return [values[name] for name in names]
+
+    def _stays(self, name: str) -> bool:
+        """Whether a weight is a matrix of numbers that its model has as they are stored."""
+        stored = self.stored_as[name]
+        info = self.folder.tensors[stored[0]]
+        return name not in self._made and len(info.shape) == 2 and info.dtype in FLOAT_DTYPES
+
+    def _in_file(self, name: str, like: Tensor | None) -> Any:
+        """A matrix in the place of a parameter, which a module never looks at."""
+        (stored,) = self.stored_as[name]
+        assert like is not None, name
+
+        def rows(first: int, behind: int) -> Tensor:
+            read = self._rows(stored, name, first, behind)
+            self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes + read.nbytes)
+            return read
+
+        cut = self.folder.tensors[stored].shape[0] - self._more if self._more else 0
+        return StoredMatrix.of(like.to(self._dtype_of(name)), rows, self.device, cut=cut)
+
+    def _read(self, name: str) -> Tensor:
+        """A weight that is stored as it is."""
+        (stored,) = self.stored_as[name]
+        info = self.folder.tensors[stored]
+        if info.dtype not in FLOAT_DTYPES or not info.shape:
+            return self._placed(self._stored([stored])[stored], name)
+        return self._rows(stored, name, 0, info.shape[0])
+
+    def _rows(self, stored: str, name: str, first: int, behind: int) -> Tensor:
+        """Some of the first dimension of a stored tensor: read where it will be used, or block by block to be cast."""
+        info = self.folder.tensors[stored]
+        shape, dtype = (behind - first, *info.shape[1:]), stored_dtype(info.dtype)
+        value = torch.empty(shape, dtype=self._dtype_of(name), device=self.device)
+        row = info.nbytes // info.shape[0] if info.shape[0] else 0
+        begin, end = info.begin + first * row, info.begin + behind * row
+        try:
+            handle = self.folder.open_shard(info.file)
+            try:
+                if value.numel() and value.dtype == dtype and value.device.type == "cpu":
+                    fill(handle, value.view(-1).view(torch.uint8).numpy().data, begin)
+                elif value.numel():
+                    flat, buffer = value.view(-1), memoryview(bytearray(min(_CAST_BYTES, end - begin)))
+                    for at in range(begin, end, _CAST_BYTES):
+                        piece = buffer[: end - at]
+                        fill(handle, piece, at)
+                        part = torch.frombuffer(piece, dtype=dtype)
+                        done = (at - begin) // dtype.itemsize
+                        flat[done : done + len(part)] = part
+            finally:
+                os.close(handle)
+        except (OSError, BadInput) as error:
+            raise self.failure(f"{printable(str(self.folder.path / info.file))}: cannot be read: {error}") from error
+        return value
 
     def _placed(self, stored: Tensor, name: str) -> Tensor:
         # A new tensor: the mapped one is unaligned and would keep the file mapped.

@@ -19,8 +19,8 @@ from surgeon.apply.preview import check_shapes, open_headers, prove_on_twin
 from surgeon.apply.vocabulary import vocabularies_of
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.formatting import PROMISE_STYLES
 from surgeon.common.plain import plain_fields
+from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES

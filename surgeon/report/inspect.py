@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.formatting import at_revision, count, listed, promise_of
+from surgeon.common.formatting import at_revision, count, listed
+from surgeon.common.promises import promise_of
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place

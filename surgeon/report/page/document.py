@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 
 from surgeon._version import __version__
-from surgeon.common.formatting import PROMISE_STYLES, at_revision, count, size
+from surgeon.common.formatting import at_revision, count, size
+from surgeon.common.promises import PROMISE_STYLES
 from surgeon.operations import papers_of
 from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings

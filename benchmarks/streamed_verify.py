@@ -1,0 +1,99 @@
+"""`verify --streamed` measured: seconds, processor seconds and peak memory, beside reading both checkpoints.
+
+    python benchmarks/streamed_verify.py --work DIR [--windows 2] [--window 64]
+
+Grows the Llama-3.2-1B-shaped checkpoint of depth_growth.py by `llama-pro` in DIR and verifies it layer by layer, in the
+checkpoint's dtype and in float32. Memory is the highest resident set of the process, imports of torch and transformers
+included, which stand in a row of their own. The floor of time is one reading of both checkpoints from the page cache.
+The result goes to benchmarks/results/streamed_verify.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from depth_growth import make_base, warm
+from measuring import in_a_process, machine, peak_memory
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def inner(what: str, base: str, out: str, windows: str, window: str) -> None:
+    """One candidate in a process of its own."""
+    began, spent = time.perf_counter(), time.process_time()
+    if what == "reading":
+        for folder in (base, out):
+            warm(Path(folder))
+    elif what == "imports":
+        import torch
+        import transformers.models.llama.modeling_llama
+
+        assert torch and transformers
+    else:
+        import torch
+
+        from surgeon.checkpoint.folder import CheckpointFolder
+        from surgeon.manifest.manifest import manifest_of
+        from surgeon.models.compare import compare_streamed
+
+        folders = [CheckpointFolder.open(Path(folder)) for folder in (base, out)]
+        images = tuple(n for n, layer in enumerate(manifest_of(folders[1]).layers) if layer.base is not None)
+        ids = torch.randint(0, 128256, (int(windows), int(window)), generator=torch.Generator().manual_seed(0))
+        began, spent = time.perf_counter(), time.process_time()
+        found = compare_streamed(*folders, ids, dtype=what, layer_of_base=images)
+        assert found.identical
+    print(
+        json.dumps(
+            {
+                "wall": time.perf_counter() - began,
+                "processor": time.process_time() - spent,
+                "peak": peak_memory(),
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (needs 7 GB)")
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--window", type=int, default=64)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    base, out = arguments.work / "base-1b", arguments.work / "grown"
+    make_base(base)
+    if not out.exists():
+        import surgeon
+
+        surgeon.apply("llama-pro", base, out, device="cpu")
+    lines = [
+        f"Machine: {machine()}; Python {platform.python_version()}; {arguments.windows} windows of"
+        f" {arguments.window} tokens; load at the end {{load}}.",
+        "",
+        "| candidate | wall s | processor s | peak memory MB |",
+        "|---|---|---|---|",
+    ]
+    for name, what in (
+        ("reading both checkpoints, from the page cache", "reading"),
+        ("importing torch and transformers", "imports"),
+        ("compared layer by layer, bfloat16", "auto"),
+        ("compared layer by layer, float32", "float32"),
+    ):
+        found = in_a_process(__file__, what, base, out, arguments.windows, arguments.window)
+        lines.append(f"| {name} | {found['wall']:.1f} | {found['processor']:.1f} | {found['peak'] / 1e6:.0f} |")
+    text = "\n".join(lines).format(load=f"{os.getloadavg()[0]:.1f}")
+    print(text)
+    (RESULTS / "streamed_verify.md").write_text(f"# verify --streamed, 1B shape, 16 → 24 layers\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inner"]:
+        inner(*sys.argv[2:])
+    else:
+        main()
