@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points, version
 from typing import Any, TypeVar
 
 from surgeon.errors import BadInput, printable
@@ -37,7 +37,13 @@ class Plugin:
 @cache
 def plugins(group: str) -> tuple[Plugin, ...]:
     """All entry points of a group, loaded, by name. Raises BadInput naming the distribution of one that is broken."""
-    return tuple(_loaded(entry) for entry in sorted(entry_points(group=group), key=lambda entry: entry.name))
+    return tuple(_loaded(entry) for entry in sorted(_installed().select(group=group), key=lambda entry: entry.name))
+
+
+@cache
+def _installed() -> EntryPoints:
+    """Those of all distributions: finding them takes as long as many a command, so the groups share it."""
+    return entry_points()
 
 
 def _loaded(entry: EntryPoint) -> Plugin:

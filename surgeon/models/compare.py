@@ -27,8 +27,8 @@ CACHED_DECODE_IMAGE = "cached decode, image"
 # float32, some ten of the narrower dtypes, which many layers add up.
 ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
-# Logits are compared in float64 a few rows at a time: about 32 MB a working copy at any vocabulary.
-_CHUNK_ELEMENTS = 1 << 22
+# Logits are compared in float64 a few rows at a time: about 8 MB a working copy at any vocabulary.
+_CHUNK_ELEMENTS = 1_000_000
 _NO_TARGET = -100
 
 
