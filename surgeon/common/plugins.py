@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, TypeVar
 
 from surgeon.errors import BadInput, printable
@@ -41,7 +41,7 @@ def plugins(group: str) -> tuple[Plugin, ...]:
 
 
 @cache
-def _installed() -> EntryPoints:
+def _installed() -> Any:
     """Those of all distributions: finding them takes as long as many a command, so the groups share it."""
     return entry_points()
 

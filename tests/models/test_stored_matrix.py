@@ -57,11 +57,6 @@ def test_anything_else_is_done_with_the_whole_matrix() -> None:
     matrix, value, read = stored()
     assert (matrix.shape, matrix.dtype, matrix.device) == (value.shape, value.dtype, value.device)
     assert not matrix.is_meta
-        value.shape,
-        value.dtype,
-        value.device,
-        False,
-    )
     assert not read
     inputs = torch.randn(3, COLUMNS)
     assert torch.equal(inputs @ matrix.T, inputs @ value.T)
