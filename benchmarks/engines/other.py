@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ OUTPUTS = {
     "prefix_mean": "llama, mixture_of_control prefix_mean",
 }
 NEW = 12
+# Seconds after which a way has failed.
+PATIENCE = 300
 
 
 class Tried:
@@ -300,6 +303,8 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
 
 def outcome(way: str, tried: Tried) -> str:
     """What a way gives, or the line by which it does not."""
+    signal.signal(signal.SIGALRM, _late)
+    signal.alarm(PATIENCE)
     try:
         return WAYS[way][0](tried)
     except ImportError as error:
@@ -307,6 +312,12 @@ def outcome(way: str, tried: Tried) -> str:
     except Exception as error:  # whatever it is, it is the row
         traceback.print_exc()
         return f"fails: `{type(error).__name__}: {_line(error)}`"
+    finally:
+        signal.alarm(0)
+
+
+def _late(_signal: int, _frame: Any) -> None:
+    raise TimeoutError(f"nothing came of it in {PATIENCE} seconds")
 
 
 def _line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ Rows go to WORK/vllm.json as they are made; the table, with versions, to benchma
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -78,7 +79,7 @@ def run(folder: str, prompts: list[list[int]], expected: list[dict[str, Any]], m
 
 def inner(work: Path, mode: str, titles: list[str]) -> None:
     """Rows in one mode, each a line of what this process prints."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     cases = json.loads((work / "cases.json").read_text())
     prompts = json.loads((work / "prompts.json").read_text())
@@ -90,7 +91,9 @@ def inner(work: Path, mode: str, titles: list[str]) -> None:
             found = run(str(work / "outputs" / folder), prompts, expected, mode)
         except Exception as error:  # whatever it is, it is the row
             found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
-        cleanup_dist_env_and_memory()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        gc.collect()
         seconds = round(time.perf_counter() - began, 1)
         print(_LAST + json.dumps({"title": title, "mode": mode, "seconds": seconds, **found}), flush=True)
 
