@@ -92,7 +92,9 @@ def name_of(title: str) -> str:
 
 def trained(folder: Path, seed: int) -> None:
     """Move every new tensor of an output away from its birth."""
-    new = set(surgeon.inspect(folder).manifest.new_tensors)
+    manifest = surgeon.inspect(folder).manifest
+    assert manifest is not None
+    new = set(manifest.new_tensors)
     generator = torch.Generator().manual_seed(seed)
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard)

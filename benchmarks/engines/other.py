@@ -75,12 +75,16 @@ def same(found: list[list[int]], right: list[list[int]]) -> str:
 
 def continuous_batching(tried: Tried) -> str:
     """transformers' own, beside prompt after prompt."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = tried.load()
     right = [tried.greedy(model, prompt) for prompt in tried.prompts]
     how = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(inputs=tried.prompts, generation_config=how, progress_bar=False)
+    # Of its own accord it takes most of the memory for its cache.
+    few = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
+    found = model.generate_batch(
+        inputs=tried.prompts, generation_config=how, continuous_batching_config=few, progress_bar=False
+    )
     errors = [one.error for one in found.values() if one.error]
     if errors:
         raise RuntimeError(errors[0])
