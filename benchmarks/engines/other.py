@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,10 +214,11 @@ def onnx(tried: Tried) -> str:
 
 
 def mergekit(tried: Tried) -> str:
-    """A linear merge of the output with itself, by mergekit's command."""
+    """A linear merge of the output with a copy of itself, by mergekit's command."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "merge.yaml"
-        models = [{"model": str(tried.folder), "parameters": {"weight": 0.5}}] * 2
+        copied = shutil.copytree(tried.folder, Path(folder) / "copy")
+        models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in (tried.folder, copied)]
         config.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "float32"}))
         command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(config), f"{folder}/merged"]
         ran = subprocess.run([*command, "--trust-remote-code"], capture_output=True, text=True, check=False)
@@ -325,7 +328,8 @@ def _late(_signal: int, _frame: Any) -> None:
 
 
 def _line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    plain = re.sub(r"\x1b\[\d*m", "", str(error))
+    text = next((line.strip() for line in plain.splitlines() if line.strip()), type(error).__name__)
     return text.replace("|", "\\|")[:240]
 
 
