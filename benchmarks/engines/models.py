@@ -42,6 +42,8 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", {**WINDOWED, "num_hidden_layers": 8}),
     "gemma3_text": ("gemma3_text", {**WINDOWED, "num_hidden_layers": 12}),
+    # Of the depth of Gemma 3 27B, by which llama.cpp chooses how it scales queries.
+    "gemma3_62": ("gemma3_text", {**WINDOWED, "head_dim": 64, "num_hidden_layers": 62}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": None}),
 }
@@ -65,7 +67,8 @@ _ALL = [_control("dlerp"), _ADAPTERS, _SLOTS, {"op": "pmoe_experts", "rank": 3},
 
 # By name: the base, the operations, whether only the base's own class is needed (native).
 OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
-    **{f"{base} + layers": (base, [_INSERTED], True) for base in BASES},
+    **{f"{base} + layers": (base, [_INSERTED], True) for base in BASES if base != "gemma3_62"},
+    "gemma3_62 + periods": ("gemma3_62", [_PERIODS], True),
     "gemma2 + periods": ("gemma2", [_PERIODS], True),
     "gemma3_text + periods": ("gemma3_text", [_PERIODS], True),
     "llama upcycled to mixtral": ("llama", [{"op": "upcycle_experts", "form": "copies", "experts": 4}], True),
@@ -92,7 +95,9 @@ def name_of(title: str) -> str:
 
 def trained(folder: Path, seed: int) -> None:
     """Move every new tensor of an output away from its birth."""
-    new = set(surgeon.inspect(folder).manifest.new_tensors)
+    manifest = surgeon.inspect(folder).manifest
+    assert manifest is not None
+    new = set(manifest.new_tensors)
     generator = torch.Generator().manual_seed(seed)
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard)

@@ -4,7 +4,8 @@
     python -m benchmarks.engines.vllm WORK [--only TITLE …] [--modes eager …]    # where vLLM is
 
 Every output of WORK in every mode: `eager`; `compiled`; `chunked` (prefill in pieces of 32 tokens,
-with prefix caching, all prompts twice, so that the second time their beginnings come from the cache). All prompts, of 2
+with prefix caching, all prompts twice, so that the second time their beginnings come from the cache); `matrices on 2`
+and `layers on 2` (tensor and pipeline parallel over two processes). All prompts, of 2
 to 180 tokens, go in as one batch, in float32. A row is the largest difference of a log-probability to transformers,
 over prompts and generated tokens, and how many of the greedy tokens are the same; or the line by which vLLM refuses.
 Rows go to WORK/vllm.json as they are made; the table, with versions, to benchmarks/results/engines_vllm.md.
@@ -13,6 +14,7 @@ Rows go to WORK/vllm.json as they are made; the table, with versions, to benchma
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -28,6 +30,8 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True, "enable_prefix_caching": False},
     "compiled": {"enforce_eager": False, "enable_prefix_caching": False},
     "chunked": {"enforce_eager": True, "enable_prefix_caching": True, "max_num_batched_tokens": 32},
+    "matrices on 2": {"enforce_eager": True, "enable_prefix_caching": False, "tensor_parallel_size": 2},
+    "layers on 2": {"enforce_eager": True, "enable_prefix_caching": False, "pipeline_parallel_size": 2},
 }
 _LAST = "RESULT "
 
@@ -67,13 +71,15 @@ def run(folder: str, prompts: list[list[int]], expected: list[dict[str, Any]], m
             same += 1
             worst = max(worst, abs(logs[token].logprob - log))
         tokens += len(right["tokens"])
-    model = engine.llm_engine.model_executor.driver_worker.get_model()
-    return {"worst": worst, "same": same, "tokens": tokens, "class": type(model).__name__, "cached": cached}
+    # Workers in processes of their own show no model.
+    worker = getattr(engine.llm_engine.model_executor, "driver_worker", None)
+    kind = "" if worker is None else type(worker.get_model()).__name__
+    return {"worst": worst, "same": same, "tokens": tokens, "class": kind, "cached": cached}
 
 
 def inner(work: Path, mode: str, titles: list[str]) -> None:
     """Rows in one mode, each a line of what this process prints."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     cases = json.loads((work / "cases.json").read_text())
     prompts = json.loads((work / "prompts.json").read_text())
@@ -85,7 +91,9 @@ def inner(work: Path, mode: str, titles: list[str]) -> None:
             found = run(str(work / "outputs" / folder), prompts, expected, mode)
         except Exception as error:  # whatever it is, it is the row
             found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
-        cleanup_dist_env_and_memory()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        gc.collect()
         seconds = round(time.perf_counter() - began, 1)
         print(_LAST + json.dumps({"title": title, "mode": mode, "seconds": seconds, **found}), flush=True)
 
@@ -93,6 +101,9 @@ def inner(work: Path, mode: str, titles: list[str]) -> None:
 def rows_of(work: Path, mode: str, titles: list[str]) -> Iterator[dict[str, Any]]:
     """Rows in one mode, made by one process; after a crash the next one goes on behind it."""
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if mode.endswith("on 2"):
+        # Cores are bound to memory nodes otherwise, of which there may be one.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     left = list(titles)
     while left:
@@ -137,7 +148,7 @@ def table(rows: list[dict[str, Any]], cases: dict[str, Any]) -> str:
         found = [held.get((title, mode)) for mode in MODES]
         if not any(found):
             continue
-        kind = next((one["class"] for one in found if one and "class" in one), "–")
+        kind = next((one["class"] for one in found if one and one.get("class")), "–")
         lines.append(f"| {title} | {kind} | {' | '.join(cell(one) for one in found)} |")
     return "\n".join(lines) + "\n"
 

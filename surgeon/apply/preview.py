@@ -49,6 +49,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, layer_of, native_config, owner_of, with_vocabulary, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import broken_pattern
+from surgeon.families.readers import other_scale
 from surgeon.families.remembered import keep, recalled
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
@@ -225,6 +226,8 @@ def preview_of(
     broken = broken_pattern(blueprint.config, bases, before) if blueprint.native else None
     whole = "take out whole periods to keep it" if blueprint.dropped else "`where: {every_period: 1}` keeps the pattern"
     notes += [f"{broken}; {whole}"] if broken is not None else []
+    scaled = other_scale(blueprint.config) if blueprint.native else None
+    notes += [scaled] if scaled is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
     if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in leaves(output.recipe)):

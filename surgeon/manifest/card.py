@@ -16,6 +16,7 @@ from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.periods import broken_pattern
+from surgeon.families.readers import other_scale
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
 from surgeon.operations import papers_of
 
@@ -287,8 +288,9 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
         note = f"It is a {_code(config.get('model_type'))} of transformers, without custom code.\n"
     before = (manifest.base.config, manifest.base.layers) if manifest.dropped else None
     broken = broken_pattern(config, [layer.base for layer in manifest.layers], before) if manifest.native else None
-    if broken is not None:
-        note = f"{own}: no custom code. But {broken}.\n"
+    scaled = other_scale(config) if manifest.native else None
+    if but := [each for each in (broken, scaled) if each is not None]:
+        note = f"{own}: no custom code. But {'; '.join(but)}.\n"
     files = ", ".join(map(_code, manifest.code))
     if manifest.native and manifest.code:
         note = (

@@ -41,6 +41,10 @@ class _Forward(threading.local):
     flow: Flow | None = None
     rest: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As `_Active`."""
+        return type(self), ()
+
 
 _forward = _Forward()
 

@@ -39,6 +39,10 @@ def attach_encoder_surgery(config: Any, surgery: dict[str, Any] | None, heads: t
 class _Running(threading.local):
     flow: Flow | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As `_Active`."""
+        return type(self), ()
+
 
 _thread = _Running()
 

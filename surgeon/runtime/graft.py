@@ -50,6 +50,10 @@ class Frame:
 class _Active(threading.local):
     frame: Frame | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process, as vLLM sends a config with the code of its class, it begins anew there."""
+        return type(self), ()
+
 
 _active = _Active()
 

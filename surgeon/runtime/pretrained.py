@@ -70,6 +70,20 @@ class UpcycledPreTrained(PreTrainedModel):
 class UpcycledBase(UpcycledPreTrained):
     """The base model, whose config's surgery says which grafts stand in it."""
 
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        own_class(config, self.config_class)
+        super().__init__(config, *args, **kwargs)
+
+
+def own_class(config: Any, kind: type[Any]) -> None:
+    """Make `kind` the class of a config that came with a copy of it.
+
+    vLLM sends its workers a config together with a copy of all that its class names; grafts of that copy would put
+    modules of their own code into the model, which do not see the frames of this one's layers.
+    """
+    if type(config) is not kind and type(config).__qualname__ == kind.__qualname__:
+        config.__class__ = kind
+
 
 def counted_modules(surgery: Surgery) -> dict[str, tuple[type[nn.Module], int]]:
     """Modules that a surgery adds, whose tensors a checkpoint must hold: their class and how many there must be."""

@@ -157,8 +157,9 @@ class RoutingCache(CacheLayerMixin):
         self._map(lambda x: x[indices])
 
     def crop(self, tokens: int) -> None:
-        """Forget the last -`tokens`; a positive number, as older versions gave it, is how many to keep."""
-        self._map(lambda x: x[:, :tokens])
+        """Forget the last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many to keep."""
+        if tokens:
+            self._map(lambda x: x[:, :tokens])
 
     def offload(self) -> None:
         """Small: stays where it is."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from surgeon.errors import BadInput
 from surgeon.families.periods import broken_pattern, period_of
+from surgeon.families.readers import other_scale
 from surgeon.operations.selectors import (
     After,
     Every,
@@ -119,6 +120,24 @@ def test_kinds_that_do_not_repeat_are_named() -> None:
         select_periods(EveryPeriod(every_period=1), pattern)
     with pytest.raises(BadInput, match="matches nothing in a model of 4 layers"):
         select_periods(EveryPeriod(every_period=3), [(0, "a"), (1, "b")] * 2)
+
+
+def test_a_scale_that_a_reader_takes_from_depth_is_told_by_the_config_alone() -> None:
+    """Numbers of Gemma 2 and 3, as their config.json has them."""
+    wide = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "query_pre_attn_scalar": 168}
+    small = {"hidden_size": 2560, "num_attention_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
+    for numbers, layers, words in (
+        (wide, 62, None),
+        (wide, 72, "1/√128 with 72 of them, where config.json says 1/√168"),
+        (small, 34, None),
+        (small, 62, "1/√320 with 62 of them, where config.json says 1/√256"),
+    ):
+        inner = {"model_type": "gemma3_text", "num_hidden_layers": layers, **numbers}
+        for config in (inner, {"model_type": "gemma3", "text_config": inner}):
+            told = other_scale(config)
+            assert (told is None) if words is None else (told is not None and words in told), told
+    assert other_scale({**wide, "model_type": "llama", "num_hidden_layers": 72}) is None
+    assert other_scale({"model_type": "gemma2", "num_hidden_layers": 46}) is None
 
 
 def test_a_broken_pattern_is_told_by_the_config_alone() -> None:

@@ -5,8 +5,10 @@ The engines themselves run in benchmarks/engines, outside of the suite.
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,3 +112,26 @@ def test_sequences_in_one_row_are_refused_where_a_mean_over_each_is_taken() -> N
     with pytest.raises(ValueError, match=r"several sequences stand in one row.* give each sequence a row of its own"):
         grafted("llama", PREFIX)(ids(), cu_seq_lens_q=starts)
     grafted("llama", TOKEN)(ids(), cu_seq_lens_q=starts)
+
+
+def test_a_config_that_comes_with_a_copy_of_its_code_is_the_models_own() -> None:
+    """vLLM pickles a config for its workers together with all that its class names, so that two copies are loaded."""
+    surgery = experts()
+    native = perturbed(grafted("llama", surgery))
+    made = config("llama", surgery)
+    code, own = sys.modules[type(made).__module__], type(made)
+    source = inspect.getsource(code)
+    copied = ModuleType(code.__name__)
+    # What is executed finds its dataclasses by the module's name.
+    sys.modules[code.__name__] = copied
+    try:
+        exec(compile(source, str(code.__file__), "exec"), vars(copied))
+    finally:
+        sys.modules[code.__name__] = code
+    made.__class__ = getattr(copied, own.__name__)
+    model = classes("llama", "Model", surgery)(made).eval()
+    assert type(model.config) is own
+    model.load_state_dict(native.model.state_dict())
+    assert torch.equal(model(ids()).last_hidden_state, native.model(ids()).last_hidden_state)
+    held = pickle.loads(pickle.dumps({"local": code._active}))["local"]
+    assert held.frame is None
