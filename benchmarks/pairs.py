@@ -1,13 +1,13 @@
 """Every ordered pair of operations, in one plan and in two: what the result promises, proven, or why it is refused.
 
-    python -m benchmarks.pairs [--families llama gemma2]
+    python -m benchmarks.pairs [--families llama gemma2] [--of OPERATION …]
 
 Each cell is a real surgery on a tiny checkpoint of the family, in bfloat16. What is allowed is verified (every byte,
 logits of prefill and cached decode in bfloat16 and float32) and reverted (every byte). In one plan the outcome must be
 what two plans make of the same base, tensor by tensor and in config.json, but for what is drawn at random; where the
 first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans the
 first one's new tensors are changed in between, as training would. The tables are written into docs/combining.md; the
-exit code is 1 where a cell does not keep what it promises.
+exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
+from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import leaves
 from surgeon.errors import BadInput
 from surgeon.operations import OPERATIONS
@@ -40,8 +41,8 @@ Entry = dict[str, Any]
 ENTRIES: Mapping[str, Entry] = {
     "insert_layers": {"where": {"after": [1]}, "init": {"kind": "ot_fusion"}},
     "stack_layers": {"bottom": 0.75, "top": 0.75},
-    "control_llm": {"layers": [0, 3]},
-    "gated_adapters": {"layers": [0, 2], "size": 8},
+    "control_llm": {"layers": [0]},
+    "gated_adapters": {"layers": [0], "size": 8},
     "pmoe_experts": {"rank": 2},
     "mixture_of_control": {"rank": 4},
     "merge_branches": {},
@@ -55,13 +56,15 @@ ENTRIES: Mapping[str, Entry] = {
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {
     "control_llm": {"layers": [1]},
+    "drop_layers": {"layers": [1]},
     "gated_adapters": {"layers": [1]},
+    "widen_attention": {"groups": 4},
     "grow_vocabulary": {"tokens": [" déjà"]},
 }
 # What an operation needs to find in the model.
 NEEDS: Mapping[str, Entry] = {
-    "merge_branches": {"op": "control_llm", "layers": [0, 2]},
-    "fold_adapters": {"op": "gated_adapters", "layers": [0, 2], "size": 8, "gate": "none"},
+    "merge_branches": {"op": "control_llm", "layers": [0]},
+    "fold_adapters": {"op": "gated_adapters", "layers": [0], "size": 8, "gate": "none"},
 }
 
 
@@ -71,6 +74,7 @@ class Outcome:
 
     promise: str = ""
     refusal: str = ""
+    drawn: Blueprint | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -123,14 +127,15 @@ def plan_of(*entries: Mapping[str, Any]) -> LoadedPlan:
 def foreseen(plan: LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        return Outcome(promise=surgeon.preview(plan, base).blueprint.promise)
+        drawn = surgeon.preview(plan, base).blueprint
+        return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)
 
 
 def refused(error: BadInput) -> Outcome:
     """The reason, without the plan's file and line."""
-    return Outcome(refusal=re.sub(r"^plan\.yaml:\d+: operations\[\d+\] \((\w+)\): ", r"`\1`: ", str(error)))
+    return Outcome(refusal=re.sub(r"^plan\.yaml:\d+: operations\[\d+\] \(\w+\): ", "", str(error)))
 
 
 def in_one_plan(bases: Bases, first: str, second: str) -> Outcome:
@@ -305,14 +310,18 @@ def with_section(page: str, written: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(tiny.FAMILIES))
-    chosen = parser.parse_args().families
+    parser.add_argument("--of", nargs="*", default=list(OPERATIONS), choices=list(OPERATIONS))
+    asked = parser.parse_args()
+    chosen = asked.families
     broken = 0
     with tempfile.TemporaryDirectory() as scratch:
         families = {name: Bases(name, Path(scratch) / name) for name in chosen}
         one, two = tables(families)
         for name, bases in families.items():
             for cells, prove in ((one, prove_one_plan), (two, prove_two_plans)):
-                for both in (both for both, found in cells.items() if found[name].promise):
+                for both, found in cells.items():
+                    if not found[name].promise or not {*both} & {*asked.of}:
+                        continue
                     folder = Path(scratch) / "cell"
                     folder.mkdir()
                     wrong = prove(bases, *both, folder)
