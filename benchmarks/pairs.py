@@ -52,6 +52,7 @@ ENTRIES: Mapping[str, Entry] = {
     "fold_adapters": {},
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},
+    "widen_hidden": {"times": 2},
 }
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {

@@ -25,6 +25,8 @@ _WRITING: tuple[Role, ...] = ("output", "down")
 _NORMS: tuple[Role, ...] = ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
 # What has nothing of the stream's width: norms of query and key.
 _INSIDE: tuple[Role, ...] = ("query_norm", "key_norm")
+# Far beyond any use; each copy is a part of each tensor that writes.
+_MOST = 64
 
 
 class WidenHidden(Operation):
@@ -53,7 +55,7 @@ class WidenHidden(Operation):
 
     op: Literal["widen_hidden"]
     times: Annotated[
-        int | None, Field(ge=2, le=64, description="how many times as wide the stream becomes, instead of `to`")
+        int | None, Field(ge=2, le=_MOST, description="how many times as wide the stream becomes, instead of `to`")
     ] = None
     to: Annotated[
         int | None,
@@ -101,8 +103,8 @@ class WidenHidden(Operation):
                     f" norms stay as they are; give a multiple of {before}, {below} say"
                 )
         times = self.times or (self.to or 0) // before
-        if before * times > LARGEST_SIZE:
-            raise BadInput(f"a hidden_size of {before * times} is beyond 2^31; widen it less")
+        if times > _MOST or before * times > LARGEST_SIZE:
+            raise BadInput(f"a hidden_size of {before * times} is {times} times the base's; at most {_MOST} times are made")
         return times
 
 
