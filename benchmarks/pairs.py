@@ -5,9 +5,9 @@
 Each cell is a real surgery on a tiny checkpoint of the family, in bfloat16. What is allowed is verified (every byte,
 logits of prefill and cached decode in bfloat16 and float32) and reverted (every byte). In one plan the outcome must be
 what two plans make of the same base, tensor by tensor and in config.json, but for what is drawn at random; where the
-first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans the
-first one's new tensors are changed in between, as training would. The tables are written into docs/combining.md; the
-exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone.
+first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans
+the first one's new tensors are changed in between, as training would. The tables are written into docs/combining.md;
+the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bases:
         return self._made[name]
 
     def after(self, first: str, second: str, *, trained: bool) -> Path:
-        """What the first operation of a pair makes of its base, as it was born, or with other values where it trains."""
+        """What the first operation of a pair makes of its base, as born, or with other values where it trains."""
         base, entry = self.of(first, second), pair(first, second)[0]
         name = f"{base.name}-{first}-{entry.get('gate', '')}-{'trained' if trained else 'born'}"
         if name not in self._made:
@@ -328,7 +328,9 @@ def main() -> int:
                     wrong = prove(bases, *both, folder)
                     shutil.rmtree(folder)
                     broken += bool(wrong)
-                    print(f"{name}, {prove.__name__}, {' → '.join(both)}: {'; '.join(wrong[:4]) or 'holds'}", flush=True)
+                    print(
+                        f"{name}, {prove.__name__}, {' → '.join(both)}: {'; '.join(wrong[:4]) or 'holds'}", flush=True
+                    )
     if not broken and tuple(chosen) == FAMILIES:
         PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(one, two)), encoding="utf-8")
     return int(broken > 0)

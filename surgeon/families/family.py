@@ -122,8 +122,8 @@ class Family:
 
     A layer's tensor is called `{prefix}{stem}{number}.{suffix}`, without `prefix` where the base model was saved alone;
     `outer_parts` are the base model's tensors outside layers, by what follows the prefix, and their shapes. An
-    `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are. `embeddings_scaled`:
-    its code multiplies embeddings by the root of the hidden size.
+    `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are. With
+    `embeddings_scaled` its code multiplies embeddings by the root of the hidden size.
     """
 
     model_type: str

@@ -104,7 +104,9 @@ class WidenHidden(Operation):
                 )
         times = self.times or (self.to or 0) // before
         if times > _MOST or before * times > LARGEST_SIZE:
-            raise BadInput(f"a hidden_size of {before * times} is {times} times the base's; at most {_MOST} times are made")
+            raise BadInput(
+                f"a hidden_size of {before * times} is {times} times the base's; at most {_MOST} times are made"
+            )
         return times
 
 
@@ -164,8 +166,8 @@ def _of_layer(recipe: Recipe, part: Part, times: int, *, where: str) -> Widened 
     if roles and roles <= {*_WRITING, *_NORMS} and part.expert is None:
         return Widened(_again(source, times), 0)
     raise BadInput(
-        f"{where} ({printable(part.suffix)}): whether it reads or writes the residual stream is not known, so the stream"
-        " of this model cannot become wider"
+        f"{where} ({printable(part.suffix)}): whether it reads or writes the residual stream is not known, so the"
+        " stream of this model cannot become wider; widen_ffn may widen it"
     )
 
 
