@@ -128,6 +128,11 @@ def base_for(plan: str, folder: Path) -> Path:
 
         surgeon.apply("neutral-residues/adapters", str(base_for("llama", folder / "before")), folder / "base")
         return folder / "base"
+    if plan == "recipes/experts-slots":
+        import surgeon
+
+        surgeon.apply("recipes/experts", str(base_for("recipes/experts", folder / "before")), folder / "base")
+        return folder / "base"
     if plan.startswith("pmoe/next-task"):
         import surgeon
 
@@ -135,7 +140,7 @@ def base_for(plan: str, folder: Path) -> Path:
         return folder / "base"
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
-    if plan.startswith("grow-vocabulary"):
+    if plan.startswith(("grow-vocabulary", "recipes/language")):
         from tests.vocabularies import byte_level
 
         return byte_level(checkpoint(folder / "base", "llama", vocab_size=320))

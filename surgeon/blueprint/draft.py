@@ -29,6 +29,7 @@ from surgeon.blueprint.recipes import (
     Extended,
     PerLayer,
     Recipe,
+    Widened,
     is_computed,
     moved_from,
     numel,
@@ -234,6 +235,8 @@ class Draft:
         self.dropped: dict[int, tuple[int, ...]] = {}
         # Tensors outside the layers that have more rows than the base's, and the operation that gave them those.
         self.extended: dict[str, tuple[Extended, int]] = {}
+        # The same of those that became wider.
+        self.widened: dict[str, tuple[Widened, int]] = {}
         # Rows of the embeddings as they will be.
         self.rows = anatomy.sizes.vocabulary
         # Of the trunk alone; `finish` writes back what grafts need.
@@ -367,8 +370,9 @@ class Draft:
         return sum(numel(recipe) for recipe in held) + outer
 
     def _outer(self) -> list[tuple[Recipe, int | None]]:
-        """The tensors outside the layers, in their order, and the operation that gave one more rows."""
-        return [self.extended.get(name, (_copied(info), None)) for name, info in self.anatomy.outer.items()]
+        """The tensors outside the layers, in their order, and the operation that gave one more rows or columns."""
+        changed: dict[str, tuple[Recipe, int]] = {**self.extended, **self.widened}
+        return [changed.get(name, (_copied(info), None)) for name, info in self.anatomy.outer.items()]
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""

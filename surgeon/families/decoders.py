@@ -144,6 +144,7 @@ DECODERS: tuple[Family, ...] = (
         usual_layer(),
         defaults={"num_key_value_heads": 16, "head_dim": 256},
         norm_offset=1.0,
+        embeddings_scaled=True,
         tied_by_default=True,
     ),
     Family(
@@ -151,6 +152,7 @@ DECODERS: tuple[Family, ...] = (
         usual_layer(norms="around"),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         norm_offset=1.0,
+        embeddings_scaled=True,
         tied_by_default=True,
         layer_types=gemma2_layer_types,
     ),
@@ -159,6 +161,7 @@ DECODERS: tuple[Family, ...] = (
         usual_layer(norms="around", head_norms="head"),
         defaults={"num_key_value_heads": 4, "head_dim": 256},
         norm_offset=1.0,
+        embeddings_scaled=True,
         tied_by_default=True,
         layer_types=gemma3_layer_types,
     ),

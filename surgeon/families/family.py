@@ -122,7 +122,8 @@ class Family:
 
     A layer's tensor is called `{prefix}{stem}{number}.{suffix}`, without `prefix` where the base model was saved alone;
     `outer_parts` are the base model's tensors outside layers, by what follows the prefix, and their shapes. An
-    `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are.
+    `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are. With
+    `embeddings_scaled` its code multiplies embeddings by the root of the hidden size.
     """
 
     model_type: str
@@ -132,6 +133,7 @@ class Family:
     tied_by_default: bool = False
     layer_types: Callable[[Config, int], list[str] | None] = lambda config, layers: None
     encoder: bool = False
+    embeddings_scaled: bool = False
     prefix: str = "model."
     stem: str = "layers."
     outer_parts: OuterParts = lambda config, sizes: {

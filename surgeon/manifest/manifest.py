@@ -177,7 +177,7 @@ class NewTensor(StoredTensor):
         spans: list[tuple[int, int]] = []
         for begin, part in zip(self.begins, self.joined, strict=True):
             place = None if part.source is None else layer_of(part.source)
-            if place is not None and owner_of(place[2]) is None:
+            if part.source is not None and (place is None or owner_of(place[2]) is None):
                 spans.append((begin, begin + part.size))
         return tuple(spans)
 

@@ -423,6 +423,8 @@ def compare_streamed(
         failure=PromiseBroken,
         more=more,
     )
+    # A stream that became wider carries the base's in its first part.
+    out_model.digest_width = getattr(base_model.module.config.get_text_config(), "hidden_size", None)
     depth = len(base_model.layers)
     if len(layer_of_base) != depth or not all(-1 <= i < len(out_model.layers) for i in layer_of_base):
         raise ValueError(f"layer_of_base must give {depth} layers of the output's {len(out_model.layers)}")

@@ -71,6 +71,8 @@ class StreamedModel:
         self.skipped: set[int] = set()
         self._weight_bytes = 0
         self._more = more
+        # How much of the residual stream digests are of, from its first number on; None: all of it.
+        self.digest_width: int | None = None
         self._digests: list[bytes] = []
         self._move_buffers()
         self._hook_units()
@@ -319,10 +321,12 @@ class StreamedModel:
             raise self.failure(f"{printable(str(path))}: cannot be read: {first_line(error)}") from error
 
     def _digest_input(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._digests.append(_digest(args[0] if args else kwargs["hidden_states"]))
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._digests.append(_digest(hidden[..., : self.digest_width]))
 
     def _digest_output(self, _layer: nn.Module, _args: Any, result: Any) -> None:
-        self._digests.append(_digest(result[0] if isinstance(result, tuple) else result))
+        hidden = result[0] if isinstance(result, tuple) else result
+        self._digests.append(_digest(hidden[..., : self.digest_width]))
 
 
 def _digest(hidden: Tensor) -> bytes:

@@ -29,6 +29,7 @@ from surgeon.operations.stack_layers import StackLayers
 from surgeon.operations.upcycle_experts import UpcycleExperts
 from surgeon.operations.widen_attention import WidenAttention
 from surgeon.operations.widen_ffn import WidenFFN
+from surgeon.operations.widen_hidden import WidenHidden
 
 GROUP = "surgeon.operations"
 _BUILT_IN: tuple[type[Operation], ...] = (
@@ -45,6 +46,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     FoldAdapters,
     WidenFFN,
     WidenAttention,
+    WidenHidden,
 )
 
 

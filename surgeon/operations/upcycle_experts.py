@@ -40,7 +40,7 @@ from surgeon.operations.operation import OneOf, Operation, Paper, Spec, Training
 _BALANCE = 0.01
 # In a list of experts, the base itself.
 BASE = "base"
-_ELSEWHERE = "by a plan of their own, before or after this one"
+_ELSEWHERE = "by a plan of its own, before or after this one"
 
 
 class Prompts(Spec):
@@ -303,7 +303,7 @@ def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *,
 
 def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's tensors, by suffix. Raises BadInput for a base or a plan that cannot be upcycled."""
-    if any(layer.base is None or layer.rewritten for layer in draft.layers):
+    if draft.dropped or any(layer.base is None or layer.rewritten for layer in draft.layers):
         raise BadInput(f"an earlier operation of this plan changes layers; apply it {_ELSEWHERE}")
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
         raise BadInput(

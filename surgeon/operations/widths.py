@@ -21,6 +21,8 @@ def check_alone(draft: Draft, size: str) -> None:
     """Raise BadInput where an earlier operation of the plan changed something else than widths, or this `size` too."""
     if len(draft.records) > draft.widenings:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
+    if draft.sizes and "hidden_size" in (size, *draft.sizes):
+        raise BadInput("a wider residual stream stands in a plan of its own: apply two plans")
     if size in draft.sizes:
         raise BadInput(f"an earlier operation of this plan changes `{size}` too: join the two, or apply two plans")
     draft.widenings += 1

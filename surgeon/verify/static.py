@@ -15,7 +15,19 @@ from surgeon._version import __version__
 from surgeon.apply.parts import parts_digest, pieces_digest, ranges_of
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, Widened, describe, is_computed
+from surgeon.blueprint.recipes import (
+    Constant,
+    Copy,
+    Extended,
+    Joined,
+    Listed,
+    PerLayer,
+    Recipe,
+    Sliced,
+    Widened,
+    describe,
+    is_computed,
+)
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
 from surgeon.checkpoint.header import TensorInfo
@@ -346,12 +358,21 @@ def _joined(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, bas
             wrong += [output.name] if parts_digest(out.source, info, held) != base[source] else []
         at_birth = output.name not in manifest.trained
         for part, begin in zip(recipe.parts, spans.begins, strict=True):
-            if at_birth and isinstance(part, Constant):
+            expected = _at_birth(part, base)
+            if at_birth and expected is not None:
                 span = tuple(range(begin, begin + part.shape[recipe.axis]))
                 held = PerLayer(Copy(info.name, info.dtype, info.shape), recipe.axis, info.shape[recipe.axis], span)
-                wrong += [output.name] if parts_digest(out.source, info, held) != constant_digest(part) else []
+                wrong += [output.name] if parts_digest(out.source, info, held) != expected else []
     kept = f"{len(joined)} tensors hold those of the base byte for byte, and zeros where they add nothing"
     return [Check.of("widened tensors", wrong, "not the base's with more beside it", kept)]
+
+
+def _at_birth(part: Recipe, base: Mapping[str, str]) -> str | None:
+    """The digest of a new part of a wider tensor before it trains; None where only its recipe says what it is."""
+    if isinstance(part, Constant):
+        return constant_digest(part)
+    whole = isinstance(part, Sliced) and part.shape == part.of.shape
+    return base[part.of.source] if isinstance(part, Sliced) and whole else None
 
 
 def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:

@@ -37,6 +37,7 @@ REFUSED = {
     "drop_layers": ({"op": "drop_layers", "layers": [2]}, "layer 2: taken out by surgery 1"),
     "widen_ffn": ({"op": "widen_ffn", "by": 8}, "a part of a wider tensor"),
     "widen_attention": ({"op": "widen_attention", "groups": 2}, "a part of a wider tensor"),
+    "widen_hidden": ({"op": "widen_hidden", "times": 2}, "a part of a wider tensor"),
 }
 NOT_WITHIN = {"stack_layers", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"}
 

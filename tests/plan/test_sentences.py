@@ -91,6 +91,7 @@ OPERATIONS = [
         "op: drop_layers, layers: [1], by: laco, merge: 2",
         "`merge`, `threshold` and `interval` are of `by: laco` with `count` only",
     ),
+    ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
     (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),

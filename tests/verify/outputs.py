@@ -43,6 +43,7 @@ DROP: Operations = [{"op": "drop_layers", "count": 1, "text": "text.txt", "windo
 UNGATED: Operations = [{"op": "gated_adapters", "layers": [0, 2], "size": 4, "gate": "none"}]
 FOLD: Operations = [{"op": "fold_adapters"}]
 WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
+STREAM: Operations = [{"op": "widen_hidden", "times": 2}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -130,5 +131,6 @@ def make(folder: Path) -> dict[str, Made]:
         "shorter": Made(first, grow(folder, "shorter", first, DROP)),
         "folded": Made(ungated, grow(folder, "folded", ungated, FOLD)),
         "wider": Made(first, grow(folder, "wider", first, WIDEN)),
+        "wider stream": Made(first, grow(folder, "stream", first, STREAM)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }

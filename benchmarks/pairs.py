@@ -1,0 +1,340 @@
+"""Every ordered pair of operations, in one plan and in two: what the result promises, proven, or why it is refused.
+
+    python -m benchmarks.pairs [--families llama gemma2] [--of OPERATION …]
+
+Each cell is a real surgery on a tiny checkpoint of the family, in bfloat16. What is allowed is verified (every byte,
+logits of prefill and cached decode in bfloat16 and float32) and reverted (every byte). In one plan the outcome must be
+what two plans make of the same base, tensor by tensor and in config.json, but for what is drawn at random; where the
+first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans
+the first one's new tensors are changed in between, as training would. The tables are written into docs/combining.md;
+the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import surgeon
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import leaves
+from surgeon.errors import BadInput
+from surgeon.operations import OPERATIONS
+from surgeon.plan.plan import LoadedPlan, parse_plan
+from tests import tiny, vocabularies
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "combining.md"
+BEGIN, END = "<!-- written by `python -m benchmarks.pairs` -->", "<!-- until here -->"
+FAMILIES = ("llama", "gemma2")
+DTYPES = ("bfloat16", "float32")
+Entry = dict[str, Any]
+
+# What stands in a plan beside `op`; of one that is not here, its class's first example.
+ENTRIES: Mapping[str, Entry] = {
+    "insert_layers": {"where": {"after": [1]}, "init": {"kind": "ot_fusion"}},
+    "stack_layers": {"bottom": 0.75, "top": 0.75},
+    "control_llm": {"layers": [0]},
+    "gated_adapters": {"layers": [0], "size": 8},
+    "pmoe_experts": {"rank": 2},
+    "mixture_of_control": {"rank": 4},
+    "merge_branches": {},
+    "grow_vocabulary": {"tokens": [" été", "lumière"]},
+    "upcycle_experts": {"experts": 4},
+    "drop_layers": {"layers": [3]},
+    "fold_adapters": {},
+    "widen_ffn": {"by": 16},
+    "widen_attention": {"groups": 2},
+    "widen_hidden": {"times": 2},
+}
+# What the second of two equal operations has otherwise: other layers, or other words.
+AGAIN: Mapping[str, Entry] = {
+    "control_llm": {"layers": [1]},
+    "drop_layers": {"layers": [1]},
+    "gated_adapters": {"layers": [1]},
+    "widen_attention": {"groups": 4},
+    "grow_vocabulary": {"tokens": [" déjà"]},
+}
+# What an operation needs to find in the model.
+NEEDS: Mapping[str, Entry] = {
+    "merge_branches": {"op": "control_llm", "layers": [0]},
+    "fold_adapters": {"op": "gated_adapters", "layers": [0], "size": 8, "gate": "none"},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan promises on a base, or the reason why it is refused; one of the two is empty."""
+
+    promise: str = ""
+    refusal: str = ""
+    drawn: Blueprint | None = field(default=None, compare=False)
+
+
+@dataclass
+class Bases:
+    """Tiny checkpoints of one family, prepared for what pairs need, and what operations alone make of them."""
+
+    family: str
+    folder: Path
+    _made: dict[str, Path] = field(default_factory=dict)
+
+    def of(self, first: str, second: str) -> Path:
+        """The base of a pair: what an operation needs, and the other does not bring, an earlier surgery brought."""
+        given = NEEDS[second]["op"] if second in NEEDS else None
+        needed = [op for op in NEEDS if op in (first, second) and (op == first or first != given)]
+        name = "-".join(["base", *needed])
+        if name not in self._made:
+            if needed:
+                plan, below = plan_of(*(NEEDS[op] for op in needed)), self.of("", "")
+                self._made[name] = surgeon.apply(plan, below, self.folder / name, device="cpu").path
+            else:
+                made = tiny.checkpoint(self.folder / name, self.family, vocab_size=320, num_hidden_layers=4)
+                self._made[name] = vocabularies.byte_level(made)
+        return self._made[name]
+
+    def after(self, first: str, second: str, *, trained: bool) -> Path:
+        """What the first operation of a pair makes of its base, as born, or with other values where it trains."""
+        base, entry = self.of(first, second), pair(first, second)[0]
+        name = f"{base.name}-{first}-{entry.get('gate', '')}-{'trained' if trained else 'born'}"
+        if name not in self._made:
+            made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
+            self._made[name] = changed(made, base) if trained else made
+        return self._made[name]
+
+
+def pair(first: str, second: str) -> tuple[Entry, Entry]:
+    """The entries of both operations, as they stand in a plan."""
+    one, other = ({"op": op, **ENTRIES.get(op, OPERATIONS[op].examples[0])} for op in (first, second))
+    if first == second:
+        other |= AGAIN.get(second, {})
+    if (first, second) == ("gated_adapters", "fold_adapters"):
+        one["gate"] = "none"
+    return one, other
+
+
+def plan_of(*entries: Mapping[str, Any]) -> LoadedPlan:
+    """A plan of these operations."""
+    return parse_plan(json.dumps({"surgeon": 1, "operations": entries}), source="plan.yaml")
+
+
+def foreseen(plan: LoadedPlan, base: Path) -> Outcome:
+    """The outcome as headers alone say it."""
+    try:
+        drawn = surgeon.preview(plan, base).blueprint
+        return Outcome(drawn.promise, drawn=drawn)
+    except BadInput as error:
+        return refused(error)
+
+
+def refused(error: BadInput) -> Outcome:
+    """The reason, without the plan's file and line."""
+    return Outcome(refusal=re.sub(r"^plan\.yaml:\d+: operations\[\d+\] \(\w+\): ", "", str(error)))
+
+
+def in_one_plan(bases: Bases, first: str, second: str) -> Outcome:
+    """As headers say it."""
+    return foreseen(plan_of(*pair(first, second)), bases.of(first, second))
+
+
+def in_two_plans(bases: Bases, first: str, second: str, *, trained: bool = False) -> Outcome:
+    """As headers say it, of the second plan on the first one's output; of the first where that is refused."""
+    try:
+        before = bases.after(first, second, trained=trained)
+    except BadInput as error:
+        return refused(error)
+    return foreseen(plan_of(pair(first, second)[1]), before)
+
+
+def prove_one_plan(bases: Bases, first: str, second: str, folder: Path) -> list[str]:
+    """Carry the pair out in one plan; what does not hold."""
+    base, entries = bases.of(first, second), pair(first, second)
+    applied = surgeon.apply(plan_of(*entries), base, folder / "one", device="cpu")
+    wrong = kept(base, applied.path, folder / "back")
+    born = bases.after(first, second, trained=False)
+    one, other = (record.claim.promise for record in applied.preview.blueprint.operations)
+    if one == "none" and other != "none":
+        wrong += alike(born, applied.path, exact=other == "exact", more=applied.preview.blueprint.more_rows)
+    if in_two_plans(bases, first, second).promise:
+        two = surgeon.apply(plan_of(entries[1]), born, folder / "two", device="cpu").path
+        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in leaves(o.recipe))}
+        wrong += differing(applied.path, two, drawn=drawn)
+    return wrong
+
+
+def prove_two_plans(bases: Bases, first: str, second: str, folder: Path) -> list[str]:
+    """Carry the pair out in two plans, with other values for what the first one made; what does not hold."""
+    before = bases.after(first, second, trained=True)
+    applied = surgeon.apply(plan_of(pair(first, second)[1]), before, folder / "out", device="cpu")
+    return kept(before, applied.path, folder / "back")
+
+
+def kept(base: Path, out: Path, back: Path) -> list[str]:
+    """What `verify` finds broken of an output, and what `revert` does not bring back."""
+    found = surgeon.verify(base, out, device="cpu", window=24, windows=2, dtypes=DTYPES)
+    wrong = [f"{check.name}: {check.detail}" for check in found.checks if not check.holds]
+    wrong += [] if found.holds else ["logits differ"]
+    wrong += [] if len(found.comparisons) == 2 * len(DTYPES) else ["logits were not compared"]
+    try:
+        reverted = surgeon.revert(out, back).path
+    except BadInput as error:
+        # What an operation overwrote or took out is gone, and revert says so.
+        told = re.search("is lost|and its weights with it", str(error))
+        return wrong if told else [*wrong, f"revert: {error}"]
+    return wrong + [f"revert: {line}" for line in differing(reverted, base)]
+
+
+def alike(one: Path, other: Path, *, exact: bool, more: int) -> list[str]:
+    """What differs in logits, beyond rounding where that is all that is promised."""
+    import torch
+
+    from surgeon.models.compare import compare_logits
+
+    ids = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = [each for dtype in DTYPES for each in compare_logits(one, other, ids, dtype=dtype, more=more)]
+    return [f"{c.mode} {c.dtype}: differs" for c in found if not (c.identical if exact else c.rounded)]
+
+
+def differing(one: Path, other: Path, *, drawn: frozenset[str] | set[str] = frozenset()) -> list[str]:
+    """What two checkpoints have otherwise, config.json included; of `drawn` tensors their values may differ."""
+    import torch
+
+    held, found = _tensors(one), _tensors(other)
+    wrong = [f"only one has {name}" for name in sorted(held.keys() ^ found.keys())]
+    for name in sorted(held.keys() & found.keys()):
+        a, b = held[name], found[name]
+        same = (a.dtype, a.shape) == (b.dtype, b.shape)
+        if not same or (name not in drawn and not torch.equal(a.view(torch.uint8), b.view(torch.uint8))):
+            wrong.append(f"{name} differs")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (one, other)]
+    return wrong + [f"config.json: {key}" for key in sorted({*configs[0], *configs[1]}) if _odd(configs, key)]
+
+
+def _odd(configs: Sequence[Mapping[str, Any]], key: str) -> bool:
+    one, other = (_born(config.get(key)) for config in configs)
+    return one != other
+
+
+def _born(value: Any) -> Any:
+    """A part of a config without what says which of it trains: of what an earlier plan made, nothing does."""
+    if isinstance(value, dict):
+        return {key: _born(each) for key, each in value.items() if key not in ("frozen", "new_layers")}
+    return [_born(each) for each in value] if isinstance(value, list) else value
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {n: v.reshape(1) if not v.ndim else v for f in folder.glob("*.safetensors") for n, v in load_file(f).items()}
+
+
+def changed(out: Path, base: Path) -> Path:
+    """Give the new tensors of an output other values, as training would: what is fixed of them stays."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    manifest = surgeon.inspect(out).manifest
+    assert manifest is not None
+    before, noise = _tensors(base), torch.Generator().manual_seed(0)
+    for shard in sorted(out.glob("*.safetensors")):
+        held = load_file(shard)
+        for name in sorted(held.keys() & manifest.new_tensors.keys()):
+            entry = manifest.new_tensors[name]
+            if entry.still:
+                continue
+            value = held[name]
+            moved = value + 0.05 * torch.randn(value.shape, generator=noise).to(value.dtype)
+            if entry.extends is not None:
+                rows = len(before[entry.extends])
+                moved[:rows] = value[:rows]
+            for begin, end in entry.fixed_spans:
+                moved.narrow(entry.axis, begin, end - begin).copy_(value.narrow(entry.axis, begin, end - begin))
+            held[name] = moved
+        save_file(held, shard, metadata={"format": "pt"})
+    return out
+
+
+Cells = dict[tuple[str, str], dict[str, Outcome]]
+
+
+def tables(families: Mapping[str, Bases]) -> tuple[Cells, Cells]:
+    """The outcomes of all pairs, in one plan and in two, by family."""
+    every = [(first, second) for first in OPERATIONS for second in OPERATIONS]
+    one = {both: {name: in_one_plan(bases, *both) for name, bases in families.items()} for both in every}
+    two = {both: {name: in_two_plans(bases, *both) for name, bases in families.items()} for both in every}
+    return one, two
+
+
+_WORDS = {"exact": "exact", "rounding": "rounding", "none": "changes"}
+
+
+def section(one: Cells, two: Cells) -> str:
+    """Both tables, and the reasons by their numbers."""
+    reasons: dict[str, int] = {}
+    lines = ["## In one plan", "", *_table(one, reasons), "", "## In two plans", "", *_table(two, reasons)]
+    lines += ["", "## Why", ""]
+    return "\n".join([*lines, *(f"{number}. {reason}" for reason, number in reasons.items())])
+
+
+def _table(cells: Cells, reasons: dict[str, int]) -> list[str]:
+    names = list(OPERATIONS)
+    lines = [f"| first ↓, then → | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for first in names:
+        row = [_cell(cells[first, second], reasons) for second in names]
+        lines.append(f"| **{first}** | {' | '.join(row)} |")
+    return lines
+
+
+def _cell(found: Mapping[str, Outcome], reasons: dict[str, int]) -> str:
+    shown = {
+        family: _WORDS[each.promise] if each.promise else f"no ({reasons.setdefault(each.refusal, len(reasons) + 1)})"
+        for family, each in found.items()
+    }
+    if len(set(shown.values())) == 1:
+        return next(iter(shown.values()))
+    return ", ".join(f"{words} ({family})" for family, words in shown.items())
+
+
+def with_section(page: str, written: str) -> str:
+    """The page with what is written between the marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{written}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(tiny.FAMILIES))
+    parser.add_argument("--of", nargs="*", default=list(OPERATIONS), choices=list(OPERATIONS))
+    asked = parser.parse_args()
+    chosen = asked.families
+    broken = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        families = {name: Bases(name, Path(scratch) / name) for name in chosen}
+        one, two = tables(families)
+        for name, bases in families.items():
+            for cells, prove in ((one, prove_one_plan), (two, prove_two_plans)):
+                for both, found in cells.items():
+                    if not found[name].promise or not {*both} & {*asked.of}:
+                        continue
+                    folder = Path(scratch) / "cell"
+                    folder.mkdir()
+                    wrong = prove(bases, *both, folder)
+                    shutil.rmtree(folder)
+                    broken += bool(wrong)
+                    print(
+                        f"{name}, {prove.__name__}, {' → '.join(both)}: {'; '.join(wrong[:4]) or 'holds'}", flush=True
+                    )
+    if not broken and tuple(chosen) == FAMILIES:
+        PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(one, two)), encoding="utf-8")
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

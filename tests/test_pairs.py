@@ -1,0 +1,85 @@
+"""The table of pairs in docs is what every pair of operations gives, and the benchmark that writes it can fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import surgeon
+from benchmarks import pairs
+from surgeon.apply.preflight import check_skeleton
+from surgeon.operations import OPERATIONS
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pairs.Bases]:
+    return {name: pairs.Bases(name, tmp_path_factory.mktemp(name)) for name in pairs.FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tables(families: dict[str, pairs.Bases]) -> tuple[pairs.Cells, pairs.Cells]:
+    return pairs.tables(families)
+
+
+def test_the_page_is_what_headers_say_of_every_pair(tables: tuple[pairs.Cells, pairs.Cells]) -> None:
+    one, two = tables
+    assert one.keys() == two.keys() == {(first, second) for first in OPERATIONS for second in OPERATIONS}
+    page = pairs.PAGE.read_text(encoding="utf-8")
+    assert page == pairs.with_section(page, pairs.section(one, two)), "run `python -m benchmarks.pairs`"
+    for found in (cell for cells in (one, two) for each in cells.values() for cell in each.values()):
+        assert bool(found.promise) != bool(found.refusal)
+        assert "\n" not in found.refusal and not found.refusal.startswith("plan.yaml")
+
+
+def test_models_of_all_pairs_want_the_tensors_that_are_planned(tables: tuple[pairs.Cells, pairs.Cells]) -> None:
+    """Built without weights: names and shapes of what one plan makes, of both operations."""
+    for (first, second), found in tables[0].items():
+        for name, drawn in ((name, each.drawn) for name, each in found.items() if each.drawn is not None):
+            if not drawn.native:
+                check_skeleton(drawn)
+                continue
+            if drawn.config["model_type"] != name:
+                # Experts are one tensor in memory and many on disk: the table's own run loads them.
+                continue
+            config = transformers.AutoConfig.for_model(**drawn.config)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            wanted = {n: tuple(v.shape) for n, v in model.state_dict(keep_vars=True).items()}
+            wanted = {n: shape for n, shape in wanted.items() if n not in model.all_tied_weights_keys}
+            assert {o.name: tuple(o.recipe.shape) for o in drawn.outputs} == wanted, (name, first, second)
+
+
+# Of each kind of cell one that is carried out here; `python -m benchmarks.pairs` does all.
+ONE = [("llama", "merge_branches", "mixture_of_control"), ("gemma2", "insert_layers", "control_llm")]
+TWO = [("llama", "upcycle_experts", "drop_layers"), ("gemma2", "widen_ffn", "gated_adapters")]
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second", "prove"),
+    [(*cell, pairs.prove_one_plan) for cell in ONE] + [(*cell, pairs.prove_two_plans) for cell in TWO],
+)
+def test_a_pair_keeps_its_promise(
+    families: dict[str, pairs.Bases], family: str, first: str, second: str, prove: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert prove(families[family], first, second, tmp_path) == []
+
+
+def test_what_breaks_a_promise_is_found(families: dict[str, pairs.Bases], tmp_path: Path) -> None:
+    base = families["llama"].of("", "")
+    out = surgeon.apply(pairs.plan_of(pairs.pair("insert_layers", "control_llm")[0]), base, tmp_path / "out").path
+    assert pairs.differing(out, out) == [] and pairs.alike(base, out, exact=True, more=0) == []
+    assert any("input_layernorm" in line for line in pairs.differing(out, base))
+    shard = next(path for path in out.glob("*.safetensors") if "model.layers.2.mlp.down_proj.weight" in load_file(path))
+    held = load_file(shard)
+    held["model.layers.2.mlp.down_proj.weight"] += 1
+    save_file(held, shard, metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(json.loads((out / "config.json").read_text()) | {"rope_theta": 1.0}))
+    assert len(pairs.alike(base, out, exact=False, more=0)) == 4
+    assert "logits differ" in pairs.kept(base, out, tmp_path / "back") or pairs.kept(base, out, tmp_path / "again")
