@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.common.yaml import where as place_of
+from surgeon.data.documents import files_of
 from surgeon.data.sources import absent
 from surgeon.data.specs import Entry, GenerateSpec
 from surgeon.errors import BadInput, bad_input, printable
@@ -46,7 +47,8 @@ class StudyText(Entry):
         str | None, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results; default: the file's")
     ] = None
     share: Annotated[
-        float | None, Field(gt=0, le=1, description="of its kind's sequences; default: what the others leave, evenly")
+        float | None,
+        Field(gt=0, le=1, description="of its kind's sequences; default: by the files' sizes"),
     ] = None
     kind: Annotated[Literal["text", "chat"], Field(description="text, or chat: the assistant's words alone count")] = (
         "text"
@@ -88,6 +90,15 @@ class Remedy(Entry):
     replay: Annotated[ReplaySpec | None, Field(description="default: nothing is replayed")] = None
     preserve: Annotated[PreserveSpec | None, Field(description="the base teaches, as in a training config")] = None
     rates: Annotated[list[float] | None, Field(min_length=1, description="instead of the method's")] = None
+
+    @model_validator(mode="after")
+    def _has_what_it_teaches_on(self) -> Remedy:
+        if self.preserve is not None and self.preserve.on == "original" and self.replay is None:
+            raise ValueError(
+                f"remedy {self.name}: `preserve` teaches on original text, and nothing is replayed; add `replay: {{}}`,"
+                " or `on: all`"
+            )
+        return self
 
 
 class Partial(Entry):
@@ -196,15 +207,15 @@ class Study(Entry):
 
     surgeon_study: Annotated[Literal[1], Field(description="version of this format")]
     methods: Annotated[
-        list[str | MethodSpec], Field(min_length=1, max_length=200, description="full, lora, partial, a plan, or more")
+        list[MethodSpec], Field(min_length=1, max_length=200, description="full, lora, partial, a plan, or more")
     ]
-    new: Annotated[list[str | StudyText], Field(max_length=50, description="text to learn; or --new")] = []  # noqa: RUF012  # pydantic copies it
+    new: Annotated[list[StudyText], Field(max_length=50, description="text to learn; or --new")] = []  # noqa: RUF012  # pydantic copies it
     original: Annotated[
-        list[str | StudyText],
+        list[StudyText],
         Field(max_length=50, description="text of what must not be forgotten; without it, what the base writes itself"),
     ] = []  # noqa: RUF012
     replayed: Annotated[
-        list[str | StudyText], Field(max_length=50, description="replayed where a remedy says text; default: original")
+        list[StudyText], Field(max_length=50, description="replayed where a remedy says text; default: original")
     ] = []  # noqa: RUF012
     remedies: Annotated[list[Remedy], Field(min_length=1, max_length=20)] = [  # noqa: RUF012
         Remedy(name="recalled", replay=ReplaySpec(), preserve=PreserveSpec())
@@ -225,7 +236,7 @@ class Study(Entry):
     recall: Annotated[
         GenerateSpec | None, Field(description="how the base writes text; default: as much as is used")
     ] = None
-    documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, a text")] = 64
+    documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, a text")] = 32
     peers: Annotated[
         bool, Field(description="add full fine-tuning, LoRA and partial tuning where they are missing")
     ] = True
@@ -235,18 +246,18 @@ class Study(Entry):
     def _fits(self) -> Study:
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("give either `steps` or `tokens`: every run has the same")
-        texts = [text.called for group in (self.new, self.original, self.replayed) for text in _texts(group)]
+        texts = [text.called for group in (self.new, self.original, self.replayed) for text in group]
         for what, names in (
             ("texts", texts),
-            ("methods", [method.called for method in self.asked_methods]),
+            ("methods", [method.called for method in self.methods]),
             ("remedies", [remedy.name for remedy in self.remedies]),
         ):
             if doubled := first_doubled(names):
                 raise ValueError(f"two {what} are called {doubled!r}; give one of them another `name:`")
         for group in (self.new, self.original, self.replayed):
-            _check_shares(_texts(group))
+            _check_shares(group)
         known = [remedy.name for remedy in self.remedies]
-        for method in self.asked_methods:
+        for method in self.methods:
             for name in method.remedies or ():
                 if name not in known:
                     raise ValueError(f"method {method.called}: no remedy `{name}`{did_you_mean(name, known)}")
@@ -262,7 +273,7 @@ class Study(Entry):
 
     def _all_rates(self) -> Iterator[tuple[str, list[float]]]:
         yield "", self.rates
-        for method in self.asked_methods:
+        for method in self.methods:
             if method.rates is not None:
                 yield f"method {method.called}: ", method.rates
         for remedy in self.remedies:
@@ -270,18 +281,12 @@ class Study(Entry):
                 yield f"remedy {remedy.name}: ", remedy.rates
 
     @property
-    def asked_methods(self) -> list[MethodSpec]:
-        """Those of the file; a name alone is a peer or a plan."""
-        return [_method(given) for given in self.methods]
-
-    @property
     def all_methods(self) -> list[MethodSpec]:
         """All of them, full fine-tuning first, with the peers that the file left out."""
-        asked = self.asked_methods
-        there = {method.kind for method in asked}
+        there = {method.kind for method in self.methods}
         added = [_method(kind) for kind in PEERS if self.peers and kind not in there]
         order = {kind: number for number, kind in enumerate(PEERS)}
-        return sorted([*asked, *added], key=lambda method: order.get(method.kind, len(PEERS)))
+        return sorted([*self.methods, *added], key=lambda method: order.get(method.kind, len(PEERS)))
 
     @property
     def entries(self) -> list[tuple[MethodSpec, Remedy]]:
@@ -314,21 +319,24 @@ class Study(Entry):
         return not self.original or any(replay is not None and replay.source == "recall" for replay in replays)
 
 
-def _texts(group: Sequence[str | StudyText]) -> list[StudyText]:
-    return [StudyText(path=given) if isinstance(given, str) else given for given in group]
+def study_replays(study: Study) -> bool:
+    """Whether a remedy replays text that is given."""
+    replays = [remedy.replay for _, remedy in study.entries]
+    return any(replay is not None and replay.source == "text" for replay in replays)
 
 
-def _method(given: str | MethodSpec) -> MethodSpec:
-    if isinstance(given, MethodSpec):
-        return given
-    match given:
+def _method(name: str) -> MethodSpec:
+    """A method that is given by its name alone: a peer, or a plan."""
+    return MethodSpec.model_validate(_spelled_out(name))
+
+
+def _spelled_out(method: str) -> dict[str, Any]:
+    match method:
         case "full":
-            return MethodSpec(full=True)
-        case "lora":
-            return MethodSpec(lora=LoraSpec())
-        case "partial":
-            return MethodSpec(partial=Partial())
-    return MethodSpec(plan=given)
+            return {"full": True}
+        case "lora" | "partial":
+            return {method: {}}
+    return {"plan": method}
 
 
 def _check_shares(texts: Sequence[StudyText]) -> None:
@@ -383,14 +391,22 @@ class LoadedStudy:
 
     def texts(self, group: Literal["new", "original", "replayed"]) -> list[StudyText]:
         """The texts of a kind, with shares that sum to 1."""
-        texts = _texts(getattr(self.config, group))
+        texts = getattr(self.config, group)
         given = math.fsum(text.share for text in texts if text.share is not None)
-        missing = sum(text.share is None for text in texts)
-        rest = (1 - given) / missing if missing else 0.0
-        total = given + rest * missing
-        return [
-            text.model_copy(update={"share": (rest if text.share is None else text.share) / total}) for text in texts
+        sizes = [0 if text.share is not None else self._size(text) for text in texts]
+        parts = [
+            text.share if text.share is not None else (1 - given) * size / sum(sizes)
+            for text, size in zip(texts, sizes, strict=True)
         ]
+        return [
+            text.model_copy(update={"share": part / math.fsum(parts)}) for text, part in zip(texts, parts, strict=True)
+        ]
+
+    def _size(self, text: StudyText) -> int:
+        """Bytes of a text's files; 1 where they are not here."""
+        if text.path.startswith("dataset:"):
+            return 1
+        return sum(file.stat().st_size for file in files_of(self.resolve(text.path))) or 1
 
 
 def find_study(study: str | Path) -> Path:
@@ -415,6 +431,7 @@ def load_study(
     path = find_study(study)
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
+    _spell_out(data)
     given: dict[Place, str] = {}
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -425,16 +442,33 @@ def load_study(
     wrong: list[str] = []
     if not config.new:
         wrong.append(f"{printable(str(path))}: no text to learn; give `new:`, or --new FILE")
-    if not config.original and not config.replayed and _replays_text(config):
+    if not config.original and not config.replayed and study_replays(config):
         wrong.append(
-            f"{printable(str(path))}: a remedy replays text, and the study has none; give `original:` (--original FILE),"
-            " or let the remedy replay what the base writes (`source: recall`)"
+            f"{printable(str(path))}: a remedy replays text, and the study has none; give `original:` (--original"
+            " FILE), or let the remedy replay what the base writes (`source: recall`)"
         )
     wrong += _absent(loaded)
     plans = _plans(loaded, wrong)
     if wrong:
         raise bad_input(wrong)
     return LoadedStudy(config, path, lines, given, plans)
+
+
+def _spell_out(data: dict[str, Any]) -> None:
+    """Methods and texts that are given by a name or a path alone become entries."""
+    for key, entry_of in _SHORT.items():
+        if isinstance(data.get(key), list):
+            data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
+
+
+def _entry_of_text(path: str) -> dict[str, Any]:
+    return {"path": path}
+
+
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "methods": _spelled_out,
+    **dict.fromkeys(("new", "original", "replayed"), _entry_of_text),
+}
 
 
 def _text_of(given: str | Path) -> dict[str, Any]:
@@ -449,16 +483,11 @@ def _absolute(path: str) -> str:
     return path if path.startswith("dataset:") else str(Path(path).absolute())
 
 
-def _replays_text(config: Study) -> bool:
-    replays = [remedy.replay for _, remedy in config.entries]
-    return any(replay is not None and replay.source == "text" for replay in replays)
-
-
 def _absent(loaded: LoadedStudy) -> list[str]:
     """Every text that is not there, by its line or option."""
     wrong = []
     for group in ("new", "original", "replayed"):
-        for number, text in enumerate(_texts(getattr(loaded.config, group))):
+        for number, text in enumerate(getattr(loaded.config, group)):
             named = [("path", text.path)]
             if isinstance(text.validation, str) and not text.validation.startswith("split:"):
                 named.append(("validation", text.validation))
@@ -471,8 +500,7 @@ def _absent(loaded: LoadedStudy) -> list[str]:
 def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, Path]:
     """The plan files of methods; what is no plan goes to `wrong`."""
     found = {}
-    for number, given in enumerate(loaded.config.methods):
-        method = _method(given)
+    for number, method in enumerate(loaded.config.methods):
         if method.plan is None:
             continue
         beside = loaded.resolve(method.plan)
@@ -504,4 +532,8 @@ _KNOWN_KEYS = keys_by_section(Study, _SECTIONS)
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of studies, for editors that complete YAML by it."""
-    return editor_schema(Study, "surgeon study")
+    schema = editor_schema(Study, "surgeon study")
+    for key in _SHORT:
+        # A name or a path alone is an entry too.
+        schema["properties"][key]["items"] = {"anyOf": [{"type": "string"}, schema["properties"][key]["items"]]}
+    return schema

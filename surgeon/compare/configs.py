@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
-from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy, Study, StudyText
+from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy, Study, StudyText, study_replays
 from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
 from surgeon.plan.plan import LoadedPlan, parse_plan
 
@@ -35,9 +34,9 @@ def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
 
 
 def training_config(
-    loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, *, rate: float, seed: int, memory: Path
+    loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, *, rate: float, seed: int, memory: str
 ) -> dict[str, Any]:
-    """The config as plain data; `memory` is the file of what the base wrote."""
+    """The config as plain data; `memory` is the file of what the base wrote, as the config names it."""
     study = loaded.config
     optimizer: dict[str, Any] = dict(_OPTIMIZER)
     settings: dict[str, Any] = {}
@@ -64,16 +63,21 @@ def training_config(
     }
 
 
-def sources(loaded: LoadedStudy, remedy: Remedy, memory: Path) -> list[dict[str, Any]]:
+def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
     """Sources of a training config: new text, original text (that is at least measured), and what is replayed."""
     replay = remedy.replay
     share = 0.0 if replay is None else replay.share
     found = [_source(loaded, text, NEW, (1 - share) * (text.share or 0.0)) for text in loaded.texts("new")]
     original, replayed = loaded.texts("original"), loaded.texts("replayed")
+    # Text that no run trains on is measured as a whole.
+    whole = bool(replayed) or not study_replays(loaded.config)
     from_text = replay is not None and replay.source == "text"
     for text in original:
         own = share * (text.share or 0.0) if from_text and not replayed else 0.0
-        found.append(_source(loaded, text, ORIGINAL, own))
+        source = _source(loaded, text, ORIGINAL, own)
+        if whole and "validation" not in text.model_fields_set and not text.path.startswith("dataset:"):
+            source["validation"] = source["path"]
+        found.append(source)
     if from_text:
         found += [
             _source(loaded, text, ORIGINAL, share * (text.share or 0.0)) | {"validation": 0.0} for text in replayed
@@ -83,7 +87,7 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: Path) -> list[dict[str,
         found.append(
             {
                 "name": RECALLED,
-                "path": str(memory),
+                "path": memory,
                 "share": share if recalls else 0.0,
                 "role": ORIGINAL,
                 "kind": "chat" if recalled_by(loaded.config).prompts == TEMPLATE else "text",
@@ -114,7 +118,7 @@ def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:
     return parse_plan(yaml.safe_dump(data | {"seed": seed}, sort_keys=False), source=source)
 
 
-def _source(loaded: LoadedStudy, text: StudyText, role: Literal["new", "original"], share: float) -> dict[str, Any]:
+def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> dict[str, Any]:
     validation: float | str = text.validation
     if isinstance(validation, str) and not validation.startswith("split:"):
         validation = str(loaded.resolve(validation).absolute())

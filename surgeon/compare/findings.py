@@ -324,7 +324,8 @@ def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
         other = next((each for each in ranked if each.kind != "full"), None)
         if other is None or other.best is None:
             return "nothing else was tried"
-        return f"the best other is {other.label}, rate {other.best.rate:g}: {other.best.new:.3f}, {other.best.original:.3f}"
+        best = other.best
+        return f"the best other is {other.label}, rate {best.rate:g}: {best.new:.3f}, {best.original:.3f}"
     full = next((each for each in ranked if each.kind == "full" and each.remedy == row.remedy), None)
     full = full or next((each for each in ranked if each.kind == "full"), None)
     if full is None or full.best is None:

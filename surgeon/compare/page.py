@@ -1,4 +1,4 @@
-"""The page of a study: what full fine-tuning beats, the advice, frontiers, tables, claims, and what is still missing."""
+"""The page of a study: what full fine-tuning beats, the advice, frontiers, tables, claims, what is still missing."""
 
 from __future__ import annotations
 
@@ -217,8 +217,8 @@ def _how(found: Findings) -> Markup:
             "p",
             f"Every run trains for {budget['steps']:,} steps of {budget['batch']} × {budget['length']} tokens with its"
             " own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth, unless the study says"
-            " otherwise. Rates are extended upwards while the highest learns most, and downwards while the lowest has the"
-            " smallest sum of both losses. Only runs whose schedule ended are compared.",
+            " otherwise. Rates are extended upwards while the highest learns most, and downwards while the lowest has"
+            " the smallest sum of both losses. Only runs whose schedule ended are compared.",
         ),
         el(
             "p",

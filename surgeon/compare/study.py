@@ -39,6 +39,8 @@ from surgeon.models.templates import template_of
 from surgeon.train.config import load_config
 
 SECONDS_FILE = "seconds.jsonl"
+# What the base wrote, as training configs in their folder name it.
+_MEMORY = f"../{RECALLED}.jsonl"
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Course:
     @property
     def memory(self) -> Path:
         """The file of what the base wrote."""
-        return (self.asked.work / f"{RECALLED}.jsonl").absolute()
+        return self.asked.work / f"{RECALLED}.jsonl"
 
     def _check_configs(self) -> None:
         """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
@@ -186,7 +188,7 @@ class Course:
         """What a worker is told of measuring."""
         config = self.asked.work / "configs" / "measured.yaml"
         asked, study = self.asked, self.asked.loaded.config
-        every = sources(asked.loaded, Remedy(name="none"), self.memory)
+        every = sources(asked.loaded, Remedy(name="none"), _MEMORY)
         total = sum(source["share"] for source in every)
         data = {"surgeon_train": 1, "steps": 1, "sources": [s | {"share": s["share"] / total} for s in every]}
         write_durably(config, yaml.safe_dump(data, sort_keys=False))
@@ -307,7 +309,7 @@ class Course:
 
     def _training(self, run: Run) -> dict[str, Any]:
         method, remedy = self._method(run), self._remedy(run)
-        return training_config(self.asked.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=self.memory)
+        return training_config(self.asked.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
 
     def _method(self, run: Run) -> MethodSpec:
         return next(method for method in self.asked.loaded.config.all_methods if method.called == run.method)

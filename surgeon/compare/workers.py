@@ -16,6 +16,9 @@ from surgeon.errors import BadInput, printable
 Task = dict[str, Any]
 Answer = dict[str, Any]
 
+# What workers are started by.
+PYTHON = [sys.executable]
+
 
 class Workers(Protocol):
     """Some that do tasks; a context manager."""
@@ -70,7 +73,7 @@ class Here:
 
 
 class Processes:
-    """`count` processes, each for many tasks, one thread each on a CPU, dealt out to `devices` GPUs where there are any.
+    """`count` processes, each for many tasks, of one thread on a CPU; dealt out to `gpus` GPUs where there are any.
 
     What they write to stderr goes to `logs`/worker-N.log.
     """
@@ -93,7 +96,7 @@ class Processes:
                 environment["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
             with (self._logs / f"worker-{number}.log").open("wb") as log:
                 worker = subprocess.Popen(
-                    [sys.executable, "-m", "surgeon.compare.workers"],
+                    [*PYTHON, "-m", "surgeon.compare.workers"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -107,13 +110,17 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         """End them; what they had not finished is made again."""
         self._selector.close()
-        for worker in self._all:
-            worker.kill()
+        for number in range(len(self._all)):
+            self.kill(number)
         for worker in self._all:
             worker.wait()
             for pipe in (worker.stdin, worker.stdout):
                 assert pipe is not None
                 pipe.close()
+
+    def kill(self, number: int) -> None:
+        """End one of them at once."""
+        self._all[number].kill()
 
     @property
     def free(self) -> bool:
@@ -157,7 +164,7 @@ class Processes:
 
 
 def serve() -> None:
-    """Carry out tasks, a line of JSON each, from stdin; answers go to what was stdout. Ends when stdin does, at once."""
+    """Carry out tasks, a line of JSON each, from stdin; answers go to what was stdout. Ends as soon as stdin does."""
     answers = os.fdopen(os.dup(1), "wb")
     # What libraries print is no answer.
     os.dup2(2, 1)
