@@ -156,7 +156,7 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
     )
     for old, new, why in (
         ("steps: 3", "steps: 4", "holds runs of another study"),
-        ("plan: neutral-residues}", "plan: pmoe}", "a run of another method of this name"),
+        ("plan: neutral-residues,", "plan: pmoe,", "a run of another method of this name"),
         ("length: 24}", "length: 20}", "holds runs of another study"),
     ):
         with pytest.raises(BadInput, match=why):
