@@ -154,6 +154,7 @@ class MethodSpec(Entry):
     partial: Annotated[Partial | None, Field(description="some layers of the base train")] = None
     rates: Annotated[list[float] | None, Field(min_length=1, description="default: the study's")] = None
     remedies: Annotated[list[str] | None, Field(min_length=1, description="default: all of the study")] = None
+    seeds: Annotated[int | None, Field(ge=1, le=100, description="default: the study's")] = None
     train: TrainSettings = TrainSettings()
 
     @model_validator(mode="after")
@@ -301,6 +302,10 @@ class Study(Entry):
     def rates_of(self, method: MethodSpec, remedy: Remedy) -> list[float]:
         """The rates that an entry begins with, ascending."""
         return sorted(remedy.rates or method.rates or self.rates)
+
+    def seeds_of(self, method: MethodSpec) -> int:
+        """How many seeds a method runs with."""
+        return method.seeds or self.seeds
 
     @property
     def run_steps(self) -> int:

@@ -372,12 +372,9 @@ def _missing(study: Study, losses: Mapping[Run, Pair]) -> list[str]:
         f" {', '.join(f'{rate:g}' for rate in sorted(rates))}"
         for (method, remedy, seed), rates in by_row.items()
     ]
-    if study.seeds > 1:
-        unsettled = [
-            f"{method.called}, {remedy.name}"
-            for method, remedy in study.entries
-            if not rates_of(study, method, remedy, losses).settled
-        ]
-        if unsettled:
-            lines.append(f"seeds 1 to {study.seeds - 1} of {'; '.join(unsettled)}")
+    lines += [
+        f"{method.called}, {remedy.name}: {study.seeds_of(method) - 1} more seeds, once its rates are known"
+        for method, remedy in study.entries
+        if study.seeds_of(method) > 1 and not rates_of(study, method, remedy, losses).settled
+    ]
     return lines

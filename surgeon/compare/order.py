@@ -94,9 +94,11 @@ def wanted(study: Study, losses: Losses, *, broad: bool = False) -> Iterator[Run
     Method by method, first with one seed, so that few grown models are there at a time; `broad`: one rate of every
     entry after the other, so that what is there at any time covers all alike.
     """
-    for seed in range(study.seeds):
+    for seed in range(max(study.seeds_of(method) for method in study.all_methods)):
         by_entry = []
         for method, remedy in study.entries:
+            if seed >= study.seeds_of(method):
+                continue
             rates = rates_of(study, method, remedy, losses)
             if seed and not rates.settled:
                 continue

@@ -152,7 +152,8 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
     assert told.made == 0 and told.findings.missing == (
         "llama-pro, recalled, seed 0: rate 0.1",
         "wide, recalled, seed 0: rate 0.3",
-        "seeds 1 to 1 of llama-pro, recalled; wide, recalled",
+        "llama-pro, recalled: 1 more seeds, once its rates are known",
+        "wide, recalled: 1 more seeds, once its rates are known",
     )
     for old, new, why in (
         ("steps: 3", "steps: 4", "holds runs of another study"),
