@@ -37,15 +37,16 @@ _held: dict[str, list[HeldOut]] = {}
 
 
 def carry_out(task: Task) -> Answer:
-    """Do what `task` says: `{"seconds": …, **found}`, or `{"error": [lines], "code": …}` for what cannot be done."""
-    begun = time.perf_counter()
+    """Do what `task` says: what it found with `seconds` and `cpu_seconds`, or `error` (lines) where it cannot be done."""
+    begun, spent = time.perf_counter(), time.process_time()
     try:
         with one_thread():
             found = _TASKS[task["do"]](task)
     except SurgeonError as error:
         lines = list(error.lines) if isinstance(error, Mistakes) else [str(error)]
-        return {"error": lines, "code": error.exit_code}
-    return {**found, "seconds": round(time.perf_counter() - begun, 3)}
+        return {"error": lines}
+    times = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - spent}
+    return {**found, **{name: round(value, 3) for name, value in times.items()}}
 
 
 def _recall(task: Task) -> Answer:

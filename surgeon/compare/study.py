@@ -39,6 +39,7 @@ from surgeon.models.templates import template_of
 from surgeon.train.config import load_config
 
 SECONDS_FILE = "seconds.jsonl"
+_TIMES = ("seconds", "cpu_seconds")
 # What the base wrote, as training configs in their folder name it.
 _MEMORY = f"../{RECALLED}.jsonl"
 
@@ -241,7 +242,7 @@ class Course:
         self.found[run] = record
         self.seconds.append(answer["seconds"])
         with (self.asked.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": run.key, "seconds": answer["seconds"]}) + "\n")
+            file.write(json.dumps({"run": run.key, **{name: answer[name] for name in _TIMES}}) + "\n")
         self._tell(run, record, answer["seconds"])
         self._drop(task)
 
@@ -329,10 +330,10 @@ class Course:
 
 
 def _checked(answer: Answer, what: str) -> Answer:
-    """An answer without its time. Raises BadInput for one that says why the task could not be done."""
+    """An answer without its times. Raises BadInput for one that says why the task could not be done."""
     if "error" in answer:
         raise bad_input([f"{what}{line}" for line in answer["error"]])
-    return {key: value for key, value in answer.items() if key != "seconds"}
+    return {key: value for key, value in answer.items() if key not in _TIMES}
 
 
 def _fingerprint(asked: Asked) -> str:

@@ -140,8 +140,8 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
     shutil.copytree(whole.told.path, results)
     again = tmp_path / "study.yaml"
 
-    def asked(old: str, new: str, **more: Any) -> Compared:
-        again.write_text(STUDY.replace(old, new), encoding="utf-8")
+    def asked(was: str, now: str, **more: Any) -> Compared:
+        again.write_text(STUDY.replace(was, now), encoding="utf-8")
         texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
         return surgeon.compare(again, whole.folder / "base", results, device="cpu", jobs=1, **(texts | more))
 
