@@ -37,7 +37,7 @@ _held: dict[str, list[HeldOut]] = {}
 
 
 def carry_out(task: Task) -> Answer:
-    """Do what `task` says: what it found with `seconds` and `cpu_seconds`, or `error` (lines) where it cannot be done."""
+    """Do what `task` says: what it found, with `seconds` and `cpu_seconds`; or `error`, lines about what is wrong."""
     begun, spent = time.perf_counter(), time.process_time()
     try:
         with one_thread():
