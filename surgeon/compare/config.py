@@ -22,7 +22,7 @@ from surgeon.data.sources import absent
 from surgeon.data.specs import Entry, GenerateSpec
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.plan.shipped import find_plan, shipped_studies
-from surgeon.train.config import SHARE_TOLERANCE, OptimizerSpec, PreserveSpec, first_doubled
+from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
 
 _WHAT = "study"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
@@ -105,16 +105,6 @@ class Partial(Entry):
     """Whole layers of the base that train, all else being frozen."""
 
     every: Annotated[int, Field(ge=1, le=1000, description="every so manyth layer, counted from the bottom")] = 4
-
-
-class LoraSpec(Entry):
-    """LoRA on the base's own linear modules."""
-
-    rank: Annotated[int, Field(ge=1, le=2**16, description="of every LoRA")] = 16
-    alpha: Annotated[float | None, Field(gt=0, description="default: the rank")] = None
-    targets: Annotated[
-        Literal["ffn", "attention", "all"] | list[str], Field(description="modules by their part or their last name")
-    ] = "all"
 
 
 class TrainSettings(Entry):

@@ -134,8 +134,7 @@ def _what(method: MethodSpec) -> dict[str, Any]:
     if method.partial is not None:
         return {"what": {"layers": {"every": method.partial.every}}}
     if method.lora is not None:
-        lora = method.lora
-        return {"lora": {"rank": lora.rank, "alpha": lora.alpha or float(lora.rank), "targets": lora.targets}}
+        return {"lora": method.lora.model_dump(mode="json", exclude_none=True)}
     return {}
 
 

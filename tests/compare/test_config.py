@@ -64,6 +64,15 @@ def test_by_default_the_base_writes_what_is_replayed_and_teaches(tmp_path: Path)
     assert (config.seed, config.steps) == (2, 10)
 
 
+def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
+    methods = "[{name: low, lora: {rank: 2, targets: ffn}}, {name: some, partial: {every: 2}}, full]"
+    loaded = written(tmp_path, SMALLEST.replace("[neutral-residues]", methods))
+    low, some, full = (config_of(loaded, name) for name in ("low", "some", "full"))
+    assert low.lora is not None and (low.lora.rank, low.lora.targets, low.what) == (2, "ffn", None)
+    assert some.model_dump(mode="json")["what"] == {"layers": {"every": 2}} and full.what == "base"
+    assert config_of(written(tmp_path), "neutral-residues").what is None
+
+
 def test_without_original_text_what_the_base_writes_is_measured(tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST.replace("original: [known.jsonl]\n", ""))
     assert measured_names(loaded) == (["new"], ["recalled"])
