@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surgeon.apply.apply import apply as apply
     from surgeon.apply.preview import preview as preview
     from surgeon.common.listener import ProgressListener as ProgressListener
+    from surgeon.compare.compare import compare as compare
     from surgeon.continual.continual import continual as continual
     from surgeon.data.recall import recall as recall
     from surgeon.errors import BadInput as BadInput
@@ -54,6 +55,7 @@ _HOMES = {
     "SurgeonError": "errors",
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
+    "compare": "compare.compare",
     "continual": "continual.continual",
     "diff": "verify.diff",
     "evaluate": "evaluate.evaluate",

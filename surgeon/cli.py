@@ -112,6 +112,8 @@ def _mixed_up(ctx: typer.Context) -> str:
         "DATA": {"a file", "a folder", "a data file", "a training config"},
         "TRAIN.YAML": {"a training config"},
         "TASKS.YAML": {"a tasks file"},
+        "STUDY": {"a study", NAME},
+        "RESULTS": {NEW, NAME, "a folder"},
         "DIR": {*CHECKPOINTS},
         "A": {*CHECKPOINTS},
         "B": {*CHECKPOINTS},
@@ -175,6 +177,12 @@ def _complete_shipped(incomplete: str) -> list[str]:
     from surgeon.plan import shipped
 
     return [name for name in shipped.names() if name.startswith(incomplete)]
+
+
+def _complete_study(incomplete: str) -> list[str]:
+    from surgeon.plan import shipped
+
+    return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
 
 
 PlanArgument = Annotated[
@@ -479,6 +487,45 @@ def continual(
 
 
 @app.command()
+def compare(
+    ctx: typer.Context,
+    study: Annotated[
+        str,
+        typer.Argument(metavar="STUDY", help="study file, or name of a shipped study", autocompletion=_complete_study),
+    ],
+    base: BaseArgument,
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="folder of the page and the records")],
+    new: Annotated[list[str] | None, typer.Option(help="text to learn: FILE or NAME=FILE; may be given again")] = None,
+    original: Annotated[
+        list[str] | None, typer.Option(help="text of what must not be forgotten; without it, the base writes some")
+    ] = None,
+    replayed: Annotated[
+        list[str] | None, typer.Option(help="text to replay where a remedy says `text`; default: the original")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="begin no run that would end later: fewer points, and what is missing is listed"),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="runs at a time; default: as cores, memory, GPUs allow")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="keep every trained model, in RESULTS/runs")] = False,
+    revision: Revision = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Compare ways of learning new text without forgetting: runs at several rates, fair frontiers, a page, advice.
+
+    `surgeon compare quick BASE RESULTS --new NEW.txt --original KNOWN.txt` is all it takes. The same command goes on
+    where it was cut off.
+    """
+    from surgeon.compare.compare import compared_view
+
+    given = {"new": new or (), "original": original or (), "replayed": replayed or ()}
+    _run(ctx, surgeon.compare, compared_view, always=True, without=tuple(given), **given)
+
+
+@app.command()
 def merge(
     ctx: typer.Context,
     out: OutArgument,
@@ -752,12 +799,16 @@ def families(
 def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
+    study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
 ) -> None:
     """Print the JSON schema of plans, which editors use to complete YAML."""
     _short()
-    if tasks and training:
-        raise BadInput("--training and --tasks exclude each other; give one of them")
-    if tasks:
+    asked = [name for name, given in (("--training", training), ("--tasks", tasks), ("--study", study)) if given]
+    if len(asked) > 1:
+        raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
+    if study:
+        from surgeon.compare.config import json_schema
+    elif tasks:
         from surgeon.continual.config import json_schema
     elif training:
         from surgeon.train.config import json_schema

@@ -59,7 +59,7 @@ NAMES = {
     **{"Evaluation": "evaluate", "Reverted": "revert", "MadeDelta": "make_delta", "AppliedDelta": "apply_delta"},
     **{"Difference": "diff", "Exported": "export_slot", "Inspection": "inspect", "Families": "families"},
     **{"KnownBase": "families", "TransportReport": "transport_report", "RoutingReport": "routing_report"},
-    **{"Reported": "report", "Recalled": "recall", "GgufPattern": "gguf_pattern"},
+    **{"Reported": "report", "Recalled": "recall", "GgufPattern": "gguf_pattern", "Compared": "compare"},
 }
 
 

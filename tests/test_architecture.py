@@ -23,6 +23,7 @@ ORDER = (
     "demo",
     "share",
     "report",
+    "compare",
     "continual",
     "evaluate",
     "train",
@@ -62,6 +63,8 @@ WITHOUT = {
     "train/config.py": ("torch", "numpy", "transformers"),
     **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "launching", "train")},
     "continual/config.py": ("torch", "numpy", "transformers"),
+    **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "configs", "order", "page")},
+    "compare/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
     "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
     "common/yaml.py": ("torch", "numpy", "transformers"),
 }
@@ -90,7 +93,7 @@ def test_no_module_and_no_room_imports_in_a_circle() -> None:
 def test_the_house_stays_small() -> None:
     """What the rebuilding aimed at: whoever needs more rooms or loose modules says so here."""
     rooms = [name for name in ORDER if (PACKAGE / name).is_dir()]
-    assert len(rooms) <= 20
+    assert len(rooms) <= 21
     assert set(ORDER) - set(rooms) == {"__main__", "cli", "__init__", "errors", "_version"}
 
 

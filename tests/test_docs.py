@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.common.yaml import parse_yaml
+from surgeon.compare.config import load_study
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
 from tests.models.test_tokens import byte_tokenizer
@@ -136,6 +137,9 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         path.write_text(json.dumps(asked | {"train": asked["train"] | short, "evaluation_sequences": 2}))
         return
     if "surgeon_data" in asked:
+        return
+    if "surgeon_study" in asked:
+        load_study(path)
         return
     if "surgeon_train" in asked:
         # As it stands, but for a moment: two steps of two short sequences.

@@ -91,6 +91,7 @@ def test_no_field_stands_in_pydantics_own_namespace() -> None:
     for module in (
         "manifest.manifest",
         "train.config",
+        "compare.config",
         "continual.config",
         "report.routing_record",
         "rework.make_delta",

@@ -18,6 +18,7 @@ Kind = Literal[
     "a training config",
     "a tasks file",
     "a data file",
+    "a study",
     "a checkpoint",
     "an output of surgeon",
     "a delta",
@@ -33,6 +34,7 @@ _FORMATS: dict[str, Kind] = {
     "surgeon_train": "a training config",
     "surgeon_continual": "a tasks file",
     "surgeon_data": "a data file",
+    "surgeon_study": "a study",
 }
 _FORMAT = re.compile(r"^[{\s]*[\"']?(surgeon(?:_[a-z]+)?)[\"']?\s*:", re.MULTILINE)
 _MOST_READ = 1_000_000

@@ -16,6 +16,8 @@ from surgeon.errors import BadInput, printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+# The folder of studies beside the plans.
+_STUDIES = "studies"
 _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
@@ -29,7 +31,13 @@ def folder() -> Path:
 def names() -> list[str]:
     """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
     plans = folder()
-    return sorted((str(path.relative_to(plans).with_suffix("")) for path in plans.rglob("*.yaml")), key=by_number)
+    found = (path for path in plans.rglob("*.yaml") if path.parent != plans / _STUDIES)
+    return sorted((str(path.relative_to(plans).with_suffix("")) for path in found), key=by_number)
+
+
+def shipped_studies() -> dict[str, Path]:
+    """The files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
+    return {path.stem: path for path in sorted((folder() / _STUDIES).glob("*.yaml"))}
 
 
 @dataclass(frozen=True)

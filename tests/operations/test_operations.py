@@ -69,7 +69,7 @@ def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) 
 
 
 def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
-    style = (PACKAGE / "report" / "page" / "style.css").read_text(encoding="utf-8")
+    style = (PACKAGE / "common" / "page" / "style.css").read_text(encoding="utf-8")
     assert len(legends()) == sum(len(operation.legend) for operation in OPERATIONS.values())
     for letter, legend in legends().items():
         assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in style

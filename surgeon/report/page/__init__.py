@@ -1,1 +1,1 @@
-"""The report as one HTML page: sections, charts, markup."""
+"""The report as one HTML page: its sections."""

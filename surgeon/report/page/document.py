@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
-from surgeon._version import __version__
 from surgeon.common.formatting import at_revision, count, size
+from surgeon.common.page.charts import Bar, bars
+from surgeon.common.page.document import document, facts
+from surgeon.common.page.markup import Child, Markup, el, figure, folded, join, pair, section, table
+from surgeon.common.page.markup import lines as text_lines
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.operations import papers_of
 from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings
 from surgeon.report.history import Budget
-from surgeon.report.page.charts import Bar, bars
-from surgeon.report.page.markup import Child, Markup, el, figure, folded, join, pair, raw, section, table
-from surgeon.report.page.markup import lines as text_lines
 from surgeon.report.page.measured import (
     alignment_section,
     curves_section,
@@ -24,9 +22,6 @@ from surgeon.report.page.measured import (
 from surgeon.report.page.stack import legend, origin_words, stack_figure
 from surgeon.verify.verify import Verification
 
-# The page loads nothing and runs nothing, even where a name in it is hostile.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_STYLE = files(__package__) / "style.css"
 _PROMISES = {promise: words.plain for promise, words in PROMISE_STYLES.items()}
 _BF16_BYTES = 2
 # Checks that only training, or an edit of new tensors, makes fail.
@@ -47,24 +42,8 @@ def render(findings: Findings) -> str:
         "curves": ("Learning", curves_section(findings)),
         "lineage": ("Lineage", lineage_section(findings)),
     }
-    shown = {key: (name, made) for key, (name, made) in sections.items() if made is not None}
-    contents = el(
-        "nav",
-        el("ul", *(el("li", el("a", name, href=f"#{key}")) for key, (name, _) in shown.items())),
-        aria_label="Contents",
-    )
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{findings.name}: surgeon's report"),
-        el("style", raw("\n" + _STYLE.read_text(encoding="utf-8"))),
-    )
     surgeries = len(findings.manifest.lineage) + 1
-    top = el(
-        "header",
+    top = (
         el("h1", findings.name),
         el(
             "p",
@@ -73,16 +52,8 @@ def render(findings: Findings) -> str:
         ),
         headline(findings),
         *(el("p", note, class_="warn") for note in findings.notes),
-        contents,
     )
-    body = el(
-        "body",
-        el("a", "Skip to the report", href="#main", class_="skip"),
-        top,
-        el("main", *(made for _, made in shown.values()), id="main"),
-        el("footer", f"surgeon {__version__}. One file: no script, no network."),
-    )
-    return "<!DOCTYPE html>\n" + join(el("html", head, body, lang="en")) + "\n"
+    return document(f"{findings.name}: surgeon's report", "report", top, sections)
 
 
 def headline(findings: Findings) -> Markup:
@@ -90,7 +61,7 @@ def headline(findings: Findings) -> Markup:
     manifest, history, budget = findings.manifest, findings.history, findings.budget
     oldest = history.lineage.surgeries[0].base
     state, tone = _state(findings)
-    facts: list[tuple[str, Child, str | None]] = [
+    shown: list[tuple[str, Child, str | None]] = [
         ("base", at_revision(oldest.id, oldest.revision), None),
         ("layers", f"{history.base_layers} → {len(history.layers)}", None),
         ("parameters", count(budget.total), None),
@@ -104,9 +75,7 @@ def headline(findings: Findings) -> Markup:
         ("proof", state, tone),
         ("loads", "with its own code" if manifest.code else "without custom code", None),
     ]
-    return el(
-        "dl", *(el("div", el("dt", name), el("dd", value, class_=tone)) for name, value, tone in facts), class_="facts"
-    )
+    return facts(shown)
 
 
 def _state(findings: Findings) -> tuple[str, str]:

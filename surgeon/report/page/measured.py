@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from surgeon.common.page.charts import Bar, Series, bars, grid, lines, points
+from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
-from surgeon.report.page.charts import Bar, Series, bars, grid, heat_image, heat_range, lines, points
-from surgeon.report.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
+from surgeon.report.page.heat import heat_image, heat_range
 from surgeon.report.routing_record import RouterPlace, RoutingReport
 from surgeon.report.transport import MapFact
 

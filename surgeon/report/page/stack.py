@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from surgeon.common.page.charts import WIDTH, drawing
+from surgeon.common.page.markup import Markup, el, join
 from surgeon.operations import legends
 from surgeon.operations.selectors import show
 from surgeon.report.history import History, Mark, StackLayer
-from surgeon.report.page.charts import WIDTH, drawing
-from surgeon.report.page.markup import Markup, el, join
 
 _ROW, _TALL = 24.0, 20.0
 _OLD_WIDTH, _NEW_LEFT = 42.0, 84.0

@@ -1,24 +1,18 @@
-"""Small charts as inline SVG: bars, lines, points, grids, 360 units wide, so that a phone shows them whole; heat maps.
+"""Small charts as inline SVG: bars, lines, points, grids, 360 units wide, so that a phone shows them whole.
 
 The style sheet sets the colours; series differ by dash and mark too. Every chart has a description for screen readers.
 """
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surgeon.report.findings import HeatMap
-from surgeon.report.page.markup import Markup, el, join, raw
+from surgeon.common.page.markup import Markup, el, join
 
 WIDTH = 360
 _LEFT, _RIGHT = 46, 10
-# From no mass to most, dark to light: readable on either background, and in grey.
-_STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
 
 
 @dataclass(frozen=True)
@@ -85,15 +79,24 @@ def lines(
     summary: str = "",
     low: float | None = None,
     high: float | None = None,
+    scattered: Sequence[Series] = (),
+    level: float | None = None,
 ) -> Markup:
-    """Lines over a common pair of axes, with a legend beneath that names each."""
-    points = [point for one in series for point in one.points]
+    """Lines over a common pair of axes, with a legend beneath that names each.
+
+    Of `scattered` series only the marks are drawn, without a legend; `level` is a thin horizontal line.
+    """
+    points = [point for one in (*series, *scattered) for point in one.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_range = _range(min(xs), max(xs))
     y_range = _range(min(ys) if low is None else low, max(ys) if high is None else high)
     height, bottom = 200.0, 34.0
     frame = _Frame(x_range, y_range, height - bottom)
     drawn = [_axes(frame, across, up)]
+    if level is not None:
+        y = frame.y(level)
+        drawn.append(el("line", x1=_LEFT, y1=y, x2=WIDTH - _RIGHT, y2=y, class_="link"))
+    drawn += [_mark(frame.x(x), frame.y(y), one.style) for one in scattered for x, y in one.points]
     for one in series:
         # A mark on each point as long as marks do not touch.
         path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in one.points)
@@ -171,25 +174,6 @@ def grid(
     height = top + len(cells) * tall
     parts.append(el("rect", x=left, y=top, width=WIDTH - left - _RIGHT, height=height - top, class_="frame"))
     return drawing(title, summary, height + 4, *parts, key=key)
-
-
-def heat_image(heat: HeatMap) -> Markup:
-    """The map on a logarithmic scale, from its smallest cell (at least a millionth of the largest) to its largest."""
-    low, high = heat_range(heat)
-    pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
-    width = len(heat.cells[0]) if heat.cells else 1
-    encoded = base64.b64encode(_png(pixels, width, max(1, len(heat.cells)))).decode("ascii")
-    words = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
-    return el(
-        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=words, class_="map", width=width, height=len(heat.cells)
-    )
-
-
-def heat_range(heat: HeatMap) -> tuple[float, float]:
-    """The shares of the darkest and the lightest colour."""
-    values = [value for row in heat.cells for value in row if value > 0]
-    high = max(values, default=1.0)
-    return max(min(values, default=high), high * 1e-6), high
 
 
 @dataclass(frozen=True)
@@ -276,18 +260,3 @@ def _short(value: float) -> str:
     if 0.001 <= abs(value) < 100_000:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.0e}"
-
-
-def _colour(value: float, low: float, high: float) -> bytes:
-    share = 0.0 if value <= low else 1.0 if value >= high else math.log(value / low) / math.log(high / low)
-    at = min(share, 1.0) * (len(_STOPS) - 1)
-    low = min(int(at), len(_STOPS) - 2)
-    return bytes(round(a + (b - a) * (at - low)) for a, b in zip(_STOPS[low], _STOPS[low + 1], strict=True))
-
-
-def _png(pixels: bytes, width: int, height: int) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(pixels, 9)) + chunk(b"IEND", b"")

@@ -1,0 +1,1 @@
+"""A page as one HTML file that needs no network: markup, charts, its head and style."""

@@ -1,0 +1,1 @@
+"""Compare ways of learning new text without forgetting: fair frontiers of finished runs."""

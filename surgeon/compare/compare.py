@@ -1,0 +1,274 @@
+"""`surgeon compare`: ways of learning new text on a base, compared by fair frontiers of finished runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon.apply.preview import preview
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.working import working_in, write_durably
+from surgeon.common import devices
+from surgeon.common.distributed import Ranks
+from surgeon.common.formatting import count
+from surgeon.common.listener import Listener, Quiet
+from surgeon.common.tables import FittedTable
+from surgeon.compare.config import LoadedStudy, load_study
+from surgeon.compare.findings import Findings, find
+from surgeon.compare.frontier import Interval
+from surgeon.compare.page import render
+from surgeon.compare.records import STUDY_FILE
+from surgeon.errors import BadInput, bad_input, printable
+from surgeon.families import ENCODERS
+from surgeon.families.anatomy import native_config
+from surgeon.plan.plan import load_plan
+
+PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
+
+# Of a base's bytes: weights, masters, moments and gradients in float32, activations; and what a process needs anyway.
+_TIMES_BASE, _A_PROCESS = 16, 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A study's results in the folder `path`: the page, the same as JSON, and the records that it goes on from.
+
+    `made` runs were made by this call, in `seconds` each in the mean (None: none was).
+    """
+
+    path: Path
+    findings: Findings
+    made: int
+    seconds: float | None
+
+    def __repr__(self) -> str:
+        runs = sum(len(row.points) for row in self.findings.rows)
+        return f"Compared({str(self.path)!r}, {runs} runs, {len(self.findings.missing)} rows with runs still to make)"
+
+    @property
+    def page(self) -> Path:
+        """The page."""
+        return self.path / PAGE_FILE
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`: `results.json`, with what depends on this call."""
+        return {
+            "path": str(self.path),
+            "page": str(self.page),
+            "made": self.made,
+            "seconds": self.seconds,
+            **self.findings.to_json(),
+        }
+
+
+def compare(
+    study: str | Path,
+    base: str | Path,
+    results: str | Path,
+    *,
+    new: Sequence[str | Path] = (),
+    original: Sequence[str | Path] = (),
+    replayed: Sequence[str | Path] = (),
+    minutes: float | None = None,
+    jobs: int | None = None,
+    keep: bool = False,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Compared:
+    """Compare the methods of a study (a file, or the name of a shipped one) on `base`; results go to folder `results`.
+
+    Every run is `train`'s, finished, and measured by `evaluate` on held-out text; rates extend by themselves. `new`,
+    `original` and `replayed` are texts (files, or `NAME=FILE`) in place of the study's. With `minutes` no run begins
+    that would end later, and one rate of every method comes after the other. `jobs` runs are made at a time (None: as
+    cores, memory and GPUs allow). The same call goes on where it was cut off, and one with more methods, rates or seeds
+    keeps what is there. Trained models are removed once they are measured, unless `keep`. Raises BadInput where the
+    study, its texts or the base are not as they must be, and what `train` raises.
+    """
+    listener = listener or Quiet()
+    devices.check(device)
+    if device.startswith("cuda:"):
+        raise BadInput(f"--device {printable(device)}: runs take auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon compare` starts its own processes (--jobs); run it without torchrun")
+    for option, given in (("--jobs", jobs), ("--minutes", minutes)):
+        if given is not None and not (given > 0 and math.isfinite(given)):
+            raise BadInput(f"{option} {given:g}: give a number above 0")
+    loaded = load_study(study, new=new, original=original, replayed=replayed)
+    target = Path(results)
+    located = locate(str(base), revision=revision, code=trust_remote_code)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    _check_base(folder, loaded)
+    _check_place(target, folder)
+    _check_plans(loaded, base, revision, trust_remote_code=trust_remote_code)
+
+    from surgeon.compare.study import Asked, Course
+    from surgeon.compare.workers import Here, Processes
+
+    device = devices.resolve(device)
+    gpus = _gpus() if device == "cuda" else 0
+    jobs = jobs or _jobs(folder, gpus)
+    kept = "what is finished is kept: the same command goes on"
+    with writing(target, kept=kept):
+        target.mkdir(exist_ok=True)
+        if keep:
+            (target / KEPT_FOLDER).mkdir(exist_ok=True)
+        with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
+            asked = Asked(
+                loaded,
+                folder,
+                str(base),
+                revision,
+                target / WORK_FOLDER,
+                target / KEPT_FOLDER if keep else None,
+                device,
+                trust_remote_code,
+                minutes,
+                listener,
+            )
+            course = Course.open(asked)
+            name = located.repo_id or located.path.resolve().name
+
+            def findings() -> Findings:
+                return find(loaded, name, course.start, course.found, course.names)
+
+            workers = Here() if jobs == 1 else Processes(jobs, logs=asked.work, gpus=gpus)
+            try:
+                with workers:
+                    course.carry_out(workers)
+            finally:
+                # Cut short or refused half-way, what is finished can be looked at.
+                if course.begun:
+                    _write(findings(), target)
+            return Compared(
+                target,
+                findings(),
+                len(course.seconds),
+                math.fsum(course.seconds) / len(course.seconds) if course.seconds else None,
+            )
+
+
+def _write(found: Findings, target: Path) -> None:
+    write_durably(target / RESULTS_FILE, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")
+    write_durably(target / PAGE_FILE, render(found))
+
+
+def _check_base(base: CheckpointFolder, loaded: LoadedStudy) -> None:
+    shown = printable(str(base.path))
+    if native_config(base.config).get("model_type") in ENCODERS:
+        raise BadInput(f"{shown}: an encoder, which predicts no next token; a study is of causal language models")
+    context = base.config.get("max_position_embeddings")
+    if isinstance(context, int) and loaded.config.length > context:
+        raise BadInput(
+            f"{loaded.where('length')}`length` is {loaded.config.length}, the base's context {context}; use {context}"
+            " at most"
+        )
+
+
+def _check_place(target: Path, base: CheckpointFolder) -> None:
+    """Raise BadInput where no results can be put: on a file, in the base, beside files that are none of a study."""
+    shown = printable(str(target))
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"{shown}: a file; RESULTS is a folder, give another name")
+    if not target.exists() and not target.parent.is_dir():
+        raise BadInput(f"{shown}: there is no folder {printable(str(target.parent))}; make it")
+    resolved, own = target.resolve(), base.path.resolve()
+    if resolved == own or own in resolved.parents or resolved in own.parents:
+        raise BadInput(f"{shown}: is, holds or lies in the base; choose another folder for RESULTS")
+    if target.is_dir() and not (target / WORK_FOLDER / STUDY_FILE).exists():
+        strange = {path.name for path in target.iterdir()} - {WORK_FOLDER, KEPT_FOLDER}
+        if strange:
+            raise BadInput(f"{shown}: holds {printable(min(strange))}, and no study; choose a new folder for RESULTS")
+
+
+def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *, trust_remote_code: bool) -> None:
+    """Raise BadInput with every plan that this base does not allow."""
+    wrong = []
+    for name, path in loaded.plans.items():
+        try:
+            preview(load_plan(path), base, revision=revision, trust_remote_code=trust_remote_code)
+        except BadInput as error:
+            wrong.append(f"{printable(str(loaded.source))}: method {name}: {error}")
+    if wrong:
+        raise bad_input(wrong)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _jobs(base: CheckpointFolder, gpus: int) -> int:
+    """As many runs as there are GPUs, or cores and memory for."""
+    if gpus:
+        return gpus
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 1
+    each = _TIMES_BASE * sum(info.nbytes for info in base.tensors.values()) + _A_PROCESS
+    return max(1, min(cores, free // each))
+
+
+def compared_view(compared: Compared) -> RenderableType:
+    """What full fine-tuning beats, a row for each frontier, claims, the advice, and what is still to be made."""
+    found = compared.findings
+    new, original = found.start
+    table = FittedTable("method")
+    for column in ("trained", "rate", "new", "original", "forgets beside full", "area"):
+        table.add_column(column)
+    table.add_row(Text("(the base)", style="dim"), "", "", f"{new:.3f}", f"{original:.3f}", "", "")
+    for row in found.rows:
+        best = row.best
+        table.add_row(
+            printable(row.label),
+            count(row.trained) if row.trained else "",
+            "" if best is None else f"{best.rate:g}",
+            "no run yet" if best is None else f"{best.new:.3f}",
+            "" if best is None else f"{best.original:.3f}",
+            _interval_cell(row.against),
+            _interval_cell(row.area, signed=False),
+        )
+    parts: list[RenderableType] = []
+    if found.first:
+        parts += [Text(printable(found.first, 2000), style="bold yellow"), Text()]
+    parts += [table, Text(f"held-out loss, {found.unit}; each row's run with the smallest sum of both", style="dim")]
+    for judged in found.claims:
+        parts.append(
+            Text(printable(f"{judged.verdict}: {judged.claim.says} ({judged.remedy}) ", 500))
+            + Text(_interval_words(judged.difference), style="dim")
+        )
+    parts += [Text(printable(note, 500), style="dim") for note in found.notes]
+    parts += [Text(), Text(printable(found.advice, 2000), style="bold green")]
+    if found.missing:
+        parts.append(Text("still to be made (the same command goes on):", style="yellow"))
+        parts += [Text(f"  {printable(line, 500)}", style="yellow") for line in found.missing]
+    parts.append(Text(f"the page: {printable(str(compared.page))}"))
+    return Group(*parts)
+
+
+def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
+    if found is None:
+        return Text()
+    text = Text(f"{found.mean:{'+' if signed else ''}.3f}")
+    return text if found.half is None else text.append(f" ± {found.half:.3f}", style="dim")
+
+
+def _interval_words(found: Interval | None) -> str:
+    if found is None:
+        return "no common range"
+    half = "" if found.half is None else f" ± {found.half:.3f}"
+    return f"{found.mean:+.3f}{half}, {found.seeds} seed{'s' if found.seeds > 1 else ''}"

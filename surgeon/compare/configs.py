@@ -1,0 +1,143 @@
+"""The training config of a run: what `surgeon train` is given, the same keys that a person would write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy, Study, StudyText, study_replays
+from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
+from surgeon.plan.plan import LoadedPlan, parse_plan
+
+RECALLED = "recalled"
+# Of what the base writes, held out where there is no original text to measure on.
+_RECALLED_HELD_OUT = 0.2
+# The same schedule for every method: what differs is the rate.
+_OPTIMIZER: dict[str, Any] = {
+    "schedule": "cosine",
+    "warmup": 0.05,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.0,
+    "clip": 1.0,
+}
+_FLOOR = 0.1
+# Longer runs keep checkpoints, so that a kill costs less than the whole run.
+_CHECKPOINTS = 500
+_MOST_RECALLED = 100_000
+
+
+def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
+    """The new texts and the original ones that losses are measured on, by name."""
+    original = [text.called for text in loaded.texts("original")]
+    return [text.called for text in loaded.texts("new")], original or [RECALLED]
+
+
+def training_config(
+    loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, *, rate: float, seed: int, memory: str
+) -> dict[str, Any]:
+    """The config as plain data; `memory` is the file of what the base wrote, as the config names it."""
+    study = loaded.config
+    optimizer: dict[str, Any] = dict(_OPTIMIZER)
+    settings: dict[str, Any] = {}
+    for given in (study.train, method.train):
+        settings |= _given(given)
+        optimizer |= _given(given.optimizer)
+    settings["optimizer"] = optimizer | {"lr": rate, "min_lr": float(f"{_FLOOR * rate:.6g}")}
+    steps = study.run_steps
+    return {
+        "surgeon_train": 1,
+        "steps": steps,
+        "seed": seed,
+        "batch": study.batch,
+        "length": study.length,
+        **settings,
+        **_what(method),
+        **({} if remedy.preserve is None else {"preserve": _given(remedy.preserve)}),
+        "sources": sources(loaded, remedy, memory),
+        "save_every": steps if steps <= 2 * _CHECKPOINTS else _CHECKPOINTS,
+        "evaluate_every": steps,
+        # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
+        "validation_sequences": 1,
+        "log_every": max(10, steps // 10),
+    }
+
+
+def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
+    """Sources of a training config: new text, original text (that is at least measured), and what is replayed."""
+    replay = remedy.replay
+    share = 0.0 if replay is None else replay.share
+    found = [_source(loaded, text, NEW, (1 - share) * (text.share or 0.0)) for text in loaded.texts("new")]
+    original, replayed = loaded.texts("original"), loaded.texts("replayed")
+    # Text that no run trains on is measured as a whole.
+    whole = bool(replayed) or not study_replays(loaded.config)
+    from_text = replay is not None and replay.source == "text"
+    for text in original:
+        own = share * (text.share or 0.0) if from_text and not replayed else 0.0
+        source = _source(loaded, text, ORIGINAL, own)
+        if whole and "validation" not in text.model_fields_set and not text.path.startswith("dataset:"):
+            source["validation"] = source["path"]
+        found.append(source)
+    if from_text:
+        found += [
+            _source(loaded, text, ORIGINAL, share * (text.share or 0.0)) | {"validation": 0.0} for text in replayed
+        ]
+    recalls = replay is not None and replay.source == "recall"
+    if recalls or not original:
+        found.append(
+            {
+                "name": RECALLED,
+                "path": memory,
+                "share": share if recalls else 0.0,
+                "role": ORIGINAL,
+                "kind": "chat" if recalled_by(loaded.config).prompts == TEMPLATE else "text",
+                "validation": 0.0 if original else _RECALLED_HELD_OUT,
+            }
+        )
+    return found
+
+
+def recalled_by(study: Study) -> GenerateSpec:
+    """How much the base writes, and how: by default what a run replays, at most 100,000 tokens."""
+    if study.recall is not None:
+        return study.recall
+    shares = [remedy.replay.share for _, remedy in study.entries if remedy.replay is not None]
+    wanted = int(study.run_tokens * max(shares, default=0.1))
+    if not study.original:
+        wanted = int(wanted / (1 - _RECALLED_HELD_OUT)) + 1
+    return GenerateSpec(tokens=min(_MOST_RECALLED, max(wanted, 20 * study.length)), length=study.length)
+
+
+def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:
+    """A plan whose random numbers are those of a run's seed."""
+    import yaml
+
+    from surgeon.common.yaml import parse_yaml
+
+    data, _ = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
+    return parse_plan(yaml.safe_dump(data | {"seed": seed}, sort_keys=False), source=source)
+
+
+def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> dict[str, Any]:
+    validation: float | str = text.validation
+    if isinstance(validation, str) and not validation.startswith("split:"):
+        validation = str(loaded.resolve(validation).absolute())
+    path = text.path if text.path.startswith("dataset:") else str(loaded.resolve(text.path).absolute())
+    own = {"kind": text.kind} | ({} if text.field is None else {"field": text.field})
+    return {"name": text.called, "path": path, "share": share, "role": role, **own, "validation": validation}
+
+
+def _what(method: MethodSpec) -> dict[str, Any]:
+    """What trains, in the words of a training config; of a plan what it added."""
+    if method.full is not None:
+        return {"what": "base"}
+    if method.partial is not None:
+        return {"what": {"layers": {"every": method.partial.every}}}
+    if method.lora is not None:
+        return {"lora": method.lora.model_dump(mode="json", exclude_none=True)}
+    return {}
+
+
+def _given(settings: BaseModel | None) -> dict[str, Any]:
+    """What was said, without what was left out, as plain data."""
+    return {} if settings is None else settings.model_dump(mode="json", exclude_none=True, exclude={"optimizer"})

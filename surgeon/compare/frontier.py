@@ -1,0 +1,118 @@
+"""Frontiers of finished runs, and how they are compared: arithmetic on losses alone.
+
+A point is (loss on new text, loss on original text) of a run whose schedule ended. The frontier of a method is the
+lower-left envelope of its points: those that no other point beats on both axes, joined by straight lines. Two frontiers
+are compared where both have points: by the mean difference on one axis at equal value of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+# Confidence level of all intervals, and the fewest seeds that make one.
+CONFIDENCE = 0.95
+SEEDS_OF_AN_INTERVAL = 3
+
+Pair = tuple[float, float]
+Verdict = Literal["agrees", "disagrees", "not told apart", "points its way", "points against it", "no common range"]
+
+
+def envelope(points: Sequence[Pair]) -> list[Pair]:
+    """The points that none beats on both axes: x ascending, y descending; what is not finite is left out."""
+    kept: list[Pair] = []
+    for x, y in sorted(point for point in points if all(math.isfinite(value) for value in point)):
+        if not kept or y < kept[-1][1]:
+            kept.append((x, y))
+    return kept
+
+
+def turned(frontier: Sequence[Pair]) -> list[Pair]:
+    """The same frontier with its axes exchanged, x ascending."""
+    return [(y, x) for x, y in reversed(frontier)]
+
+
+def height(frontier: Sequence[Pair], x: float) -> float:
+    """y of a frontier at x, linear between its points; beyond its ends the y of the nearest one."""
+    if x <= frontier[0][0]:
+        return frontier[0][1]
+    for (left, above), (right, below) in itertools.pairwise(frontier):
+        if x <= right:
+            return above + (below - above) * (x - left) / (right - left)
+    return frontier[-1][1]
+
+
+def common_range(one: Sequence[Pair], other: Sequence[Pair]) -> Pair | None:
+    """The x that both frontiers cover; None where there is none."""
+    if not one or not other:
+        return None
+    low, high = max(one[0][0], other[0][0]), min(one[-1][0], other[-1][0])
+    return None if low > high else (low, high)
+
+
+def difference(one: Sequence[Pair], other: Sequence[Pair]) -> float | None:
+    """y of `one` minus y of `other` at equal x, in the mean over the range of x that both cover; exact.
+
+    None where they have no x in common.
+    """
+    if (shared := common_range(one, other)) is None:
+        return None
+    low, high = shared
+    if low == high:
+        return height(one, low) - height(other, low)
+    return (integral(one, low, high) - integral(other, low, high)) / (high - low)
+
+
+def integral(frontier: Sequence[Pair], low: float, high: float) -> float:
+    """∫ y dx from `low` to `high`, of the straight lines and what `height` says beyond them; exact."""
+    knots = [low, *(x for x, _ in frontier if low < x < high), high]
+    heights = [height(frontier, x) for x in knots]
+    return math.fsum(
+        (right - left) * (a + b) / 2
+        for (left, right), (a, b) in zip(itertools.pairwise(knots), itertools.pairwise(heights), strict=True)
+    )
+
+
+def area(frontier: Sequence[Pair], base: Pair, level: float) -> float:
+    """Area between a frontier and the base's corner: of y − the base's y, from x = `level` to the base's x.
+
+    The base is the frontier's end where nothing was learned. `level` is at least the frontier's smallest x.
+    """
+    whole = envelope([*frontier, base])
+    return integral(whole, level, base[0]) - base[1] * (base[0] - level)
+
+
+class Interval(NamedTuple):
+    """A mean over seeds, half of its 95 % interval (Student's t; None for fewer than three), and how many they are."""
+
+    mean: float
+    half: float | None
+    seeds: int
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """The mean of what each seed gave, with its interval; None without values."""
+    count = len(values)
+    if not count:
+        return None
+    mean = math.fsum(values) / count
+    if count < SEEDS_OF_AN_INTERVAL:
+        return Interval(mean, None, count)
+    from scipy.special import stdtrit
+
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance / count)
+    return Interval(mean, half, count)
+
+
+def verdict(found: Interval | None) -> Verdict:
+    """What a difference says of a claim that it is below 0."""
+    if found is None:
+        return "no common range"
+    if found.half is None:
+        return "points its way" if found.mean < 0 else "points against it"
+    if abs(found.mean) <= found.half:
+        return "not told apart"
+    return "agrees" if found.mean < 0 else "disagrees"

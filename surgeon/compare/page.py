@@ -1,0 +1,235 @@
+"""The page of a study: what full fine-tuning beats, the advice, frontiers, tables, claims, what is still missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from surgeon.common.formatting import count
+from surgeon.common.page.charts import Series, lines
+from surgeon.common.page.document import document, facts
+from surgeon.common.page.markup import Child, Markup, el, figure, folded, section, table
+from surgeon.compare.findings import Findings, Row
+from surgeon.compare.frontier import Interval
+
+# Lines of one chart: the three that every chart has, and so many others.
+_OTHERS = 3
+_ALWAYS = ("full", "lora", "partial")
+
+
+def render(found: Findings) -> str:
+    """The page as HTML."""
+    new, original = found.start
+    budget = found.budget
+    runs = sum(len(row.points) for row in found.rows)
+    state = f"{len(found.missing)} rows miss runs" if found.missing else "complete"
+    top: list[Child] = [
+        el("h1", f"Learning without forgetting on {found.base}"),
+        el("p", f"{runs} finished runs by `surgeon compare`; losses in {found.unit}, on held-out text", class_="soft"),
+        *([el("p", found.first, class_="warn")] if found.first else []),
+        el("p", found.advice),
+        facts(
+            [
+                ("base, new text", f"{new:.4f}", None),
+                ("base, original text", f"{original:.4f}", None),
+                ("tokens a run", f"{budget['tokens']:,}", None),
+                ("steps", f"{budget['steps']:,} of {budget['batch']} × {budget['length']}", None),
+                ("seeds", str(budget["seeds"]), "warn" if budget["seeds"] < 3 else None),
+                ("study", state, "warn" if found.missing else "good"),
+            ]
+        ),
+    ]
+    sections = {
+        "frontiers": ("Frontiers", _frontiers(found)),
+        "methods": ("Methods", _methods(found)),
+        "claims": ("Claims", _claims(found)),
+        "runs": ("Runs", _runs(found)),
+        "missing": ("Still to be made", _missing(found)),
+        "how": ("How it is compared", _how(found)),
+    }
+    return document(f"{found.base}: surgeon's comparison", "comparison", top, sections)
+
+
+def _frontiers(found: Findings) -> Markup | None:
+    """Charts, remedy by remedy: full fine-tuning, LoRA and partial tuning in each, with three others."""
+    parts: list[Child] = []
+    for number, remedy in enumerate(dict.fromkeys(row.remedy for row in found.rows)):
+        rows = [row for row in found.rows if row.remedy == remedy and row.means()]
+        always = [row for row in rows if row.kind in _ALWAYS]
+        others = sorted((row for row in rows if row.kind not in _ALWAYS), key=_order)
+        groups = [others[begin : begin + _OTHERS] for begin in range(0, len(others), _OTHERS)] or [[]]
+        for nth, group in enumerate(groups):
+            if always or group:
+                chart = _chart(found, remedy, [*always[: 6 - len(group)], *group], key=f"frontier-{number}-{nth}")
+                parts.append(chart if nth == 0 else folded(f"{', '.join(r.label for r in group)}", chart))
+    if not parts:
+        return None
+    return section(
+        "frontiers",
+        "Frontiers",
+        el(
+            "p",
+            "Each point is a finished run at one rate, seeds in the mean; lines join those that no other run of the"
+            " method beats on both axes. Left is learned, down is kept: lower left is better. Chosen among the methods"
+            " by their area, smallest first.",
+        ),
+        *parts,
+    )
+
+
+def _order(row: Row) -> tuple[float, str]:
+    return (row.area.mean if row.area is not None else float("inf"), row.label)
+
+
+def _chart(found: Findings, remedy: str, rows: Sequence[Row], *, key: str) -> Markup:
+    series = [Series(row.label, row.mean_frontier(), number % 6) for number, row in enumerate(rows)]
+    beaten = [
+        Series(
+            row.label, [(p.new, p.original) for p in row.means() if (p.new, p.original) not in set(drawn.points)], n % 6
+        )
+        for n, (row, drawn) in enumerate(zip(rows, series, strict=True))
+    ]
+    base = found.start
+    heights = [y for one in series for _, y in one.points]
+    drawn = lines(
+        f"Original loss against new loss, {remedy}",
+        series,
+        key=key,
+        across=f"loss on new text, {found.unit}",
+        up="loss on original text",
+        scattered=beaten,
+        low=min(base[1], *heights),
+        level=base[1],
+    )
+    return figure(drawn, f"Remedy: {remedy}. The thin line is the base's own loss on original text, {base[1]:.3f}.")
+
+
+def _methods(found: Findings) -> Markup:
+    rows = [
+        (
+            row.label,
+            count(row.trained) if row.trained else "",
+            "" if row.best is None else f"{row.best.rate:g}",
+            "no run yet" if row.best is None else f"{row.best.new:.4f}",
+            "" if row.best is None else f"{row.best.original:.4f}",
+            _words(row.against, signed=True),
+            "" if row.shared is None else f"{row.shared[0]:.3f} to {row.shared[1]:.3f}",
+            _words(row.area),
+            str(len(row.seeds())),
+        )
+        for row in found.rows
+    ]
+    return section(
+        "methods",
+        "Methods",
+        table(
+            "Each method's run with the smallest sum of both losses, and its frontier beside full fine-tuning's",
+            (
+                "method",
+                "numbers trained",
+                "rate",
+                "new",
+                "original",
+                "forgets beside full",
+                "at new loss",
+                "area",
+                "seeds",
+            ),
+            rows,
+            numbers=range(1, 9),
+        ),
+        el(
+            "p",
+            "`forgets beside full` is the mean difference in original loss at equal new loss to full fine-tuning with"
+            " the same remedy, over the new losses that both reach; negative: it forgets less. `area` lies between the"
+            " frontier and the base's corner, over the new losses that every row reaches; smaller is better.",
+            class_="soft",
+        ),
+        *(el("p", note, class_="warn") for note in found.notes),
+    )
+
+
+def _claims(found: Findings) -> Markup | None:
+    if not found.claims:
+        return None
+    rows = [
+        (
+            judged.claim.paper,
+            judged.claim.says,
+            judged.claim.on,
+            judged.remedy,
+            _words(judged.difference, signed=True),
+            "" if judged.difference is None else str(judged.difference.seeds),
+            judged.verdict,
+        )
+        for judged in found.claims
+    ]
+    return section(
+        "claims",
+        "What papers say",
+        table(
+            "Claims and what these frontiers say",
+            ("paper", "claim", "on", "remedy", "difference", "seeds", "here"),
+            rows,
+            numbers=(4, 5),
+            words=(1,),
+        ),
+        el(
+            "p",
+            "forgets: original loss at equal new loss; learns: new loss at equal original loss. Negative is for the"
+            " claim; agrees and disagrees where the 95 % interval over at least three seeds lies on one side of 0.",
+            class_="soft",
+        ),
+    )
+
+
+def _runs(found: Findings) -> Markup | None:
+    rows = [
+        (
+            row.label,
+            f"{point.rate:g}",
+            str(point.seed),
+            "diverged" if point.diverged else f"{point.new:.4f}",
+            "" if point.diverged else f"{point.original:.4f}",
+        )
+        for row in found.rows
+        for point in row.points
+    ]
+    if not rows:
+        return None
+    every = table("Every finished run", ("method", "rate", "seed", "new", "original"), rows, numbers=(1, 2, 3, 4))
+    return section("runs", "Runs", folded(f"All {len(rows)} runs", every))
+
+
+def _missing(found: Findings) -> Markup | None:
+    if not found.missing:
+        return None
+    lines_of = el("ul", *(el("li", line) for line in found.missing), class_="plain")
+    return section("missing", "Still to be made", el("p", "The same command makes these."), lines_of)
+
+
+def _how(found: Findings) -> Markup:
+    texts = found.texts
+    budget = found.budget
+    return section(
+        "how",
+        "How it is compared",
+        el(
+            "p",
+            f"Every run trains for {budget['steps']:,} steps of {budget['batch']} × {budget['length']} tokens with its"
+            " own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth, unless the study says"
+            " otherwise. Rates are extended upwards while the highest learns most, and downwards while the lowest has"
+            " the smallest sum of both losses. Only runs whose schedule ended are compared.",
+        ),
+        el(
+            "p",
+            f"New text: {', '.join(texts['new'])}. Original text: {', '.join(texts['original'])}. A loss is the mean"
+            " over these texts of the mean loss a token on documents that no run trained on.",
+        ),
+    )
+
+
+def _words(found: Interval | None, *, signed: bool = False) -> str:
+    if found is None:
+        return ""
+    told = f"{found.mean:+.4f}" if signed else f"{found.mean:.4f}"
+    return told if found.half is None else f"{told} ± {found.half:.4f}"

@@ -1,0 +1,133 @@
+"""What a study has found so far, run by run, in its work folder; what belongs to another study is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.working import parse_record, read_own, write_record
+from surgeon.errors import BadInput, printable
+
+STUDY_FILE = "study.json"
+RECORDS = "records"
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class SourceLoss:
+    """One held-out text: documents, tokens and UTF-8 bytes that were predicted, loss in nats a token, bits a byte."""
+
+    documents: int
+    tokens: int
+    nbytes: int
+    loss: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a finished run ended with: its losses by text (None: its loss was no number any more), and its size."""
+
+    measured: dict[str, SourceLoss] | None
+    trained: int = 0
+    diverged: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        measured = None
+        if self.measured is not None:
+            measured = {name: vars(source) for name, source in self.measured.items()}
+        return {"measured": measured, "trained": self.trained, "diverged": self.diverged}
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Record:
+        """From plain data. Raises KeyError, TypeError."""
+        measured = data["measured"]
+        if measured is not None:
+            measured = {name: SourceLoss(**source) for name, source in measured.items()}
+        return cls(measured, data["trained"], data["diverged"])
+
+
+@dataclass
+class Records:
+    """The records of a work folder, each a file that is there or not; `prints` are the runs' own fingerprints."""
+
+    work: Path
+    found: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+        return self.work / RECORDS
+
+    def check_study(self, fingerprint: str) -> None:
+        """Note what the records are of. Raises BadInput where those that are there are of something else."""
+        file = self.work / STUDY_FILE
+        content = read_own(file)
+        if content is None:
+            write_record(file, {"fingerprint": fingerprint})
+        elif _parsed(file, content).get("fingerprint") != fingerprint:
+            raise BadInput(
+                f"{printable(str(self.work.parent))}: holds runs of another study (the base, its texts, steps or"
+                " settings differ, or surgeon's version); undo the change, or choose another folder for RESULTS"
+            )
+        self.folder.mkdir(exist_ok=True)
+
+    def get(self, key: str, fingerprint: str) -> Record | None:
+        """The record of a run that is finished. Raises BadInput where one of this name was made otherwise."""
+        if key in self.found:
+            return self.found[key]
+        file = self.folder / f"{key}.json"
+        content = read_own(file)
+        if content is None:
+            return None
+        data = _parsed(file, content)
+        if data.get("fingerprint") != fingerprint:
+            raise BadInput(
+                f"{printable(str(file))}: a run of another method of this name (its plan, remedy or training differs);"
+                " give the method another `name:`, or choose another folder for RESULTS"
+            )
+        try:
+            record = Record.parse(data["record"])
+        except (KeyError, TypeError) as error:
+            raise _damaged(file, str(error)) from None
+        self.found[key] = record
+        return record
+
+    def add(self, key: str, fingerprint: str, record: Record) -> None:
+        """Keep a record, on disk before it counts as done."""
+        write_record(self.folder / f"{key}.json", {"fingerprint": fingerprint, "record": record.to_json()})
+        self.found[key] = record
+
+
+def _parsed(file: Path, content: bytes) -> dict[str, Any]:
+    try:
+        data = parse_record(content)
+    except ValueError as error:
+        raise _damaged(file, str(error)) from None
+    if not isinstance(data, dict):
+        raise _damaged(file, "no record")
+    return data
+
+
+def _damaged(file: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{printable(str(file))}: damaged or edited ({printable(why)}); remove it, and its run is made again"
+    )
+
+
+def digest(content: Any) -> str:
+    """Of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def losses_of(record: Record, names: tuple[list[str], list[str]], *, by_byte: bool) -> tuple[float, float]:
+    """Mean loss over the new texts and over the original ones; infinite of a run that diverged."""
+    if record.measured is None:
+        return float("inf"), float("inf")
+    key = "bits_per_byte" if by_byte else "loss"
+    new, original = (sum(getattr(record.measured[name], key) for name in group) / len(group) for group in names)
+    return new, original

@@ -1,0 +1,139 @@
+"""What a worker does: have the base write text, grow a model by a plan, train and measure a run, measure the base.
+
+A run is `surgeon.train` by a config, and its losses are `surgeon.evaluate`'s on the text that the config holds out.
+Tasks and answers are plain data, so that it makes no difference in which process they are carried out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from surgeon.apply.apply import apply
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Quiet
+from surgeon.compare.configs import seeded_plan
+from surgeon.data.recall import recalled
+from surgeon.data.sources import HeldOut
+from surgeon.data.specs import GenerateSpec
+from surgeon.errors import Mistakes, SurgeonError
+from surgeon.evaluate.models import Candidate, evaluate_models
+from surgeon.evaluate.sources import open_sources
+from surgeon.families.twin import one_thread
+from surgeon.train.session import memory_folder, work_folder
+from surgeon.train.train import train
+from surgeon.train.trainer import Diverged
+
+Task = dict[str, Any]
+Answer = dict[str, Any]
+
+# Windows at a time.
+_BATCH = 8
+# Texts that are held out, opened once for all runs of a study, by its fingerprint.
+_held: dict[str, list[HeldOut]] = {}
+
+
+def carry_out(task: Task) -> Answer:
+    """Do what `task` says: what it found, with `seconds` and `cpu_seconds`; or `error`, lines about what is wrong."""
+    begun, spent = time.perf_counter(), time.process_time()
+    try:
+        with one_thread():
+            found = _TASKS[task["do"]](task)
+    except SurgeonError as error:
+        lines = list(error.lines) if isinstance(error, Mistakes) else [str(error)]
+        return {"error": lines}
+    times = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - spent}
+    return {**found, **{name: round(value, 3) for name, value in times.items()}}
+
+
+def _recall(task: Task) -> Answer:
+    folder = CheckpointFolder.open(Path(task["base"]), trust_remote_code=task["trust_remote_code"])
+    asked = GenerateSpec(**task["asked"])
+    made = recalled(
+        folder,
+        asked,
+        Path(task["to"]),
+        shown=task["shown"],
+        seed=0,
+        dtype="auto",
+        device=task["device"],
+        listener=Quiet(),
+        once=True,
+    )
+    return {"tokens": made.counts.tokens}
+
+
+def _grow(task: Task) -> Answer:
+    apply(
+        seeded_plan(task["plan"], task["source"], task["seed"]),
+        task["base"],
+        task["to"],
+        revision=task["revision"],
+        device=task["device"],
+        trust_remote_code=task["trust_remote_code"],
+        listener=Quiet(),
+    )
+    return {}
+
+
+def _run(task: Task) -> Answer:
+    target = Path(task["to"])
+    if target.exists():
+        # Of a study that was cut off between training and measuring.
+        shutil.rmtree(target)
+    try:
+        trained = train(
+            task["out"],
+            task["config"],
+            target,
+            device=task["device"],
+            trust_remote_code=task["trust_remote_code"],
+            listener=Quiet(),
+        )
+    except Diverged as error:
+        for folder in (work_folder(target), memory_folder(target)):
+            shutil.rmtree(folder, ignore_errors=True)
+        return {"measured": None, "diverged": str(error)}
+    assert trained is not None
+    found = _measured(task, target)
+    if not task["keep"]:
+        shutil.rmtree(target)
+    return {"measured": found, "trained": trained.parameters}
+
+
+def _base(task: Task) -> Answer:
+    return {"measured": _measured(task, Path(task["base"]))}
+
+
+def _measured(task: Task, folder: Path) -> dict[str, Any]:
+    """Losses of a checkpoint on the held-out text of the study."""
+    held = _held.get(task["study"])
+    if held is None:
+        _held.clear()
+        held = open_sources(task["measure"], only=task["names"], most=task["documents"])
+        _held[task["study"]] = held
+    evaluation = evaluate_models(
+        [Candidate.open(folder, trust_remote_code=task["trust_remote_code"])],
+        held,
+        length=task["length"],
+        batch=_BATCH,
+        dtype="auto",
+        device=task["device"],
+        listener=Quiet(),
+    )
+    return {
+        source.source: {
+            "documents": source.documents,
+            "tokens": source.tokens,
+            "nbytes": source.nbytes,
+            "loss": source.loss.value,
+            "bits_per_byte": source.bits_per_byte.value,
+        }
+        for source in evaluation.models[0].sources
+    }
+
+
+_TASKS: dict[str, Callable[[Task], Answer]] = {"recall": _recall, "grow": _grow, "run": _run, "base": _base}

@@ -1,0 +1,378 @@
+"""A study under way: texts and base are read, the base writes and is measured, and the runs are dealt out to workers.
+
+In RESULTS/work lie the records of finished runs, each written when it is done and never changed, what the base wrote,
+and grown models and runs while they are needed. The same command always knows what is left to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surgeon._version import __version__
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.working import write_durably
+from surgeon.common.listener import Listener
+from surgeon.common.yaml import read_text
+from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy
+from surgeon.compare.configs import (
+    RECALLED,
+    measured_names,
+    recalled_by,
+    sources,
+    training_config,
+)
+from surgeon.compare.order import Run, wanted
+from surgeon.compare.records import BASE, Record, Records, digest, losses_of
+from surgeon.compare.workers import Answer, Task, Workers
+from surgeon.data.documents import files_of
+from surgeon.data.specs import BEGIN, TEMPLATE
+from surgeon.errors import BadInput, bad_input, printable
+from surgeon.models.templates import template_of
+from surgeon.train.config import load_config
+
+SECONDS_FILE = "seconds.jsonl"
+_TIMES = ("seconds", "cpu_seconds")
+# What the base wrote, as training configs in their folder name it.
+_MEMORY = f"../{RECALLED}.jsonl"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a study is asked to do: `base` is the opened base, `source` and `revision` what it was called."""
+
+    loaded: LoadedStudy
+    base: CheckpointFolder
+    source: str
+    revision: str | None
+    work: Path
+    kept: Path | None
+    device: str
+    trust_remote_code: bool
+    minutes: float | None
+    listener: Listener
+
+
+@dataclass
+class Course:
+    """A study under way, and what it has found; `made` counts the runs of this call, `seconds` are theirs."""
+
+    asked: Asked
+    records: Records
+    common: str
+    plans: dict[str, str] = field(default_factory=dict)
+    found: dict[Run, Record] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    grown: set[tuple[str, int]] = field(default_factory=set)
+    growing: set[tuple[str, int]] = field(default_factory=set)
+    busy: set[Run] = field(default_factory=set)
+    out_of_time: bool = False
+
+    @classmethod
+    def open(cls, asked: Asked) -> Course:
+        """Read what is there. Raises BadInput where it is another study's, or what a run asks for is refused."""
+        common = _fingerprint(asked)
+        course = cls(asked, Records(asked.work), common)
+        course.records.check_study(common)
+        for name, path in asked.loaded.plans.items():
+            course.plans[name] = read_text(path, what="plan")
+        # What a killed call left: whole or not, it is made again.
+        for name in ("runs", "grown"):
+            shutil.rmtree(asked.work / name, ignore_errors=True)
+            (asked.work / name).mkdir()
+        (asked.work / "configs").mkdir(exist_ok=True)
+        course._check_configs()
+        course._read()
+        return course
+
+    @property
+    def memory(self) -> Path:
+        """The file of what the base wrote."""
+        return self.asked.work / f"{RECALLED}.jsonl"
+
+    def _check_configs(self) -> None:
+        """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
+        wrong: list[str] = []
+        study = self.asked.loaded.config
+        for method, remedy in study.entries:
+            run = Run(method.called, remedy.name, study.rates_of(method, remedy)[0], 0)
+            try:
+                load_config(self._config(run))
+            except BadInput as error:
+                wrong.append(f"{printable(str(self.asked.loaded.source))}: method {method.called}: {error}")
+        if wrong:
+            raise bad_input(wrong)
+
+    def _read(self) -> None:
+        """Take in the records that are there, as far as they are wanted."""
+        while True:
+            new = {run: record for run in self._wanted() if (record := self._get(run)) is not None}
+            if not new:
+                return
+            self.found |= new
+
+    def _get(self, run: Run) -> Record | None:
+        return self.records.get(run.key, self._print(run))
+
+    def _wanted(self) -> list[Run]:
+        losses = {run: losses_of(record, self.names, by_byte=False) for run, record in self.found.items()}
+        broad = self.asked.minutes is not None
+        return [run for run in wanted(self.asked.loaded.config, losses, broad=broad) if run not in self.found]
+
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Those of the texts that losses are measured on."""
+        return measured_names(self.asked.loaded)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to show: the base was measured."""
+        return BASE in self.records.found
+
+    @property
+    def start(self) -> Record:
+        """The base's own losses."""
+        return self.records.found[BASE]
+
+    def carry_out(self, workers: Workers) -> None:
+        """Every run that is wanted, or as many as there is time for. Raises BadInput, and what `train` raises."""
+        begun = time.monotonic()
+        self._begin(workers)
+        say = self.asked.listener.say
+        if self.found:
+            say(f"continuing after {len(self.found)} finished runs")
+        self.asked.listener.begin("runs", len(self.found) + len(self._wanted()), "runs")
+        self.asked.listener.advance(len(self.found))
+        while True:
+            while workers.free and (task := self._next(begun)) is not None:
+                workers.begin(task)
+            if not self.busy and not self.growing:
+                break
+            self._done(*workers.wait())
+        if self.out_of_time:
+            say(f"--minutes {self.asked.minutes:g}: no run began after that; the same command without it goes on")
+
+    def _begin(self, workers: Workers) -> None:
+        """Have the base write what it must, and measure it."""
+        study, asked = self.asked.loaded.config, self.asked
+        if study.recalls:
+            spec = recalled_by(study)
+            if spec.prompts is None:
+                spec = spec.model_copy(update={"prompts": TEMPLATE if template_of(asked.base) else BEGIN})
+            elif spec.prompts not in (BEGIN, TEMPLATE):
+                spec = spec.model_copy(update={"prompts": str(asked.loaded.resolve(spec.prompts).absolute())})
+            asked.listener.say(f"the base writes {spec.tokens:,} tokens")
+            self._alone(
+                workers,
+                {"do": "recall", "asked": spec.model_dump(), "to": str(self.memory), "shown": asked.source},
+            )
+        fingerprint = digest([self.common, BASE])
+        if self.records.get(BASE, fingerprint) is None:
+            asked.listener.say("measuring the base")
+            answer = self._alone(workers, {"do": "base", **self._measuring()})
+            self.records.add(BASE, fingerprint, Record.parse({"trained": 0, "diverged": "", **answer}))
+
+    def _alone(self, workers: Workers, task: Task) -> Answer:
+        asked = self.asked
+        task |= {"base": str(asked.base.path), "device": asked.device, "trust_remote_code": asked.trust_remote_code}
+        workers.begin(task)
+        return _checked(workers.wait()[1], "")
+
+    def _measuring(self) -> Task:
+        """What a worker is told of measuring."""
+        config = self.asked.work / "configs" / "measured.yaml"
+        asked, study = self.asked, self.asked.loaded.config
+        every = sources(asked.loaded, Remedy(name="none"), _MEMORY)
+        total = sum(source["share"] for source in every)
+        data = {"surgeon_train": 1, "steps": 1, "sources": [s | {"share": s["share"] / total} for s in every]}
+        write_durably(config, yaml.safe_dump(data, sort_keys=False))
+        return {
+            "measure": str(config),
+            "study": self.common,
+            "names": [name for group in self.names for name in group],
+            "documents": study.documents,
+            "length": study.length,
+        }
+
+    def _next(self, begun: float) -> Task | None:
+        """The next task that can begin now; None where none can, or time is up."""
+        if self._late(begun):
+            self.out_of_time = bool(self._wanted())
+            return None
+        for run in self._wanted():
+            if run in self.busy:
+                continue
+            method = self._method(run)
+            if method.plan is None:
+                return self._run_task(run, self.asked.base.path)
+            grown = (run.method, run.seed)
+            if grown in self.grown:
+                return self._run_task(run, self._grown(*grown))
+            if grown not in self.growing:
+                self.growing.add(grown)
+                return self._grow_task(run)
+        return None
+
+    def _late(self, begun: float) -> bool:
+        """Whether a run that began now would end after the budget, as far as runs so far say."""
+        if self.asked.minutes is None:
+            return False
+        each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+        return time.monotonic() - begun + each > 60 * self.asked.minutes
+
+    def _done(self, task: Task, answer: Answer) -> None:
+        """Keep what a task found."""
+        if task["do"] == "grow":
+            _checked(answer, f"method {task['method']}: ")
+            self.growing.remove((task["method"], task["seed"]))
+            self.grown.add((task["method"], task["seed"]))
+            return
+        run = Run(*task["run"])
+        self.busy.remove(run)
+        found = _checked(answer, f"{run.words}: ")
+        record = Record.parse({"trained": 0, "diverged": "", **found})
+        self.records.add(run.key, self._print(run), record)
+        self.found[run] = record
+        self.seconds.append(answer["seconds"])
+        with (self.asked.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": run.key, **{name: answer[name] for name in _TIMES}}) + "\n")
+        self._tell(run, record, answer["seconds"])
+        self._drop(task)
+
+    def _tell(self, run: Run, record: Record, seconds: float) -> None:
+        listener = self.asked.listener
+        if record.measured is None:
+            listener.say(f"{run.words}: diverged ({record.diverged})")
+        else:
+            new, original = losses_of(record, self.names, by_byte=False)
+            listener.say(f"{run.words}: new {new:.3f}, original {original:.3f} ({seconds:.0f} s)")
+        listener.advance(1)
+
+    def _drop(self, task: Task) -> None:
+        """Remove what no run needs any more; with `keep` the run goes where it is seen."""
+        run, target = Run(*task["run"]), Path(task["to"])
+        if self.asked.kept is not None and target.exists():
+            place = self.asked.kept / run.key
+            if place.exists():
+                shutil.rmtree(place)
+            target.rename(place)
+        shutil.rmtree(target, ignore_errors=True)
+        needed = {(each.method, each.seed) for each in [*self._wanted(), *self.busy]}
+        for grown in sorted(self.grown - needed):
+            shutil.rmtree(self._grown(*grown), ignore_errors=True)
+            self.grown.remove(grown)
+
+    def _grown(self, method: str, seed: int) -> Path:
+        return self.asked.work / "grown" / f"{method}+{seed}"
+
+    def _grow_task(self, run: Run) -> Task:
+        asked = self.asked
+        return {
+            "do": "grow",
+            "method": run.method,
+            "seed": run.seed,
+            "plan": self.plans[run.method],
+            "source": str(asked.loaded.plans[run.method]),
+            "base": asked.source,
+            "revision": asked.revision,
+            "to": str(self._grown(run.method, run.seed)),
+            "device": asked.device,
+            "trust_remote_code": asked.trust_remote_code,
+        }
+
+    def _run_task(self, run: Run, out: Path) -> Task:
+        self.busy.add(run)
+        asked = self.asked
+        return {
+            "do": "run",
+            "run": [run.method, run.remedy, run.rate, run.seed],
+            "out": str(out),
+            "config": str(self._config(run)),
+            "to": str(asked.work / "runs" / run.key),
+            "keep": asked.kept is not None,
+            "device": asked.device,
+            "trust_remote_code": asked.trust_remote_code,
+            **self._measuring(),
+        }
+
+    def _config(self, run: Run) -> Path:
+        """The training config of a run, written: what `surgeon train` takes."""
+        path = self.asked.work / "configs" / f"{run.key}.yaml"
+        write_durably(path, yaml.safe_dump(self._training(run), sort_keys=False))
+        return path
+
+    def _training(self, run: Run) -> dict[str, Any]:
+        method, remedy = self._method(run), self._remedy(run)
+        return training_config(self.asked.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
+
+    def _method(self, run: Run) -> MethodSpec:
+        return next(method for method in self.asked.loaded.config.all_methods if method.called == run.method)
+
+    def _remedy(self, run: Run) -> Remedy:
+        return next(remedy for remedy in self.asked.loaded.config.remedies if remedy.name == run.remedy)
+
+    def _print(self, run: Run) -> str:
+        """Digest of all that a run's numbers depend on, beside what is common to all."""
+        training = self._training(run)
+        for source in training["sources"]:
+            # Where a text lies makes no difference; what is in it is common to all.
+            source.pop("path")
+        for key in ("micro_batch", "checkpointing", "log_every"):
+            training.pop(key, None)
+        return digest([self.common, self.plans.get(run.method), training])
+
+
+def _checked(answer: Answer, what: str) -> Answer:
+    """An answer without its times. Raises BadInput for one that says why the task could not be done."""
+    if "error" in answer:
+        raise bad_input([f"{what}{line}" for line in answer["error"]])
+    return {key: value for key, value in answer.items() if key not in _TIMES}
+
+
+def _fingerprint(asked: Asked) -> str:
+    """Digest of what every number of the study depends on: base, texts, and how losses are measured."""
+    loaded, study = asked.loaded, asked.loaded.config
+    asked.listener.begin("reading", sum(info.nbytes for info in asked.base.tensors.values()))
+    held = digests_of(asked.base, asked.base.tensors, asked.listener.advance)
+    texts = []
+    for group in ("new", "original", "replayed"):
+        for text in loaded.texts(group):
+            files: list[Any] = [_digest_of(loaded, text.path)]
+            if isinstance(text.validation, str):
+                files.append(_digest_of(loaded, text.validation))
+            texts.append([group, text.called, text.share, text.kind, text.field, files])
+    return digest(
+        {
+            "version": __version__,
+            "base": held,
+            "base_config": asked.base.config,
+            "texts": texts,
+            "validation": [
+                text.validation
+                for group in ("new", "original")
+                for text in loaded.texts(group)
+                if isinstance(text.validation, float)
+            ],
+            "recall": recalled_by(study).model_dump() if study.recalls else None,
+            "documents": study.documents,
+            "budget": [study.run_steps, study.batch, study.length],
+        }
+    )
+
+
+def _digest_of(loaded: LoadedStudy, path: str) -> Any:
+    """Of a text's content; of a dataset on the Hub, its name."""
+    if path.startswith(("dataset:", "split:")):
+        return path
+    found = []
+    for file in files_of(loaded.resolve(path)):
+        with file.open("rb") as handle:
+            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
+    return found

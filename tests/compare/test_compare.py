@@ -1,0 +1,220 @@
+"""`surgeon compare` end to end on a tiny Llama: what runs find, what a kill costs, what the page says of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import surgeon
+from surgeon.cli import app
+from surgeon.compare import workers
+from surgeon.compare.compare import Compared
+from surgeon.errors import BadInput
+from tests import tiny
+from tests.report.test_page import Reader
+from tests.test_api import check_json
+from tests.train.texts import add_tokenizer, corpus
+from tests.warm import warm
+
+STUDY = """\
+surgeon_study: 1
+steps: 3
+batch: 2
+length: 24
+documents: 3
+most_rates: 4
+peers: false
+rates: [3.0e-4, 1.0e-3, 3.0e-3, 1.0e-2]
+recall: {tokens: 300, length: 24}
+methods:
+  - full
+  - {name: wide, label: <b>wide</b>, plan: neutral-residues, rates: [3.0e-3, 1.0e-2, 3.0e-2, 1.0e-1]}
+claims:
+  - {says: wide beats full, better: wide, worse: full}
+"""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A study that nothing interrupted."""
+
+    folder: Path
+    told: Compared
+
+
+def carried_out(folder: Path, results: str = "results", **asked: Any) -> Compared:
+    given = {"new": [folder / "new.jsonl"], "original": [folder / "known.jsonl"], "device": "cpu"} | asked
+    return surgeon.compare(folder / "study.yaml", folder / "base", folder / results, **given)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("study")
+    add_tokenizer(tiny.checkpoint(folder / "base", "llama"))
+    corpus(folder / "new.jsonl", seed=1, first=30, count=8, documents=30)
+    corpus(folder / "known.jsonl", seed=2, count=20, documents=10)
+    (folder / "study.yaml").write_text(STUDY, encoding="utf-8")
+    return Whole(folder, carried_out(folder, jobs=1))
+
+
+def files(results: Path) -> dict[str, bytes]:
+    """Everything but what depends on the day, or on the processes."""
+    kept = (path for path in results.rglob("*") if path.is_file())
+    passing = ("seconds.jsonl", "lock", "worker-0.log", "worker-1.log")
+    return {str(path.relative_to(results)): path.read_bytes() for path in kept if path.name not in passing}
+
+
+def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
+    found = whole.told.findings
+    assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 4]
+    assert not found.missing and found.unit == "nats a token"
+    for row in found.rows:
+        points = [(point.new, point.original) for point in row.points]
+        assert row.trained > 0 and all(point.seed == 0 for point in row.points)
+        # The higher the rate, the more is learned in three steps of a model that knows nothing.
+        assert sorted(points, reverse=True) == points and points[-1][0] < found.start[0] - 0.1
+    best = min((point.new + point.original, each.label, point.rate) for each in found.rows for point in each.points)
+    assert found.advice.startswith(f"For this data at this budget (144 tokens a run): {best[1]}, rate {best[2]:g}: new")
+    # Models go once they are measured, and so does what they were grown from.
+    assert sorted(path.name for path in whole.told.path.iterdir()) == ["comparison.html", "results.json", "work"]
+    for name in ("runs", "grown"):
+        assert not list((whole.told.path / "work" / name).iterdir())
+
+
+def test_a_run_is_what_train_and_evaluate_find(whole: Whole, tmp_path: Path) -> None:
+    """By hand, from the config that the study wrote: the same losses to the last bit."""
+    row = whole.told.findings.rows[1]
+    config = whole.told.path / "work" / "configs" / "wide+recalled+0.01+0.yaml"
+    surgeon.apply("neutral-residues", str(whole.folder / "base"), tmp_path / "out")
+    surgeon.train(tmp_path / "out", config, tmp_path / "run", device="cpu")
+    found = surgeon.evaluate(
+        tmp_path / "run", config, base=whole.folder / "base", sources=["new", "known"], length=24, most=3, device="cpu"
+    )
+    point = next(point for point in row.points if point.rate == 1e-2)
+    losses = [found.of(str(tmp_path / "run"), name).loss.value for name in ("new", "known")]
+    assert losses == [point.new, point.original]
+    start = [found.of(str(whole.folder / "base"), name).loss.value for name in ("new", "known")]
+    assert tuple(start) == whole.told.findings.start
+
+
+def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three records of eight are there no more; of two workers, one dies in a run."""
+    results = tmp_path / "results"
+    shutil.copytree(whole.told.path, results)
+    for name in ("full+recalled+0.003+0", "wide+recalled+0.03+0", "wide+recalled+0.1+0"):
+        (results / "work" / "records" / f"{name}.json").unlink()
+    for name in ("comparison.html", "results.json"):
+        (results / name).unlink()
+    monkeypatch.setattr(workers, "PYTHON", warm())
+    begin = workers.Processes.begin
+    begun: list[str] = []
+
+    def begin_and_kill(self: workers.Processes, task: dict[str, Any]) -> None:
+        begin(self, task)
+        begun.append(task["do"])
+        if begun.count("run") == 2:
+            self.kill(1)
+
+    monkeypatch.setattr(workers.Processes, "begin", begin_and_kill)
+    with pytest.raises(BadInput, match=r"worker-\d.log: a worker .*; the same command goes on"):
+        carried_out(whole.folder, str(results), jobs=2)
+    told = carried_out(whole.folder, str(results), jobs=1)
+    assert 1 <= told.made <= 3
+    assert files(results) == files(whole.told.path)
+
+
+def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(whole.told.path, results)
+    again = tmp_path / "study.yaml"
+
+    def asked(was: str, now: str, **more: Any) -> Compared:
+        again.write_text(STUDY.replace(was, now), encoding="utf-8")
+        texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
+        return surgeon.compare(again, whole.folder / "base", results, device="cpu", jobs=1, **(texts | more))
+
+    told = asked("seeds", "seeds", minutes=1e-9)
+    assert told.made == 0 and told.findings == whole.told.findings
+    # A pilot without time says what it left out.
+    told = asked("most_rates: 4", "seeds: 2", minutes=1e-9)
+    assert told.made == 0 and told.findings.missing == (
+        "full, recalled, seed 0: rate 0.03",
+        "wide, recalled, seed 0: rate 0.3",
+        "full, recalled: 1 more seeds, once its rates are known",
+        "wide, recalled: 1 more seeds, once its rates are known",
+    )
+    for old, new, why in (
+        ("steps: 3", "steps: 4", "holds runs of another study"),
+        ("plan: neutral-residues,", "plan: pmoe,", "a run of another method of this name"),
+        ("length: 24}", "length: 20}", "holds runs of another study"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            asked(old, new)
+    with pytest.raises(BadInput, match="holds runs of another study"):
+        asked("seeds", "seeds", new=[whole.folder / "known.jsonl"], original=[whole.folder / "new.jsonl"])
+    record = results / "work" / "records" / "base.json"
+    record.write_bytes(record.read_bytes().replace(b"loss", b"boss", 1))
+    with pytest.raises(BadInput, match=r"base.json: damaged or edited"):
+        asked("seeds", "seeds")
+
+
+def test_refused_before_anything_is_made(whole: Whole, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("mine")
+    for results, asked, why in (
+        (tmp_path / "full", {}, "holds letter.txt, and no study"),
+        (whole.folder / "base" / "results", {}, "is, holds or lies in the base"),
+        (tmp_path / "no" / "results", {}, "there is no folder"),
+        (tmp_path / "results", {"jobs": 0}, "--jobs 0: give a number above 0"),
+        (tmp_path / "results", {"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            carried_out(whole.folder, str(results), **asked)
+    study = tmp_path / "study.yaml"
+    study.write_text(STUDY.replace("length: 24\n", "length: 4096\n"), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"study.yaml:4: `length` is 4096, the base's context 128; use 128 at most"):
+        surgeon.compare(study, whole.folder / "base", tmp_path / "results", new=[whole.folder / "new.jsonl"])
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.fixture
+def page(whole: Whole) -> Iterator[Reader]:
+    reader = Reader()
+    reader.feed(whole.told.page.read_text(encoding="utf-8"))
+    yield reader
+
+
+def test_the_page_says_what_was_found_and_runs_nothing(whole: Whole, page: Reader) -> None:
+    assert not page.open and len(set(page.ids)) == len(page.ids)
+    assert not {tag for tag, _ in page.elements} & {"script", "b", "link", "iframe"}
+    words = " ".join(page.words)
+    found = whole.told.findings
+    assert found.advice in words and "<b>wide</b>" in words
+    assert "wide beats full" in words
+    for row in found.rows:
+        assert row.best is not None and f"{row.best.original:.4f}" in words
+    result = json.loads((whole.told.path / "results.json").read_text(encoding="utf-8"))
+    assert {"path", "page", "made", "seconds"} == whole.told.to_json().keys() - result.keys()
+    assert repr(whole.told).startswith("Compared(") and "8 runs" in repr(whole.told)
+    check_json(whole.told)
+
+
+def test_the_table_fits_and_the_same_command_has_nothing_to_do(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = whole.folder
+    command = ["compare", folder / "study.yaml", folder / "base", folder / "results", "--device", "cpu", "--jobs", "1"]
+    command += ["--new", folder / "new.jsonl", "--original", folder / "known.jsonl"]
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        ran = CliRunner().invoke(app, [str(word) for word in command])
+        assert ran.exit_code == 0, ran.output
+        assert max(map(len, ran.stdout.splitlines())) <= width
+        assert "full fine-tuning" in ran.stdout and "For this data at this budget (144 tokens a run)" in ran.stdout

@@ -1,0 +1,114 @@
+"""What records come to: rows, differences to full fine-tuning, claims, advice, what is missing; from losses made up."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from surgeon.compare.findings import Findings, find
+from surgeon.compare.order import Run
+from surgeon.compare.page import render
+from surgeon.compare.records import Record, SourceLoss
+from tests.compare.test_config import SMALLEST, written
+
+STUDY = (
+    SMALLEST.replace("[neutral-residues]", "[full, {name: kept, plan: llama-pro}, {name: lost, plan: pmoe}]")
+    + """\
+peers: false
+most_rates: 4
+seeds: 3
+claims:
+  - {says: kept forgets less, better: kept, worse: full}
+  - {says: lost forgets less, better: lost, worse: full}
+  - {says: kept learns more, better: kept, worse: full, on: learns}
+"""
+)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+# Original loss above the base's for each nat learned; what seeds differ by.
+FORGETS = {"full": 0.5, "kept": 0.25, "lost": 0.75}
+
+
+def record(new: float, original: float, *, tokens: int = 100) -> Record:
+    losses = {"new": new, "known": original}
+    return Record({name: SourceLoss(2, tokens, 300, loss, loss / 2) for name, loss in losses.items()}, trained=7)
+
+
+def records_of(seeds: int, noise: float = 0.01) -> dict[Run, Record]:
+    """Each rate learns half a nat more; the third seed is unlucky, the second lucky, by the same for all methods."""
+    found = {}
+    for number, (method, slope) in enumerate(FORGETS.items()):
+        for seed in range(seeds):
+            for step, rate in enumerate(RATES):
+                shift = noise * (0, -1, 1)[seed] * (1 + number / 10)
+                learned = 0.5 * (step + 1)
+                found[Run(method, "recalled", rate, seed)] = record(5 - learned, 2 + slope * learned + shift)
+    return found
+
+
+def found_in(folder: Path, records: dict[Run, Record]) -> Findings:
+    return find(written(folder, STUDY), "base", record(5.0, 2.0), records, (["new"], ["known"]))
+
+
+def test_rows_are_compared_with_full_fine_tuning_seed_by_seed(tmp_path: Path) -> None:
+    found = found_in(tmp_path, records_of(3))
+    full, kept, lost = found.rows
+    # From 3 to 4.5 both learn 0.5 to 2 nats, 1.25 in the mean, and forget a quarter of that less or more.
+    assert full.against is None and kept.shared == (3.0, 4.5)
+    assert kept.against is not None and kept.against.mean == pytest.approx(-0.25 * 1.25)
+    assert lost.against is not None and lost.against.mean == pytest.approx(0.25 * 1.25)
+    assert kept.against.half is not None and kept.against.half < 0.01 and kept.against.seeds == 3
+    # Up to the base's corner: a triangle.
+    assert kept.area is not None and kept.area.mean == pytest.approx(0.25 * 2 * 2 / 2, abs=0.02)
+    assert [judged.verdict for judged in found.claims] == ["agrees", "disagrees", "agrees"]
+    # Turned: at original 2.25 to 2.5 full has learned 0.5 to 1 nats, kept twice that.
+    assert found.claims[2].difference is not None
+    assert found.claims[2].difference.mean == pytest.approx(-0.75, abs=0.03)
+    assert found.first == (
+        "Full fine-tuning with the same remedy forgets less at equal new loss than 1 of 2: lost (1 of them told apart"
+        " over seeds)."
+    )
+    assert found.advice == (
+        "For this data at this budget (20,480 tokens a run): kept, rate 0.003: new loss 5.000 → 3.000, original 2.000 →"
+        " 2.500; full fine-tuning reaches original 3.000 at that new loss (forgets less than full fine-tuning: -0.312 ±"
+        f" {kept.against.half:.3f}, 3 seeds)."
+    )
+    assert not found.missing and found.unit == "nats a token"
+    # Every rate learned more than the one below.
+    assert all("beyond its highest rate, 0.003" in note for note in found.notes) and len(found.notes) == 3
+    assert found.first in render(found) and found.to_json()["rows"][1]["against_full"]["seeds"] == 3
+
+
+def test_noise_tells_nothing_apart_and_few_seeds_only_point(tmp_path: Path) -> None:
+    found = found_in(tmp_path, records_of(3, noise=20.0))
+    assert [judged.verdict for judged in found.claims[:2]] == ["not told apart"] * 2
+    found = found_in(tmp_path, records_of(2))
+    assert [judged.verdict for judged in found.claims] == ["points its way", "points against it", "points its way"]
+    assert "too few seeds" in found.first and "2 seeds: three are needed" in found.advice
+    assert found.missing[0] == "full, recalled, seed 2: rates 0.0001, 0.0003, 0.001, 0.003" and len(found.missing) == 3
+
+
+def test_what_diverged_is_no_point_and_what_is_not_made_is_listed(tmp_path: Path) -> None:
+    records = {run: held for run, held in records_of(1).items() if run.method != "lost"}
+    records[Run("full", "recalled", 3e-3, 0)] = Record(None, diverged="step 3: the loss is nan")
+    found = found_in(tmp_path, records)
+    full, _, lost = found.rows
+    assert math.isinf(full.points[-1].new) and full.best is not None and full.best.rate == 1e-3
+    assert "full fine-tuning never learns as much: its lowest new loss is 3.500" in found.advice
+    assert lost.best is None and lost.against is None and "no run yet" in render(found)
+    assert any(line.startswith("lost, recalled, seed 0: rates") for line in found.missing)
+    assert "nan" not in str(found.to_json()["rows"][0]["frontiers"])
+
+
+def test_other_tokens_are_compared_by_bytes(tmp_path: Path) -> None:
+    records = records_of(1)
+    records[Run("kept", "recalled", 1e-4, 0)] = record(4.5, 2.0, tokens=90)
+    found = found_in(tmp_path, records)
+    assert found.unit == "bits a byte" and found.start == (2.5, 1.0)
+
+
+def test_where_nothing_is_worth_it_the_advice_says_so(tmp_path: Path) -> None:
+    worse = {run: record(4.9, 2.5) for run in records_of(1)}
+    assert "every run forgets more than it learns" in found_in(tmp_path, worse).advice
+    assert found_in(tmp_path, {}).advice == "No run is finished yet."
