@@ -365,6 +365,8 @@ def train(
 ) -> None:
     """Train what surgery added to OUT, and nothing else, into the new folder RUN; repeat the command to continue.
 
+    `what` and `lora` in the config train the base's own tensors, layers or a LoRA instead, of a plain base too.
+
     Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) N processes share every step's sequences.
     """
     from surgeon.train.config import load_config

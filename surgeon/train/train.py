@@ -1,4 +1,4 @@
-"""`surgeon train`: train what a surgery made, and nothing else."""
+"""`surgeon train`: train what a surgery made, or what else the config says, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def train(
 ) -> Trained | None:
     """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
 
+    The config's `what` and `lora` train something else, of a plain base too, which then has a `surgery.json` as well.
     `overrides` are values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
 
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
