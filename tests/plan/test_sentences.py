@@ -132,6 +132,27 @@ Load = Callable[[Path], Any]
 CONFIGS: list[tuple[Load, str, int, str, str]] = [
     (
         load_config,
+        f"epochs: 1\n{TRAIN}  - {{name: a, path: a.txt, share: 1}}\n",
+        1,
+        "",
+        "give `steps`, or `epochs` from which they are computed, and not both",
+    ),
+    (
+        load_config,
+        f"what: base\nlora: {{rank: 4}}\n{TRAIN}  - {{name: a, path: a.txt, share: 1}}\n",
+        1,
+        "",
+        "`what` and `lora` exclude each other",
+    ),
+    (
+        load_config,
+        f"keep_best: b\n{TRAIN}  - {{name: a, path: a.txt, share: 1, validation: 0.5}}\n",
+        1,
+        "",
+        "`keep_best` names 'b', no source that holds text out; those that do: a",
+    ),
+    (
+        load_config,
         f"{TRAIN}  - {{name: a, path: a.txt, share: 0.5}}\n",
         1,
         "",
