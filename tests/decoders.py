@@ -35,16 +35,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-# Two of the published model's periods: attention in one layer of eight, experts in every second.
-JAMBA = {
-    "layers": 16,
-    "attn_layer_period": 8,
-    "attn_layer_offset": 4,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-}
-
-
 def decoders() -> list[tuple[str, str]]:
     """Every (model type, auto class) of the installed transformers that makes a causal or image-text model."""
     from transformers.models.auto import modeling_auto
