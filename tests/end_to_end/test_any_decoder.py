@@ -228,7 +228,7 @@ def test_layers_above_the_stack_stay_above_it(plan: Path, tmp_path: Path) -> Non
     for name, value in extra.items():
         assert torch.equal(after[name.replace("layers.4.", "layers.6.")], value)
         assert name not in after
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
     surgeon.revert(tmp_path / "out", tmp_path / "back")
@@ -251,11 +251,11 @@ def test_every_way_to_grow_and_to_undo(tmp_path: Path) -> None:
         ("stack", "{op: stack_layers, bottom: 3, top: 3}", False),
         ("control", "{op: control_llm, layers: {every: 2}, expansion: stack}", True),
     ):
-        verified = surgeon.verify(base, applied(name, operation), window=24, windows=1)
+        verified = surgeon.verify(base, applied(name, operation), window=16, windows=1)
         assert verified.holds, name
         assert verified.identical is exact, name
     twice = applied("twice", "{op: insert_layers, where: {every: 3}, init: {kind: copy}}", tmp_path / "random")
-    verified = surgeon.verify(base, twice, window=24, windows=1)
+    verified = surgeon.verify(base, twice, window=16, windows=1)
     assert verified.holds
     assert verified.identical
     surgeon.make_delta(twice, tmp_path / "delta")
@@ -291,7 +291,7 @@ def test_fusion_by_transport_is_that_of_the_described_family(model_type: str, tm
     assert not torch.equal(
         mine["model.layers.1.self_attn.q_proj.weight"], mine["model.layers.0.self_attn.q_proj.weight"]
     )
-    verified = surgeon.verify(base, tmp_path / "base-out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "base-out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
 
@@ -399,13 +399,13 @@ def test_grafted_experts_are_carried_merged_exported_and_operated_on(tmp_path: P
     second = applied(
         "second", "{op: insert_layers, where: {after: [1]}, init: {kind: copy}}", "{op: pmoe_experts}", onto=grown
     )
-    verified = surgeon.verify(grown, second, window=24, windows=1)
+    verified = surgeon.verify(grown, second, window=16, windows=1)
     assert verified.holds
     assert verified.identical
     surgeon.make_delta(second, tmp_path / "delta", base=grown)
     surgeon.apply_delta(tmp_path / "delta", str(grown), tmp_path / "same")
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(tmp_path / "same").items())
-    surgeon.merge(grown, tmp_path / "merged", window=24, windows=1)
+    surgeon.merge(grown, tmp_path / "merged", window=16, windows=1)
     assert "model.layers.1.expanded.mlp.experts.0.up_proj.weight" in weights(grown)
     assert not any(".expanded." in name for name in weights(tmp_path / "merged"))
     surgeon.export_slot(grown, 0, tmp_path / "slot")
