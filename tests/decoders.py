@@ -5,7 +5,12 @@ The default config of a model type with its sizes shrunk, as few layers as have 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +37,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 32},
     "ministral": {"head_dim": 32},
     "nemotron": {"head_dim": 32},
-}
-
-
-# Two of the published model's periods: attention in one layer of eight, experts in every second.
-JAMBA = {
-    "layers": 16,
-    "attn_layer_period": 8,
-    "attn_layer_offset": 4,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
 }
 
 
@@ -118,10 +113,19 @@ def _text_of(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 def tiny_decoder(
     folder: Path, model_type: str, auto: str = CAUSAL, *, seed: int = 3, dtype: str = "float32", **changes: Any
 ) -> Path:
-    """Save a tiny checkpoint of a model type in `folder`, in several shards."""
+    """Save a tiny checkpoint of a model type in `folder`, in several shards; made once in a process, then copied."""
+    made = _made(model_type, auto, seed, dtype, json.dumps(changes))
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _made(model_type: str, auto: str, seed: int, dtype: str, changes: str) -> Path:
     import torch
 
-    config = tiny_config(model_type, auto, **changes)
+    folder = Path(tempfile.mkdtemp(prefix=f"surgeon-tiny-{model_type}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = tiny_config(model_type, auto, **json.loads(changes))
     model = twin_of(config, seed=seed).model
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,15 @@ def tiny_quantised(
     folder: Path, model_type: str, method: str, *, skipped: list[str] | None = None, **changes: Any
 ) -> Path:
     """Save a tiny checkpoint of a model type in bfloat16, its projections (experts' alone for MXFP4) quantised."""
+    shutil.copytree(_made(model_type, method, json.dumps([skipped, changes])), folder, dirs_exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _made(model_type: str, method: str, asked: str) -> Path:
+    skipped, changes = json.loads(asked)
+    folder = Path(tempfile.mkdtemp(prefix=f"surgeon-quantised-{model_type}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return quantised(tiny_decoder(folder, model_type, dtype="bfloat16", **changes), method, skipped=skipped)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 
 FIRST, SECOND = sorted(SHARDS)
 
-# HF_ENDPOINT and its kin are read when the client is imported: every call is a process of its own.
+# HF_ENDPOINT and its kin are read when the client is imported: who has others is a process of its own.
 CLIENT = """
 import json, sys
 sockets = []
@@ -30,7 +32,8 @@ from dataclasses import asdict
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.errors import BadInput
 assert "huggingface_hub" not in sys.modules
-for call, options in json.loads(sys.argv[1]):
+for line in sys.stdin:
+    call, options = json.loads(line)
     sockets.clear()
     try:
         if call == "locate":
@@ -52,17 +55,22 @@ for call, options in json.loads(sys.argv[1]):
                 told["read"] = str(error)
     except BadInput as error:
         told = {"refused": str(error)}
-    print(json.dumps(told | {"sockets": sockets, "torch": "torch" in sys.modules}))
+    print(json.dumps(told | {"sockets": sockets, "torch": "torch" in sys.modules}), flush=True)
 """
+
+
+def settings(hub: Hub, home: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return clean | proxies | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)}
 
 
 def ask_all(hub: Hub, home: Path, calls: list[tuple[str, dict[str, Any]]], **environment: str) -> list[dict[str, Any]]:
     """Call after call in one process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     ran = subprocess.run(
-        [sys.executable, "-c", CLIENT, json.dumps(calls)],
-        env=clean | proxies | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)} | environment,
+        [sys.executable, "-c", CLIENT],
+        input="".join(json.dumps(call) + "\n" for call in calls),
+        env=settings(hub, home) | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -100,10 +108,9 @@ BIG = {
 OTHERS = ["pytorch_model.bin", "original/consolidated.00.pth", "README.md", "flax_model.msgpack", "run.sh"]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    folder = tmp_path / "base"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
     write_config(folder)
     for file, tensors in BIG.items():
         write_shard(folder / file, tensors)
@@ -126,6 +133,51 @@ def hub(base: Path) -> Iterator[Hub]:
         yield hub
 
 
+@dataclass(frozen=True)
+class Standing:
+    """A stand-in and one process that asks it again and again, each time with an empty cache."""
+
+    hub: Hub
+    home: Path
+    client: subprocess.Popen[str]
+
+    def refused(self, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+        assert self.client.stdin is not None and self.client.stdout is not None
+        found = []
+        for call in calls:
+            shutil.rmtree(self.home, ignore_errors=True)
+            print(json.dumps(call), file=self.client.stdin, flush=True)
+            found.append(json.loads(self.client.stdout.readline())["refused"])
+        assert not any("\n" in message for message in found)
+        return found
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    home = tmp_path_factory.mktemp("home")
+    with (
+        serve(Hub({})) as hub,
+        subprocess.Popen(
+            [sys.executable, "-c", CLIENT],
+            env=settings(hub, home),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as client,
+    ):
+        yield Standing(hub, home, client)
+        assert client.stdin is not None
+        client.stdin.close()
+
+
+@pytest.fixture
+def standing(one_process: Standing, base: Path) -> Standing:
+    hub = one_process.hub
+    hub.files, hub.refuse = files_of(base), {}
+    hub.sent.clear()
+    return one_process
+
+
 def header_bytes(content: bytes) -> int:
     return 8 + struct.unpack("<Q", content[:8])[0]
 
@@ -134,6 +186,7 @@ def test_a_preview_fetches_headers_and_no_byte_of_weights(hub: Hub, base: Path, 
     from surgeon.checkpoint.folder import CheckpointFolder
 
     told = ask(hub, tmp_path / "home", *REMOTE)
+    assert told["sockets"]  # what the offline test relies on: the alarm works
     local = CheckpointFolder.open(base)
     assert told["tensors"] == {
         name: [i.dtype, list(i.shape), i.file, i.begin, i.end] for name, i in local.tensors.items()
@@ -208,11 +261,6 @@ def test_download_then_offline(hub: Hub, base: Path, tmp_path: Path) -> None:
     assert message["sockets"] == []
 
 
-def test_the_socket_alarm_works(hub: Hub, tmp_path: Path) -> None:
-    """What the offline test relies on."""
-    assert ask(hub, tmp_path / "home", *REMOTE)["sockets"]
-
-
 def test_offline_and_not_cached(hub: Hub, tmp_path: Path) -> None:
     for message in refused(hub, tmp_path / "home", LOCATE, REMOTE, HF_HUB_OFFLINE="1"):
         assert message.startswith("user/model: offline (HF_HUB_OFFLINE)")
@@ -257,17 +305,17 @@ INFO, FILES = "/api/models/user/model", "/user/model/resolve/"
         ({INFO: (404, "RevisionNotFound")}, ["no revision 'main'", "--revision"]),
     ],
 )
-def test_refusals(refuse: dict[str, tuple[int, str]], words: list[str], hub: Hub, tmp_path: Path) -> None:
-    hub.refuse = refuse
-    for message in refused(hub, tmp_path / "home", LOCATE, REMOTE):
+def test_refusals(refuse: dict[str, tuple[int, str]], words: list[str], standing: Standing) -> None:
+    standing.hub.refuse = refuse
+    for message in standing.refused(LOCATE, REMOTE):
         assert message.startswith("user/model: ")
         for word in words:
             assert word in message, message
 
 
-def test_a_gated_shard_is_told_by_the_preview(hub: Hub, tmp_path: Path) -> None:
-    hub.refuse = {f"{FILES}{COMMIT}/{FIRST}": (403, "GatedRepo")}
-    assert "gated" in refused(hub, tmp_path / "home", REMOTE)[0]
+def test_a_gated_shard_is_told_by_the_preview(standing: Standing) -> None:
+    standing.hub.refuse = {f"{FILES}{COMMIT}/{FIRST}": (403, "GatedRepo")}
+    assert "gated" in standing.refused(REMOTE)[0]
 
 
 def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
@@ -288,26 +336,27 @@ def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_repository_is_refused_before_the_download(
-    change: dict[str, bytes | None], words: list[str], hub: Hub, tmp_path: Path
+    change: dict[str, bytes | None], words: list[str], standing: Standing
 ) -> None:
+    hub = standing.hub
     for name, content in change.items():
         if content is None:
             del hub.files[name]
         else:
             hub.files[name] = content
-    (message,) = refused(hub, tmp_path / "home", REMOTE)
+    (message,) = standing.refused(REMOTE)
     for word in words:
         assert word in message, message
     assert hub.bytes_sent(SECOND) < 1000
 
 
 @pytest.mark.parametrize(
-    "base",
+    "name",
     ["no/such/folder", "./no/such", "/no/such", "~/model", "model", "user/..", "user/", "a b/c", "user/na\x1bme"],
 )
-def test_neither_folder_nor_id(base: str) -> None:
+def test_neither_folder_nor_id(name: str) -> None:
     with pytest.raises(BadInput, match="no such folder") as caught:
-        locate(base, revision=None)
+        locate(name, revision=None)
     assert "\x1b" not in str(caught.value)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from surgeon.common.listener import Quiet
 from surgeon.data.encoding import Encoder
-from surgeon.demo import demo
+from surgeon.demo import base, demo
 from surgeon.demo.base import code
 from surgeon.demo.demo import KNOWN, NEW, _write_config, demo_view, run_demo
 from surgeon.train.config import load_config, settle
@@ -44,11 +45,11 @@ def test_what_only_has_documentation_stays_code(tmp_path: Path) -> None:
 
 
 def test_only_the_new_text_is_trained_on(tmp_path: Path) -> None:
-    base = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
+    folder = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
     loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
-    data = TrainingData.open(loaded, settings, Encoder(base, vocabulary=128), lambda _words: None)
+    data = TrainingData.open(loaded, settings, Encoder(folder, vocabulary=128), lambda _words: None)
     assert data.validation.keys() == {NEW, KNOWN}
     for _ in range(9 * settings.batch):
         # Of what the base knows nothing is trained on.
@@ -61,6 +62,9 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(demo, "documentation", lambda: WHOLE()[:1500])
     monkeypatch.setattr(demo, "code", lambda: definitions[:120])
     monkeypatch.setattr(demo, "LEARNING_SHARE", 2.0)
+    # A narrower base, which is verified on less text.
+    monkeypatch.setattr(base, "_WIDTH", 96)
+    monkeypatch.setattr(demo, "verify", partial(demo.verify, window=32, windows=2))
     shown = run_demo(tmp_path / "demo", seconds=FEW_STEPS, listener=Quiet())
     assert shown.holds
     learned = shown.learning

@@ -58,10 +58,11 @@ def test_four_surgeries_trained_between_and_all_taken_back(family: str, tmp_path
         out = tmp_path / f"state-{number}"
         applied = surgeon.apply(plan, str(state), out)
         promises.append(applied.manifest.promise)
-        for dtype in ("auto", "float32"):
-            verification = surgeon.verify(state, out, window=24, windows=2, dtypes=[dtype])
-            assert verification.holds
-            assert verification.identical
+        # As stored, in bfloat16; all grafts together in float32 too.
+        dtypes = ["auto", "float32"] if operation is NEXT else ["auto"]
+        verification = surgeon.verify(state, out, window=24, windows=1, dtypes=dtypes)
+        assert verification.holds
+        assert verification.identical
         before = weights(out)
         new = set(applied.manifest.new_tensors)
         trained(out, new, seed=number)

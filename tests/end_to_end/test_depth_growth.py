@@ -72,13 +72,14 @@ def test_every_family_from_preview_to_generation(plan: str, family: str, grown: 
     assert larger["told"] == native["told"]
     assert larger["told_uncached"] == native["told_uncached"]
 
-    verification = surgeon.verify(base, out, window=24, windows=2, dtypes=("auto", "float32"))
+    # As stored, in bfloat16, they are run by the other process.
+    verification = surgeon.verify(base, out, window=24, windows=1, dtypes=("float32",))
     assert verification.holds
     assert verification.identical
-    assert {comparison.dtype for comparison in verification.comparisons} == {"bfloat16", "float32"}
+    assert {comparison.dtype for comparison in verification.comparisons} == {"float32"}
     # Layer by layer every family is compared with grafts (test_grafts.py) and in models/test_streaming.py.
     if plan == "llama-pro":
-        streamed = surgeon.verify(base, out, window=24, windows=2, streamed=True)
+        streamed = surgeon.verify(base, out, window=24, windows=1, streamed=True)
         assert streamed.holds
         assert streamed.identical
     assert here.before == digests(base)
@@ -89,7 +90,7 @@ def test_what_a_plan_promises_is_so(plan: str, tmp_path: Path) -> None:
     """Exact: every logit is identical. Rounding: as nearly so. None: some differs, or the promise says too little."""
     base, out = tiny.base_for(plan, tmp_path), tmp_path / "out"
     applied = surgeon.apply(plan, str(base), out)
-    verification = surgeon.verify(base, out, window=24, windows=2)
+    verification = surgeon.verify(base, out, window=24, windows=1)
     assert verification.holds
     if applied.manifest.promise == "rounding":
         assert verification.rounded

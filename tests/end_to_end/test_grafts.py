@@ -86,11 +86,12 @@ def test_every_family_from_preview_to_generation(family: str, grown: dict[str, G
     assert upcycled["told"] == native["told"]
     assert upcycled["told_uncached"] == native["told_uncached"]
 
-    verification = surgeon.verify(base, out, window=24, windows=2, dtypes=("auto", "float32"))
+    # As stored, in bfloat16, they are run by the other process, and layer by layer.
+    verification = surgeon.verify(base, out, window=24, windows=1, dtypes=("float32",))
     assert verification.holds
     assert verification.identical
-    assert {comparison.dtype for comparison in verification.comparisons} == {"bfloat16", "float32"}
-    assert surgeon.verify(base, out, window=24, windows=1, streamed=True).identical
+    assert {comparison.dtype for comparison in verification.comparisons} == {"float32"}
+    assert surgeon.verify(base, out, window=12, windows=1, streamed=True).identical
 
 
 def written(value: Any) -> Any:
@@ -114,7 +115,7 @@ def test_shipped_plans_verify_as_exact(names: list[str], tmp_path: Path) -> None
         applied = surgeon.apply(name, str(base), tmp_path / name.replace("/", "-"))
         assert applied.manifest.promise == "exact"
         verification = surgeon.verify(
-            base, tmp_path / name.replace("/", "-"), logits=name == names[0], window=24, windows=2
+            base, tmp_path / name.replace("/", "-"), logits=name == names[0], window=24, windows=1
         )
         assert verification.holds
         assert verification.identical is (True if name == names[0] else None)
@@ -170,7 +171,7 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
     tell(first, list(surgeon.inspect(first).manifest.new_tensors))
     chosen = plan(INSERT | {"where": {"after": [0]}}, CONTROL | {"layers": [1]}, name="second.yaml")
     applied = surgeon.apply(chosen, str(first), second)
-    verification = surgeon.verify(first, second, window=24, windows=2)
+    verification = surgeon.verify(first, second, window=24, windows=1)
     assert verification.holds
     assert verification.identical
     surgery = json.loads((second / "config.json").read_text())["surgery"]
@@ -202,7 +203,7 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     star = {"interpolator": {"kind": "lerp", "alpha": 1.0, "inference_alpha": 0.25}}
     surgeon.apply(plan(CONTROL | star), str(base), out)
     tell(out, list(surgeon.inspect(out).manifest.new_tensors))
-    result = surgeon.merge(out, merged, window=24, windows=2)
+    result = surgeon.merge(out, merged, window=24, windows=1)
     assert result.applied.manifest.native
     assert result.measured.promise == "none"
     assert result.measured.identical is False
@@ -233,8 +234,8 @@ def test_merge_asks_for_the_share_where_a_learned_alpha_is_no_logit(
     surgeon.apply(plan(CONTROL | {"interpolator": {"learnable": True}}), str(base), tmp_path / "out")
     monkeypatch.setattr(merge_branches, "INTERPOLATORS", {"lerp": Tanh("lerp", "Lerp")})
     with pytest.raises(BadInput, match="learns its α in another form than a logit; say which fixed share"):
-        surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=2)
-    merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=2)
+        surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=1)
+    merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=1)
     assert merged.applied.manifest.native
 
 

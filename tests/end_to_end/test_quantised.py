@@ -46,7 +46,7 @@ def test_grown_exactly_and_back(model_type: str, plan: Plan, tmp_path: Path) -> 
     assert shown.blueprint.promise == "exact"
     assert any("proven on a twin" in note for note in shown.notes)
     surgeon.apply(drawn, str(base), tmp_path / "out")
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1, dtypes=["auto", "float32"])
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1, dtypes=["auto", "float32"])
     assert verified.holds
     assert verified.identical
 
@@ -109,7 +109,7 @@ def test_a_copy_that_is_not_silent_shows(model_type: str, plan: Plan, tmp_path: 
     surgeon.apply(plan(INSERT | {"zero_init": False}), str(base), tmp_path / "loud")
     surgeon.apply(plan({"op": "stack_layers", "bottom": 3, "top": 3}), str(base), tmp_path / "stacked")
     for folder in ("loud", "stacked"):
-        verified = surgeon.verify(base, tmp_path / folder, window=24, windows=1)
+        verified = surgeon.verify(base, tmp_path / folder, window=16, windows=1)
         assert verified.holds
         assert verified.identical is False
         assert verified.comparisons[0].max_abs_difference > 0.01
@@ -134,7 +134,7 @@ def test_new_layers_are_computed_of_what_quantised_ones_stand_for(
     base = tiny_quantised(tmp_path / "base", model_type, LAYOUTS[model_type][0], **_ONE_KIND.get(model_type, {}))
     drawn = plan(INSERT | COMPUTED[case])
     surgeon.apply(drawn, str(base), tmp_path / "out")
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
     name = "experts.gate_up_proj" if model_type == "gpt_oss" else "up_proj.weight"
@@ -171,7 +171,7 @@ def test_blocks_that_do_not_divide_a_size(plan: Plan, tmp_path: Path) -> None:
     for name in ("mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj"):
         assert torch.equal(model.get_parameter(f"model.layers.1.{name}.weight"), after[f"model.layers.2.{name}.weight"])
     surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
 
@@ -212,7 +212,7 @@ def test_grafts_stand_beside_quantised_layers(
     base = tiny_quantised(tmp_path / "base", model_type, method, skipped=skipped)
     applied = surgeon.apply(plan(*operations), str(base), tmp_path / "out")
     assert applied.manifest.promise == "exact"
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
     assert {comparison.mode for comparison in verified.comparisons} == {"prefill", "cached decode"}
@@ -285,7 +285,7 @@ def test_merging_a_branch_with_a_quantised_layer(plan: Plan, tmp_path: Path) -> 
     """Against the mean, in float64, of what the quantised weights stand for and the twin's; a described family."""
     base = tiny_quantised(tmp_path / "base", "qwen3", "fp8", skipped=["lm_head"])
     surgeon.apply(plan(BRANCHES), str(base), tmp_path / "grown")
-    verified = surgeon.verify(base, tmp_path / "grown", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "grown", window=16, windows=1)
     assert verified.holds
     assert verified.identical
     twin, there = "model.layers.1.expanded.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -322,7 +322,7 @@ def test_a_second_surgery(model_type: str, plan: Plan, tmp_path: Path) -> None:
     surgeon.apply(plan(INSERT), str(base), tmp_path / "one")
     surgeon.apply(plan(INSERT), str(tmp_path / "one"), tmp_path / "two")
     for before in (tmp_path / "one", base):
-        verified = surgeon.verify(before, tmp_path / "two", window=24, windows=1)
+        verified = surgeon.verify(before, tmp_path / "two", window=16, windows=1)
         assert verified.holds
         assert verified.identical
     surgeon.revert(tmp_path / "two", tmp_path / "back")
@@ -333,7 +333,7 @@ def test_layer_by_layer_is_refused(plan: Plan, tmp_path: Path) -> None:
     base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
     surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
     with pytest.raises(BadInput, match="quantised model cannot be run layer by layer"):
-        surgeon.verify(base, tmp_path / "out", window=24, windows=1, streamed=True)
+        surgeon.verify(base, tmp_path / "out", window=16, windows=1, streamed=True)
 
 
 def _changed(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
@@ -380,7 +380,7 @@ def test_four_bits_in_fp8_checkpoints_are_copied_only(plan: Plan, tmp_path: Path
     with pytest.raises(BadInput, match=r"o_proj\.weight \(.*\): I8 in a layer that surgeon only moves as bytes"):
         surgeon.preview(plan(ADAPTERS), str(base))
     surgeon.apply(plan(INSERT), str(base), tmp_path / "out")
-    verified = surgeon.verify(base, tmp_path / "out", window=24, windows=1)
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert verified.holds
     assert verified.identical
     after = weights(tmp_path / "out")

@@ -134,12 +134,12 @@ def every_graft() -> dict[str, dict[str, Any]]:
     return named
 
 
-def every_graft_in(family: str) -> dict[str, dict[str, Any]]:
-    """`every_graft` for two families that differ in norms, windows and heads; for the others each graft once.
+def every_graft_in(family: str, *whole: str) -> dict[str, dict[str, Any]]:
+    """`every_graft` for the families `whole`; for the others each graft once.
 
     For what takes seconds a family and in which grafts and families do not meet elsewhere than in their sites.
     """
-    if family in ("llama", "gemma3_text"):
+    if family in whole:
         return every_graft()
     return {name: surgery for name, surgery in every_graft().items() if name in ("both", "experts", "everything")}
 

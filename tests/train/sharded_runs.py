@@ -19,7 +19,7 @@ def main(folder: Path, runs: list[str]) -> None:
     for run in runs:
         name, _, config = run.partition("=")
         try:
-            trained = surgeon.train(folder / name / "out", folder / config, folder / name / "sharded", device="cpu")
+            trained = surgeon.train(folder / name / "out", folder / config, folder / name / "together", device="cpu")
         except SurgeonError as error:
             (folder / name / f"stopped{os.environ['RANK']}.txt").write_text(str(error), encoding="utf-8")
             continue

@@ -96,13 +96,16 @@ def test_every_familys_loss(family: str) -> None:
     fused.check(ids)
 
 
-@pytest.mark.parametrize("plan", ["control-llm", "neutral-residues", "mixture-of-control", "pmoe"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "plan, family",
+    [(plan, "gemma2") for plan in ("control-llm", "neutral-residues", "mixture-of-control", "pmoe")]
+    + [("control-llm", "llama")],
+)
 def test_a_run_is_the_same_run_with_its_auxiliary_losses(tmp_path: Path, plan: str, family: str) -> None:
     out = grown(tmp_path, plan, family, num_hidden_layers=8)
     logs, starts = [], []
     for kind in ("torch", "chunked"):
-        path = config(tmp_path, steps=4, dtype="float32", cross_entropy=kind)
+        path = config(tmp_path, steps=3, dtype="float32", cross_entropy=kind)
         trained = surgeon.train(out, path, tmp_path / kind, device="cpu")
         assert trained is not None
         logs.append([(entry["loss"], entry["grad_norm"]) for entry in trained.log if "loss" in entry])

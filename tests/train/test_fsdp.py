@@ -1,4 +1,4 @@
-"""`surgeon train` under FSDP2: two processes with shares of the model learn what one learns with all of it."""
+"""`surgeon train` by two processes, with shares of the model (FSDP2) or all of it each: what one learns, they learn."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.train.checkpoints import newest_checkpoint
+from surgeon.train.publishing import Trained
 from surgeon.train.session import work_folder
 from tests import tiny
 from tests.train import sharded_runs
-from tests.train.test_train import CONFIG, base_of, config, digests, grown
+from tests.train.test_train import base_of, config, digests, grown
 from tests.train.texts import add_tokenizer
 from tests.warm import warm
 
@@ -34,6 +36,8 @@ operations:
   - {op: pmoe_experts, threshold: 3, slots: 2, router_loss: {kind: task_id}}
   - {op: mixture_of_control, rank: 4}
 """
+
+RESUMED = {"steps": 12, "save_every": 3, "evaluate_every": 6}
 
 # What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
 ACCELERATE = {
@@ -62,71 +66,95 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.slow
-def test_two_shares_learn_what_one_whole_learns(tmp_path: Path) -> None:
-    """Loss, gradient norm, held-out losses and every trained tensor, for every graft; some without logits."""
-    base_of(tmp_path, num_hidden_layers=8, dtype="float32")
-    add_tokenizer(tiny.checkpoint(tmp_path / "tied-base", "gemma2", num_hidden_layers=8, dtype="float32"))
-    (tmp_path / "everything.yaml").write_text(EVERYTHING, encoding="utf-8")
-    runs = {
-        "llama-pro": ("llama-pro", "base"),
-        "everything": (str(tmp_path / "everything.yaml"), "base"),
-        "tied": ("mixture-of-control", "tied-base"),
-    }
+@dataclass(frozen=True)
+class Launched:
+    """Runs of two processes, all in one launch, and what one process made of some of them, by name."""
+
+    folder: Path
+    alone: dict[str, Trained]
+
+    def told(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / name / "told.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """A class of transformers' own; all grafts on tied weights; one unsharded; one to be resumed; a wild one."""
+    folder = tmp_path_factory.mktemp("launched")
+    base_of(folder, num_hidden_layers=8, dtype="float32")
+    add_tokenizer(tiny.checkpoint(folder / "tied-base", "gemma2", dtype="float32"))
+    add_tokenizer(tiny.checkpoint(folder / "small-base", "llama"))
+    (folder / "everything.yaml").write_text(EVERYTHING, encoding="utf-8")
     # Micro-batches of the same sequences, whoever takes them: then losses over a batch's tokens are the same too.
     # Three held-out sequences: in the second round of two there is none for the second process.
     # The base teaches, in rounds in which only one process has text of its own.
-    path = config(
-        tmp_path, steps=4, micro_batch=1, batch=4, sharding="fsdp", validation_sequences=3, preserve={"loss": "kl"}
-    )
+    shared = {"steps": 3, "micro_batch": 1, "batch": 4, "sharding": "fsdp", "validation_sequences": 3}
+    shared |= {"preserve": {"loss": "kl"}}
+    wild = {"sharding": "fsdp", "save_every": 1, "optimizer": {"lr": 1e30, "warmup": 2, "clip": 0}}
+    runs: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "native": ("llama-pro", "base", shared),
+        # The head's weights are whole only inside the model's forward, where the fused loss takes them.
+        "everything": (str(folder / "everything.yaml"), "tied-base", shared | {"cross_entropy": "chunked"}),
+        "unsharded": ("control-llm", "base", {**shared, "micro_batch": 2, "sharding": "none"}),
+        "resumed": ("mixture-of-control", "small-base", RESUMED | {"sharding": "fsdp"}),
+        "wild": ("mixture-of-control", "small-base", wild),
+    }
     alone = {}
-    for name, (plan, base) in runs.items():
-        (tmp_path / name).mkdir()
-        surgeon.apply(plan, str(tmp_path / base), tmp_path / name / "out")
-        alone[name] = surgeon.train(tmp_path / name / "out", path, tmp_path / name / "alone", device="cpu")
-    shutil.copytree(tmp_path / "tied" / "out", tmp_path / "wild" / "out")
-    wild = CONFIG | {"sharding": "fsdp", "save_every": 1, "optimizer": {"lr": 1e30, "warmup": 2, "clip": 0}}
-    (tmp_path / "wild.yaml").write_text(yaml.safe_dump(wild), encoding="utf-8")
-    # The head's weights are whole only inside the model's forward, where the fused loss takes them.
-    fused = yaml.safe_load(path.read_text(encoding="utf-8")) | {"cross_entropy": "chunked"}
-    (tmp_path / "fused.yaml").write_text(yaml.safe_dump(fused), encoding="utf-8")
-    how = {name: "fused.yaml" if name in ("llama-pro", "tied") else "train.yaml" for name in runs}
-    ran = launch(sharded_runs.__file__, str(tmp_path), "wild=wild.yaml", *(f"{name}={how[name]}" for name in runs))
+    for name, (plan, base, changes) in runs.items():
+        (folder / name).mkdir()
+        surgeon.apply(plan, str(folder / base), folder / name / "out")
+        config(folder, **changes).rename(folder / f"{name}.yaml")
+        if name not in ("resumed", "wild"):
+            one = surgeon.train(folder / name / "out", folder / f"{name}.yaml", folder / name / "alone", device="cpu")
+            assert one is not None
+            alone[name] = one
+    # What diverges first, so that what comes after shows that the group goes on.
+    order = sorted(runs, key=lambda name: name != "wild")
+    ran = launch(sharded_runs.__file__, str(folder), *(f"{name}={name}.yaml" for name in order))
     assert ran.returncode == 0, ran.stderr[-3000:]
-    for name, one in alone.items():
-        assert one is not None
-        told = json.loads((tmp_path / name / "told.json").read_text())
-        curves = [
-            torch.tensor([(e["loss"], e["grad_norm"], e["loss.preserve"]) for e in log if "loss" in e])
-            for log in (one.log, told["log"])
-        ]
-        assert len(curves[0]) == 4
-        torch.testing.assert_close(*curves, rtol=1e-5, atol=1e-6, msg=lambda text, of=name: f"{of}: {text}")
-        for source, (before, after) in one.losses.items():
-            assert told["losses"][source]["before"] == pytest.approx(before, rel=1e-6)
-            assert told["losses"][source]["after"] == pytest.approx(after, rel=1e-5)
-        born, whole, sharded = (tensors(tmp_path / name / folder) for folder in ("out", "alone", "sharded"))
-        assert born.keys() == whole.keys() == sharded.keys()
-        for tensor, value in whole.items():
-            # Against how far it went: AdamW makes a whole step of a gradient that is all rounding.
-            distance, way = (sharded[tensor] - value).norm(), (value - born[tensor]).norm()
-            assert distance <= 1e-3 * way, (name, tensor, distance, way)
-        assert surgeon.verify(tmp_path / runs[name][1], tmp_path / name / "sharded", text=None, windows=1).holds
-    stopped = [(tmp_path / "wild" / f"stopped{rank}.txt").read_text() for rank in (0, 1)]
+    return Launched(folder, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, base", [("native", "base"), ("everything", "tied-base"), ("unsharded", "base")])
+def test_two_processes_learn_what_one_learns(launched: Launched, name: str, base: str) -> None:
+    """Loss, gradient norm, held-out losses and every trained tensor, for every graft; one without logits."""
+    one, told = launched.alone[name], launched.told(name)
+    curves = [
+        torch.tensor([(e["loss"], e["grad_norm"], e["loss.preserve"]) for e in log if "loss" in e])
+        for log in (one.log, told["log"])
+    ]
+    assert len(curves[0]) == 3
+    # Of two sequences at once, a mean over tokens of an auxiliary loss weighs each a little otherwise.
+    near = {"rtol": 1e-4, "atol": 1e-5} if name == "unsharded" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(*curves, **near)
+    for source, (before, after) in one.losses.items():
+        assert told["losses"][source]["before"] == pytest.approx(before, rel=1e-6)
+        assert told["losses"][source]["after"] == pytest.approx(after, rel=2e-4)
+    folder = launched.folder / name
+    born, whole, both = (tensors(folder / made) for made in ("out", "alone", "together"))
+    assert born.keys() == whole.keys() == both.keys()
+    for tensor, value in whole.items():
+        # Against how far it went: AdamW makes a whole step of a gradient that is all rounding.
+        distance, way = (both[tensor] - value).norm(), (value - born[tensor]).norm()
+        assert distance <= 1e-3 * way, (tensor, distance, way)
+    assert surgeon.verify(launched.folder / base, folder / "together", window=16, windows=1).holds
+
+
+@pytest.mark.slow
+def test_what_diverges_stops_every_process_alike(launched: Launched) -> None:
+    stopped = [(launched.folder / "wild" / f"stopped{rank}.txt").read_text() for rank in (0, 1)]
     assert stopped[0] == stopped[1]
     assert re.match(r"step \d+: the (loss|gradient's norm) is (nan|inf); .* the checkpoint of step \d", stopped[0])
 
 
 @pytest.mark.slow
-def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
+def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path: Path) -> None:
     """In bfloat16, so with masters; as `accelerate launch` starts it. To the bit by two processes again."""
-    grown(tmp_path, "mixture-of-control")
-    config(tmp_path, steps=12, save_every=3, evaluate_every=6)
-    arguments = ["-m", "surgeon", "train", str(tmp_path / "out"), "--config", str(tmp_path / "train.yaml")]
-    arguments += ["--device", "cpu", "--json", "--to"]
-    whole = launch(*arguments, str(tmp_path / "whole"), environment=ACCELERATE)
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    assert "sharded over 2 processes (FSDP2)" in whole.stderr
+    out = launched.folder / "resumed" / "out"
+    path = config(launched.folder, **RESUMED)
+    arguments = ["-m", "surgeon", "train", str(out), "--config", str(path), "--device", "cpu", "--json", "--to"]
     work = work_folder(tmp_path / "run")
     begun = subprocess.Popen(
         [*torchrun(), *arguments, str(tmp_path / "run")],
@@ -142,15 +170,16 @@ def test_killed_shares_go_on_as_they_are_or_as_one(tmp_path: Path) -> None:
     shutil.copytree(work, work_folder(tmp_path / "other"))
     ran = launch(*arguments, str(tmp_path / "run"), environment=ACCELERATE)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    told = [json.loads(each.stdout) for each in (whole, ran)]
-    assert 3 <= told[1]["resumed_at"] < 12
-    assert told[0]["losses"] == told[1]["losses"]
-    assert digests(tmp_path / "whole") == digests(tmp_path / "run")
-    other = surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "other", device="cpu")
+    assert "sharded over 2 processes (FSDP2)" in ran.stderr
+    whole, told = launched.told("resumed"), json.loads(ran.stdout)
+    assert 3 <= told["resumed_at"] < 12
+    assert whole["losses"] == told["losses"]
+    assert digests(launched.folder / "resumed" / "together") == digests(tmp_path / "run")
+    other = surgeon.train(out, path, tmp_path / "other", device="cpu")
     assert other is not None
     assert 3 <= other.resumed_at < 12
     for name, (_, after) in other.losses.items():
-        assert told[0]["losses"][name]["after"] == pytest.approx(after, rel=0.01)
+        assert told["losses"][name]["after"] == pytest.approx(after, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ LIVE = {
 
 def trained(folder: Path, live: Live, weight: float) -> tuple[Path, list[float]]:
     """A run of the plan with this weight, and the gradient's norm at each step."""
-    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", dtype="float32"))
+    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", dtype="float32", num_hidden_layers=4))
     (folder / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": [live.operation(weight)]}))
     surgeon.apply(folder / "plan.yaml", str(base), folder / "out")
     first, second = (1, 2) if live.roles[0].startswith("task") else (0, 1)

@@ -25,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "local_loss": {"kind": "l1", "weight": 1.0},
     },
     "control_llm": {"op": "control_llm", "layers": {"every": 2}, "interpolator": {"kind": "dlerp", "learnable": True}},
-    "insert_layers": {"op": "insert_layers", "where": {"after": [2, 4]}, "init": {"kind": "average"}},
+    "insert_layers": {"op": "insert_layers", "where": {"after": [0, 2]}, "init": {"kind": "average"}},
     "pmoe_experts": {"op": "pmoe_experts", "slots": 2, "router_loss": {"kind": "task_id", "weight": 0.5}},
     "mixture_of_control": {"op": "mixture_of_control", "rank": 4},
 }
@@ -98,7 +98,7 @@ def run(out, saved, dtype):
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     model.train()
     domains = {"domain_ids": torch.tensor([0, 1, 1, 2])} if hasattr(model, "freeze_base") else {}
-    for step in range(20):
+    for step in range(15):
         ids = rows(step)
         result = model(input_ids=ids, labels=ids, **domains)
         result.loss.backward()
@@ -164,7 +164,7 @@ def run(out, saved, trainer_class):
         margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
         return {"new": new, "margins": margins, "same": round_trip(model, saved)}
     args = SFTConfig(
-        **common, max_steps=25, gradient_accumulation_steps=2, remove_unused_columns=not grafted,
+        **common, max_steps=15, gradient_accumulation_steps=2, remove_unused_columns=not grafted,
     )
     trainer = {"own": ModelsOwnLoss, "trl": SFTTrainer}[trainer_class](
         model=model, args=args, train_dataset=texts, processing_class=tokenizer,
@@ -189,7 +189,7 @@ json.dump(told, sys.stdout)
 
 def grown(folder: Path, name: str) -> tuple[Path, set[str]]:
     """An output with a tokenizer, and the names of what its surgery added."""
-    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama"))
+    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=4))
     plan = folder / "plan.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": [PLANS[name]]}), encoding="utf-8")
     applied = surgeon.apply(plan, str(base), folder / "out")
@@ -269,7 +269,7 @@ def test_trls_trainer(name: str, trainer: str, by_trl: Trained) -> None:
     told, out, saved, new = by_trl[name, trainer]
     assert set(told["new"]) == new
     assert told["same"]
-    assert len(told["losses"]) == 25
+    assert len(told["losses"]) == 15
     assert told["after"] < told["before"] - 0.15
     assert not told["heard"]
     check_saved(out, saved, new, torch.bfloat16)
