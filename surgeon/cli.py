@@ -105,7 +105,7 @@ def _mixed_up(ctx: typer.Context) -> str:
     takes: dict[str, set[Kind]] = {
         "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
         "BASE": {*CHECKPOINTS, NAME},
-        "OUT": {NEW, NAME} if ctx.command.name == "apply" else {"an output of surgeon"},
+        "OUT": {"apply": {NEW, NAME}, "train": {*CHECKPOINTS}}.get(str(ctx.command.name), {"an output of surgeon"}),
         "DEST": {NEW, NAME},
         "RUN": {NEW, NAME},
         "MODEL…": {*CHECKPOINTS, NAME},
@@ -338,7 +338,7 @@ def verify(
 
 @app.command()
 def train(
-    out: OutArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output, or of a base of any kind")],
     config: Annotated[
         Path, typer.Option("--config", metavar="TRAIN.YAML", help="training config: data, steps, optimizer")
     ],

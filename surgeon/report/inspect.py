@@ -85,6 +85,8 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     facts.add_row("base's digest", manifest.base_digest)
     facts.add_row("promise", promise_of(manifest.promise, trained=bool(manifest.training)))
     facts.add_row("written by", f"surgeon {printable(manifest.tool.version)}")
+    if not manifest.operations:
+        facts.add_row("surgery", "none: the base was trained as it is")
     for number, entry in enumerate(manifest.operations):
         facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
     for grown in manifest.vocabularies.values():

@@ -126,7 +126,7 @@ def test_an_argument_in_anothers_place(made: Path, tmp_path: Path, monkeypatch: 
         (["apply", "--delta", base, out, new], "base is a checkpoint, PLAN takes a delta"),
         (["verify", out, base], "did you swap BASE and OUT?"),
         (["verify", out, out], "BASE and OUT are the same folder"),
-        (["train", base, "--config", config, "--to", new], "OUT takes an output of surgeon"),
+        (["train", base, "--config", config, "--to", new], "`what` is not given"),
         (["train", config, "--config", out, "--to", new], "did you swap OUT and TRAIN.YAML?"),
         (["train", new, "--config", config, "--to", out], "did you swap OUT and RUN?"),
         (["train", out, "--config", plan, "--to", new], "plan.yaml is a plan, TRAIN.YAML takes a training config"),

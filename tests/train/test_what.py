@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import surgeon
@@ -19,6 +21,7 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
+from surgeon.report.inspect import inspection_view
 from surgeon.train import trainer
 from surgeon.train.checkpoints import step_of
 from surgeon.train.config import LoraSpec, load_config
@@ -81,6 +84,18 @@ def test_all_of_a_plain_base_trains_and_is_told_and_comes_back(plain: Path, tmp_
         assert {path.name for path in (tmp_path / run).iterdir()} == names
         for name in names - {"model.safetensors.index.json"}:
             assert (tmp_path / run / name).read_bytes() == (plain / "base" / name).read_bytes(), name
+
+
+def test_what_changed_is_shown(plain: Path) -> None:
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(inspection_view(surgeon.inspect(plain / "second")))
+    told, number = " ".join(shown.getvalue().split()), len(digests(plain / "base"))
+    assert "surgery none: the base was trained as it is" in told
+    assert f"base tensors {number} changed by training; {number} kept in {KEPT_FOLDER}/" in told
+    assert f"adapter 4 tensors in {ADAPTER_FOLDER}/, merged into the weights" in told
+    card = (plain / "second" / "README.md").read_text(encoding="utf-8")
+    assert card.count(f"{number} base tensors changed by training") == 1
+    assert "nothing was added: the base was trained as it is" in card
 
 
 def test_what_is_kept_must_be_the_bases(plain: Path, tmp_path: Path) -> None:
