@@ -77,6 +77,9 @@ def main() -> None:
         trained = surgeon.train(untrained, config, asked.to, listener=listener)
     assert trained is not None
     shutil.rmtree(untrained)
+    # A base like any other: what it was before it was trained is nobody's teacher.
+    for name in ("surgery.json", "README.md"):
+        (asked.to / name).unlink()
     print(", ".join(f"{name} {before:.3f} → {after:.3f}" for name, (before, after) in trained.losses.items()))
 
 

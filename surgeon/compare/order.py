@@ -102,13 +102,9 @@ def wanted(study: Study, losses: Losses, *, broad: bool = False) -> Iterator[Run
             rates = rates_of(study, method, remedy, losses)
             if seed and not rates.settled:
                 continue
-            runs = (Run(method.called, remedy.name, rate, seed) for rate in from_the_middle(rates.rates))
-            by_entry.append([run for run in runs if run not in losses])
-        if broad:
-            rounds = itertools.zip_longest(*by_entry)
-            yield from (run for each in rounds for run in each if run is not None)
-        else:
-            yield from itertools.chain.from_iterable(by_entry)
+            by_entry.append([Run(method.called, remedy.name, rate, seed) for rate in from_the_middle(rates.rates)])
+        rounds = itertools.zip_longest(*by_entry) if broad else by_entry
+        yield from (run for each in rounds for run in each if run is not None and run not in losses)
 
 
 def from_the_middle(rates: Sequence[float]) -> list[float]:

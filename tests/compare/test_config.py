@@ -151,6 +151,9 @@ def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> 
         ("neutral-residues", 3e-4),
         ("full", 1e-3),
     ]
+    # What is finished keeps its turn: the next method's first run comes before the first one's second.
+    done = dict.fromkeys(runs[:1], (5.0, 2.0))
+    assert next(iter(wanted(study, done, broad=True))) == runs[1]
     whole = list(wanted(study, {}))
     assert [run.method for run in whole[:5]] == ["full"] * 4 + ["lora"] and set(whole) == set(runs)
 
