@@ -104,18 +104,32 @@ def rows_of(work: Path, mode: str, titles: list[str]) -> Iterator[dict[str, Any]
     if mode.endswith("on 2"):
         # Cores are bound to memory nodes otherwise, of which there may be one.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     left = list(titles)
     while left:
         command = [sys.executable, "-m", "benchmarks.engines.vllm", str(work), "--inner", mode, *left]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        log = work / "vllm.log"
+        with (
+            log.open("w") as told,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, env=environment) as process,
+        ):
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(_LAST):
-                    yield json.loads(line.removeprefix(_LAST))
+                    made = json.loads(line.removeprefix(_LAST))
+                    yield made | {"error": cause(log, made["error"])} if "error" in made else made
                     left.pop(0)
         if left and process.returncode:
             yield {"title": left.pop(0), "mode": mode, "seconds": 0.0, "error": f"exit status {process.returncode}"}
+
+
+def cause(log: Path, told: str) -> str:
+    """The line by which a worker in a process of its own ended, where `told` says no more than that one did."""
+    if not any(word in told for word in ("initialization failed", "Engine core", "background process")):
+        return told
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "ValueError: " in line]
+    return lines[-1].partition("ValueError: ")[2] if lines else told
 
 
 def cell(found: dict[str, Any] | None) -> str:

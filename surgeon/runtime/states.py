@@ -84,14 +84,15 @@ class RoutingCache(CacheLayerMixin):
     `counts`, how many tokens each sum has, B T 1.
     """
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, *, is_sliding: bool = False) -> None:
+    def __init__(self, first: Any = None) -> None:
         super().__init__()
-        # As the first layer's, so that masks are sized by that one and not by this.
-        self.is_sliding = is_sliding
+        # As the first layer's, so that masks are made for that one and not for this: beside a static layer, a mask that
+        # is left out as nothing is padded would show tokens the places that are still empty.
+        self.is_sliding = bool(getattr(first, "is_sliding", False))
+        self.is_compileable = bool(getattr(first, "is_compileable", False))
         self.sums: dict[int, Tensor] = {}
         self.counts: Tensor | None = None
         self.keys = self.values = None
@@ -309,7 +310,7 @@ class StatesGraft(Graft, StatesRules):
             return
         past = mixing.past
         if past is None:
-            past = RoutingCache(is_sliding=bool(getattr(cache.layers[0], "is_sliding", False)))
+            past = RoutingCache(cache.layers[0])
             cache.layers.append(past)
         past.append(mixing.sums, mixing.counts)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.runtime.grafting import both, control, every_graft_in, grafted, perturbed, tokens
+from tests.runtime.grafting import both, control, every_graft_in, grafted, perturbed, states, tokens
 
 NEW_TOKENS = 4
 
@@ -45,6 +45,14 @@ def test_cached_static_padded_and_uncached_agree(family: str) -> None:
             torch.testing.assert_close(dynamic, other, atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
         alone = scores(model, ids[:1, 4:], mask[:1, 4:])
         torch.testing.assert_close(dynamic[:, :1], alone, atol=2e-5, rtol=1e-4)
+
+
+def test_a_static_cache_shows_no_empty_places_where_nothing_is_padded() -> None:
+    """The mask may be left out there beside a cache that grows, not beside one of a fixed size."""
+    model, ids = perturbed(grafted("llama", states(top_k=1))), tokens(1, 10)
+    whole = torch.ones_like(ids)
+    static = scores(model, ids, whole, cache_implementation="static", disable_compile=True)
+    torch.testing.assert_close(static, scores(model, ids, whole, use_cache=False), atol=2e-5, rtol=1e-4)
 
 
 def test_every_branch_has_a_cache_of_its_own() -> None:
