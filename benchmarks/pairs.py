@@ -185,10 +185,13 @@ def kept(base: Path, out: Path, back: Path) -> list[str]:
     try:
         reverted = surgeon.revert(out, back).path
     except BadInput as error:
-        # What an operation overwrote or took out is gone, and revert says so.
-        told = re.search("is lost|and its weights with it", str(error))
-        return wrong if told else [*wrong, f"revert: {error}"]
+        return wrong if lost_on_purpose(error) else [*wrong, f"revert: {error}"]
     return wrong + [f"revert: {line}" for line in differing(reverted, base)]
+
+
+def lost_on_purpose(error: BadInput) -> bool:
+    """Whether `revert` says of what an operation overwrote or took out that it is gone."""
+    return re.search("is lost|and its weights with it", str(error)) is not None
 
 
 def alike(one: Path, other: Path, *, exact: bool, more: int) -> list[str]:

@@ -320,7 +320,9 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = N
             dissect(blueprint.config, {info.name: info for info in planned}, own)
         except BadInput as error:
             shown = printable(anatomy.family.model_type)
-            raise BadInput(f"{shown}: a model of these widths cannot be described: {error}") from error
+            raise BadInput(
+                f"{shown}: a model of these widths cannot be described; choose other widths: {error}"
+            ) from error
 
 
 def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
