@@ -116,6 +116,9 @@ def rows_of(work: Path, mode: str, titles: list[str]) -> Iterator[dict[str, Any]
         ):
             assert process.stdout is not None
             for line in process.stdout:
+                # Workers log to the one, tracebacks go to the other.
+                told.write(line)
+                told.flush()
                 if line.startswith(_LAST):
                     made = json.loads(line.removeprefix(_LAST))
                     yield made | {"error": cause(log, made["error"])} if "error" in made else made
@@ -137,7 +140,7 @@ def cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "–"
     if "error" in found:
-        return f"refused: `{found['error']}`"
+        return f"ends: `{found['error']}`"
     cached = f", {found['cached']} tokens from the cache" if found["cached"] else ""
     return f"{found['worst']:.1e}, {found['same']}/{found['tokens']}{cached}"
 
@@ -153,7 +156,7 @@ def table(rows: list[dict[str, Any]], cases: dict[str, Any]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + ". Tiny random models, new tensors moved away from their birth, float32 on a CPU.",
         "",
-        "Largest difference of a log-probability to transformers, and how many greedy tokens are the same.",
+        "Largest difference of a log-probability to transformers, and how many greedy tokens are the same (–: not run).",
         "",
         f"| output | class in vLLM | {' | '.join(MODES)} |",
         "|---" * (len(MODES) + 2) + "|",
