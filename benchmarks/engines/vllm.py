@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]], cases: dict[str, Any]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + ". Tiny random models, new tensors moved away from their birth, float32 on a CPU.",
         "",
-        "Largest difference of a log-probability to transformers, and how many greedy tokens are the same (–: not run).",
+        "Largest difference of a log-probability to transformers; how many greedy tokens are the same (–: not run).",
         "",
         f"| output | class in vLLM | {' | '.join(MODES)} |",
         "|---" * (len(MODES) + 2) + "|",
