@@ -57,6 +57,10 @@ def grafts() -> dict[str, list[dict[str, Any]]]:
         rows[f"slots above {threshold} layers, two"] = [{"op": "pmoe_experts", "threshold": threshold, "slots": 2}]
     rows["slots, then control on them"] = [{"op": "pmoe_experts", "threshold": 2, "slots": 2}, *control("lerp")]
     rows |= states()
+    rows["inserted + control + adapters, gated"] = [
+        *rows["inserted + control + adapters"],
+        {"op": "domain_gate"},
+    ]
     rows["all in one plan"] = [
         {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "ot_fusion"}},
         *control("dlerp"),

@@ -17,6 +17,7 @@ from surgeon.blueprint.grafts import (
     described_surgery,
     grafted_config,
     grafts_of,
+    inserted_before,
     settings_of,
     twins_of,
 )
@@ -67,6 +68,8 @@ def silence(tensors: Mapping[str, Recipe], kind: LayerKind) -> dict[str, Recipe]
 # What new layers of a quantised base are stored in, and a part of FP8 layers that nothing in full precision reads.
 _OPENED = "BF16"
 _ACTIVATIONS = "activation_scale"
+# What of an operation training changes: its new tensors, every tensor, or its new ones once, before the first step.
+Trains = Literal["new", "all", "fitted"]
 # From the strongest to the weakest.
 Promise = Literal["exact", "rounding", "none"]
 
@@ -159,7 +162,7 @@ class OperationRecord:
     op: str
     matched: str
     claim: Claim
-    trains: Literal["new", "all"]
+    trains: Trains
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,8 @@ class Draft:
             )
             for index, tensors in enumerate(anatomy.layers)
         ]
+        # Layers of the base that its own surgeries inserted, as far as they left grafts too.
+        self.inserted_before = inserted_before(config)
 
     def add_coupling(self, coupling: Coupling) -> None:
         """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
@@ -467,6 +472,7 @@ class Draft:
                 self.config,
                 [layer.grafts for layer in self.layers],
                 new_layers=[index for index, layer in enumerate(self.layers) if layer.base is None],
+                older_layers=self._older_layers(),
                 settings=self.settings,
                 per_layer=lists,
                 bank=self.bank,
@@ -487,8 +493,13 @@ class Draft:
         order = [layer.like for layer in self.layers]
         made = derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules(derivation))
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
-        made["surgery"] = described_surgery(grafts, new_layers=new, settings=self.settings, bank=self.bank)
+        made["surgery"] = described_surgery(
+            grafts, new_layers=new, older_layers=self._older_layers(), settings=self.settings, bank=self.bank
+        )
         return made
+
+    def _older_layers(self) -> list[int]:
+        return [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
 
     def _graft_modules(self, derivation: Derivation) -> list[str]:
         """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""

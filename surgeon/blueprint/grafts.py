@@ -104,6 +104,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(surgery[key]) for key in keys if key in surgery} if isinstance(surgery, Mapping) else {}
 
 
+def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
+    """Layers of a base that its surgeries inserted, as its config names them: from the first one with grafts on."""
+    if not is_grafted(config):
+        return frozenset()
+    surgery = config["surgery"]
+    return frozenset([*surgery.get("new_layers", ()), *surgery.get("older_layers", ())])
+
+
 def bank_of(config: Mapping[str, Any]) -> Graft | None:
     """The control states that a base brings, all layers' together, without tensors; marked frozen."""
     mixture = config["surgery"].get("mixture") if is_grafted(config) else None
@@ -115,6 +123,7 @@ def grafted_config(
     grafts: Sequence[Sequence[Graft]],
     *,
     new_layers: Sequence[int],
+    older_layers: Sequence[int],
     settings: Mapping[str, Any],
     per_layer: Mapping[str, Sequence[Any]],
     bank: Graft | None = None,
@@ -140,7 +149,9 @@ def grafted_config(
         )
     grown["architectures"] = [_architecture(config, native)]
     grown["auto_map"] = native.auto_map
-    grown["surgery"] = described_surgery(grafts, new_layers=new_layers, settings=settings, bank=bank)
+    grown["surgery"] = described_surgery(
+        grafts, new_layers=new_layers, older_layers=older_layers, settings=settings, bank=bank
+    )
     return grown
 
 
@@ -153,6 +164,7 @@ def described_surgery(
     grafts: Sequence[Sequence[Graft]],
     *,
     new_layers: Sequence[int],
+    older_layers: Sequence[int],
     settings: Mapping[str, Any],
     bank: Graft | None,
 ) -> dict[str, Any]:
@@ -167,7 +179,8 @@ def described_surgery(
             surgery.setdefault(graft.kind, []).append(numbers | graft.entry)
     if bank is not None:
         surgery["mixture"] = copy.deepcopy(bank.entry)
-    return surgery | copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
+    surgery |= copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
+    return surgery | ({"older_layers": list(older_layers)} if older_layers else {})
 
 
 def _architecture(config: Mapping[str, Any], native: Native) -> str:

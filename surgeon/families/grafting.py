@@ -20,6 +20,7 @@ from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import one_thread, shrunk, twin_of
 from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.gate_rules import GATE
 from surgeon.runtime.rules import BRANCH
 
 _USE = "use another model, or full fine-tuning"
@@ -163,6 +164,9 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
             source = held.get(name.replace(f".{BRANCH}", "."))
             if source is not None:
                 value.copy_(source)
+            elif name.endswith(f"{GATE}threshold"):
+                # Open, so that what it switches is looked at: closed, a gate hides it.
+                value.fill_(-1.0)
     return model.eval()
 
 

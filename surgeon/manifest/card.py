@@ -168,6 +168,7 @@ def _done(manifest: Manifest) -> str:
             ]
             losses = f"; loss by source, first and last: {', '.join(told[:_MOST_NAMED])}" if told else ""
             lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
+            lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
         lines += ["", *_vocabulary(grown)]
     lines += ["", "The layers, top of the stack first:", "", _fenced("\n".join(_stack(manifest.layers)), "text")]
@@ -314,6 +315,18 @@ def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None,
     pinned = 'revision = "main"  # better: the commit hash\n' if repo_id else ""
     code = f"from transformers import {auto}\n\n{pinned}model = {auto}.from_pretrained({arguments})"
     return f"## How to load it\n\n{_fenced(code, 'python')}\n\n{note}"
+
+
+def _gate(figures: Mapping[str, Any] | None) -> list[str]:
+    """What a run measured of the domain gate that it fitted; a file's figures need not be numbers."""
+    shares = [(figures or {}).get(key) for key in ("new", "original")]
+    new, original = (share if isinstance(share, float) else None for share in shares)
+    if new is None or original is None:
+        return []
+    return [
+        f"- a domain gate, fitted before it: open on {new:.1%} of held-out new tokens and {original:.1%} of original"
+        " ones; where it is closed from a document's beginning on, logits are the base's, bit for bit"
+    ]
 
 
 def _training(manifest: Manifest, repo_id: str | None) -> str:

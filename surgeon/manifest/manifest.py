@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from surgeon.blueprint.draft import Promise
+from surgeon.blueprint.draft import Promise, Trains
 from surgeon.blueprint.measured import MeasuredLayers, TextLoss
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -93,7 +93,7 @@ class OperationEntry(Entry):
     matched: str
     promise: Promise
     reason: str
-    trains: Literal["new", "all"]
+    trains: Trains
 
 
 class GraftEntry(Entry):
@@ -226,6 +226,8 @@ class TrainingEntry(Entry):
     adapter: AdapterEntry | None = None
     kept: list[str] = []
     published_step: int | None = None
+    # What was measured of a domain gate that the run fitted.
+    gate: dict[str, Any] | None = None
 
 
 class ImportedAdapter(Entry):

@@ -55,7 +55,8 @@ class TrainableSet:
     """Names of tensors that train, in the order of the checkpoint, and the operations that made them, in order.
 
     `fixed` says of those that train in part what of them stays as it is. `of_base` are those that hold something of
-    the base's which is to change; `title` says what they are, where no operation does.
+    the base's which is to change; `title` says what they are, where no operation does. `fitted` are tensors that get
+    their values before the first step, and none by a gradient.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class TrainableSet:
     fixed: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
     of_base: frozenset[str] = frozenset()
     title: str = ""
+    fitted: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -152,10 +154,16 @@ def _of(
     fixed: dict[str, Fixed] = {}
     for nth, surgery in enumerate(surgeries, 1):
         numbers = list(range(len(surgery.operations))) if only is None else sorted(set(only))
+        fits = {number for number, operation in enumerate(surgery.operations) if operation.trains == "fitted"}
         for number in numbers:
-            operations.append(surgery.operations[number].op)
+            if number not in fits:
+                operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
-        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
+        made = [
+            name
+            for name, tensor in surgery.new_tensors.items()
+            if tensor.operation in numbers and tensor.operation not in fits
+        ]
         now = dict(zip(made, made, strict=True)) if lineage is None else lineage.places(nth, made)
         for name, place in now.items():
             tensor = surgery.new_tensors[name]
@@ -206,4 +214,12 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
             f"{shown}: nothing to train: what was asked for has no new tensor; say `what: all`, `what: base`,"
             " `what: {layers: …}` or `lora: {…}`"
         )
-    return TrainableSet(tuple(name for name in out.tensors if name in found.names), found.operations, found.fixed)
+    names = tuple(name for name in out.tensors if name in found.names)
+    return TrainableSet(names, found.operations, found.fixed, fitted=_fitted(manifest))
+
+
+def _fitted(manifest: Manifest) -> tuple[str, ...]:
+    """Of the last surgery, what its first run fits: a later one leaves it, as all that trained did so behind it."""
+    fits = {number for number, operation in enumerate(manifest.operations) if operation.trains == "fitted"}
+    done = {name for run in manifest.training for name in run.tensors}
+    return tuple(name for name, new in manifest.new_tensors.items() if new.operation in fits and name not in done)

@@ -56,7 +56,8 @@ class LogitComparison:
     `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
     that is not a number counts as infinite. Of an output with more tokens than the base `identical` and
     `max_abs_difference` are of the base's tokens, and `grown` says what the others cost. `largest` is the base's
-    largest |logit| where they were not identical.
+    largest |logit| where they were not identical. `same` counts the positions all of whose logits are bit-identical;
+    `apart` are base's and output's mean loss at the others (None: none of them has a next token).
     """
 
     mode: str
@@ -70,6 +71,8 @@ class LogitComparison:
     out_loss: float
     grown: GrownLoss | None = None
     largest: float = 0.0
+    same: int = 0
+    apart: tuple[float, float] | None = None
 
     @property
     def rounded(self) -> bool:
@@ -256,6 +259,8 @@ class _Tally:
         self.more, self.old = more, 1
         self.rise, self.within = 0.0, True
         self.largest = 0.0
+        self.same = self.apart_targets = 0
+        self.apart_base = self.apart_out = 0.0
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
         """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
@@ -291,6 +296,7 @@ class _Tally:
         self.base_loss += base_loss
         if torch.equal(base_CV, out_CV):
             self.agreed += len(base_CV)
+            self.same += len(base_CV)
             self.out_loss += base_loss
             return
         old = base_CV.shape[1]
@@ -309,6 +315,12 @@ class _Tally:
         terms_CV = torch.where(base_log_CV > -math.inf, base_log_CV.exp() * (base_log_CV - out_log_CV), 0.0)
         self.kl += _finite(terms_CV.sum())
         self.out_loss += _loss(out_log_CV, targets_C)
+        same_C = (base_CV == out_CV).all(dim=-1)
+        self.same += int(same_C.sum())
+        rest_C = targets_C.masked_fill(same_C.to(targets_C.device), _NO_TARGET)
+        self.apart_targets += int((rest_C != _NO_TARGET).sum())
+        self.apart_base += _loss(base_log_CV, rest_C)
+        self.apart_out += _loss(out_log_CV, rest_C)
 
     def _add_rise(self, base_CV: Tensor, out_CV: Tensor) -> None:
         """What new tokens take from every old one at these positions."""
@@ -333,6 +345,10 @@ class _Tally:
             out_loss=self.out_loss / self.targets,
             grown=GrownLoss(self.more, self.rise, math.log1p(self.more / self.old), self.within) if self.more else None,
             largest=self.largest,
+            same=self.same,
+            apart=(self.apart_base / self.apart_targets, self.apart_out / self.apart_targets)
+            if self.apart_targets
+            else None,
         )
 
 

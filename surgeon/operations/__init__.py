@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
+from surgeon.operations.domain_gate import DomainGate
 from surgeon.operations.drop_layers import DropLayers
 from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
@@ -39,6 +40,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     GatedAdapters,
     PMoEExperts,
     MixtureOfControl,
+    DomainGate,
     MergeBranches,
     GrowVocabulary,
     UpcycleExperts,

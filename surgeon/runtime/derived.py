@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, conversion_mapping
 from transformers.utils import output_capturing
 
-from .graft import Graft, current_frame
-from .layers import BranchLayer, GraftedLayer, Site, UpcycledLayer
+from .graft import Graft
+from .layers import BranchLayer, GraftedLayer, Site, UpcycledLayer, beside_block
 from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses
 from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
 from .rules import Surgery, read_surgery
@@ -34,7 +34,14 @@ LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_
 # Arguments of heads that ask for a loss.
 _LABELS = ("labels", "start_positions")
 # Names of grafts' own tensors; `*` is any text.
-GRAFT_TENSORS = ("*mlp.adapter.*", "*interpolator.*", "*expert_router.*", "*control_bank.*", "*.lora_*")
+GRAFT_TENSORS = (
+    "*mlp.adapter.*",
+    "*interpolator.*",
+    "*expert_router.*",
+    "*control_bank.*",
+    "*domain_gate.*",
+    "*.lora_*",
+)
 
 
 class _Forward(threading.local):
@@ -97,10 +104,8 @@ class DerivedSite(Site):
         """The native output with what grafts make of it; experts may give it as one row a token."""
         output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
-        frame, shape = current_frame(), output.shape
-        output = output.reshape(x.shape)
-        for graft in self.grafts:
-            output = graft.beside(self.seat, x, output, frame)
+        shape = output.shape
+        output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
         return with_rest(output.reshape(shape), rest)
 
 
@@ -179,10 +184,11 @@ class DerivedLayer(DerivedGrafted, UpcycledLayer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in this thread's flow; what it returns is of the native form."""
         hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        if _forward.flow is None or not self.grafts:
+        flow = _forward.flow
+        if flow is None or not (self.grafts or flow.off):
             output = super(UpcycledLayer, self).__call__(hidden_states, None, *args, **kwargs)
         else:
-            output = super().__call__(hidden_states, *args, surgery_flow=_forward.flow, **kwargs)
+            output = super().__call__(hidden_states, *args, surgery_flow=flow, **kwargs)
         rest, _forward.rest = _forward.rest, None
         return with_rest(output, rest)
 
@@ -268,14 +274,7 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         flow = _forward.flow if flow is None else flow
         if flow is None and self.training and torch.is_grad_enabled():
             tell_of_lost_losses(self.surgery)
-        crossing = [graft for graft in self.surgery.rules if graft.crosses(self.surgery)]
-        if flow is None and crossing:
-            flow = Flow()
-        if flow is not None:
-            flow.packed = given.get("cu_seq_lens_q") is not None
-            for graft in crossing:
-                inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-                graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
+        crossing, flow = self.crossing(flow, given)
         with in_flow(flow):
             output = run(**given)
         if flow is not None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .derived import DerivedLayer, Seat, one_tensor, with_rest
 from .graft import Graft, current_frame
-from .layers import Site
+from .layers import Site, beside_block
 from .rules import Surgery
 
 
@@ -60,10 +60,9 @@ class SpanEnd(Site):
         if frame is None:
             raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
         x: Tensor = vars(frame)[self.role]
-        _cover(frame.mixing, x)
-        output = output.reshape(x.shape)
-        for graft in self.grafts:
-            output = graft.beside(self.seat, x, output, frame)
+        if frame.mixing is not None:
+            _cover(frame.mixing, x)
+        output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
         return with_rest(output.reshape(shape), rest)
 
 

@@ -68,7 +68,10 @@ class EncoderSite(nn.Module):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """LayerNorm(block + control + residual), B T D; `input_tensor`, the residual, is what the block read."""
         native: Any = self
-        written = native.dropout(native.dense(hidden_states)) + site_control(self.site, input_tensor, current_frame())
+        frame = current_frame()
+        if frame is not None and frame.off:
+            return super().forward(hidden_states, input_tensor)  # type: ignore[no-any-return]
+        written = native.dropout(native.dense(hidden_states)) + site_control(self.site, input_tensor, frame)
         output: Tensor = native.LayerNorm(written + input_tensor)
         return output
 
@@ -91,6 +94,8 @@ class UpcycledEncoderLayer(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; the flow of this forward brings the bank and takes the balance loss."""
         flow = _thread.flow
+        if flow is not None and flow.off:
+            return super().__call__(*args, off=True, **kwargs)
         if flow is None or flow.mixing is None or not self.grafted:
             return super().__call__(*args, **kwargs)
         *output, balance = super().__call__(*args, mixing=flow.mixing, measured=flow.valid is not None, **kwargs)
@@ -98,12 +103,14 @@ class UpcycledEncoderLayer(nn.Module):
             flow.add({_BALANCE: balance}, {_BALANCE: flow.mixing.bank.spec.balance_weight})
         return output[0] if len(output) == 1 else tuple(output)
 
-    def forward(self, *args: Any, mixing: Mixing | None = None, measured: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, mixing: Mixing | None = None, measured: bool = False, off: bool = False, **kwargs: Any
+    ) -> Any:
         """The native output; with `mixing` the balance losses after it (one for each site, or none), in a flat tuple.
 
         A pure function of its arguments, which gradient checkpointing may run again.
         """
-        frame = Frame(mixing=mixing)
+        frame = Frame(mixing=mixing, off=off)
         previous = enter_frame(frame)
         try:
             output = super().forward(*args, **kwargs)
@@ -147,7 +154,9 @@ class UpcycledEncoder(UpcycledBase):
     ) -> Any:
         """The native forward. A flow given by the caller tells afterwards what was routed where."""
         flow = surgery_flow or _thread.flow
-        if self.control_bank is not None:
+        if self.grafts_off:
+            flow = Flow(off=True)
+        elif self.control_bank is not None:
             flow = flow or Flow()
             inputs = given_inputs(input_ids, inputs_embeds)
             flow.mixing = Mixing(self.control_bank, _valid(attention_mask, inputs), None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .births import Birth
-from .experts_rules import ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
+from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
 from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
 from .newborn import LowRank, Newborn, at_least_fp32
@@ -47,15 +47,17 @@ class WithSlots(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """… in to … out."""
         output: Tensor = super().forward(x)
-        routing = None
+        frame, routing = current_frame(), None
+        if frame is not None and frame.off:
+            return output
         if self.routed:
-            frame = current_frame()
             if frame is None or frame.routing is None:
                 raise RuntimeError("a module with PMoE slots was called outside its layer, which brings the routing")
             routing = frame.routing
+        grown = output
         for group in self.groups:
-            output = output + self._product(x, group, routing)
-        return output
+            grown = grown + self._product(x, group, routing)
+        return grown if frame is None else frame.kept(EXPERTS, grown, output)
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
         downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)

@@ -31,6 +31,8 @@ from .rules import (
     without_numbers,
 )
 
+# What the graft is called.
+EXPERTS = "experts"
 ROUTER = "expert_router."
 _SLOT = re.compile(r"(?P<target>.+)\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.lora_[AB]")
 _COLUMN = re.compile(r"expert_router\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.(weight|mass)")
@@ -223,7 +225,7 @@ class RouterKind(_SlotKind):
 class ExpertRules(GraftRules):
     """Experts and their router."""
 
-    name = "experts"
+    name = EXPERTS
     kinds = (ExpertsKind(), RouterKind())
     settings = ("router_loss",)
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}

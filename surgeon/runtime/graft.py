@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,41 @@ class Frame:
 
     `valid` (B T, bool; None: nothing is measured) are the tokens that count in losses, `domains` (B T) their domains,
     `losses` what was measured, by the output's field. `routing` (B T slots) is what a router below or here decided;
-    `mixing` what the model shares among its layers.
+    `mixing` and `gating` what the model shares among its layers. Grafts named in `gated` take part where `on` (B T,
+    bool), and none does where all are `off`.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
     routing: Tensor | None = None
     mixing: Any = None
+    gating: Any = None
+    on: Tensor | None = None
+    gated: frozenset[str] = frozenset()
+    off: bool = False
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def measure(self, name: str, loss: Tensor) -> None:
         """Keep a loss, one number, for the output's field `name`."""
         self.losses.setdefault(name, []).append(loss.reshape(1))
 
+    def kept(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
+        """`grown`, what a graft made of `native` (B T · or one row a token, both); where it is gated off, `native`."""
+        return only_where(self.on, grown, native) if graft in self.gated else grown
+
     def measured(self, name: str, like: Tensor) -> Tensor:
         """The losses kept for a field as one vector, empty where there are none."""
         found = self.losses.get(name)
         return like.new_zeros(0, dtype=torch.float32) if found is None else torch.cat(found)
+
+
+def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
+    """`grown` where `on` (B T, bool), else `native`, to the bit: B T · or one row a token, both."""
+    if grown is native:
+        return native
+    if on is None:
+        raise RuntimeError("a layer with gated parts was called outside its model, which brings the gate's decision")
+    return torch.where(on.reshape(*native.shape[:-1], 1).to(native.device), grown, native)
 
 
 class _Active(threading.local):
@@ -71,7 +89,9 @@ def enter_frame(frame: Frame | None) -> Frame | None:
 
 
 class Graft:
-    """The hooks of a graft; each does nothing here."""
+    """The hooks of a graft; each does nothing here. `name` is its rules'."""
+
+    name: ClassVar[str]
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""

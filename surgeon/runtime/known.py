@@ -14,6 +14,7 @@ from .composition import Composition, read_composition
 from .control_rules import INTERPOLATORS as BUILT_IN
 from .control_rules import ControlRules, InterpolatorRule
 from .experts_rules import ExpertRules
+from .gate_rules import GateRules
 from .natives import NATIVES as BUILT_IN_NATIVES
 from .natives import PREFIX, Native
 from .rules import GraftRules, Kind
@@ -44,7 +45,10 @@ INTERPOLATORS: Registry[InterpolatorRule] = Registry(
 NATIVES: Registry[Native] = Registry(GROUP, BUILT_IN_NATIVES, _of(Native, "model_type"))
 GRAFTS: Registry[GraftRules] = Registry(
     GROUP,
-    {rules.name: rules for rules in (ControlRules(INTERPOLATORS), AdapterRules(), ExpertRules(), StatesRules())},
+    {
+        rules.name: rules
+        for rules in (ControlRules(INTERPOLATORS), AdapterRules(), ExpertRules(), StatesRules(), GateRules())
+    },
     _of(GraftRules, "name"),
 )
 

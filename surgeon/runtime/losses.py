@@ -26,15 +26,20 @@ class Flow:
 
     `valid` (B T, bool; None where no loss is asked for) are the tokens that count in losses, `domains` (B T) their
     domains; layers leave their losses in `losses`, by the output's field, weighted ones beside them. `routing` (B T
-    slots) is there from a router's layer on; `mixing` is what the model shares among its layers; `packed`: a row
-    holds several sequences, as in continuous batching. A caller may pass a flow of its own to a model, to see
-    afterwards what was routed where.
+    slots) is there from a router's layer on, `on` (B T, bool) from a domain gate's; `mixing` and `gating` are what the
+    model shares among its layers, `positions` the position ids that were given; `packed`: a row holds several
+    sequences, as in continuous batching. All grafts are `off` where a caller said so. A caller may pass a flow of its
+    own to a model, to see afterwards what was routed where.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
     routing: Tensor | None = None
     mixing: Any = None
+    gating: Any = None
+    on: Tensor | None = None
+    positions: Tensor | None = None
+    off: bool = False
     packed: bool = False
     records_choices: bool = False
     losses: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -52,8 +57,9 @@ def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids:
     """The flow of a training step, or None where no auxiliary loss applies. `inputs` is B T or B T D."""
     if surgery.needs_domains and domain_ids is None and not torch.compiler.is_compiling():
         logger.warning_once(
-            "The losses that need domains (adapters' local loss, the router's loss) are off: this batch has no "
-            "`domain_ids` (0 for the original domain, 1 and up for new ones; one for each sample or each token)."
+            "The losses that need domains (adapters' local loss, the router's loss) are off, and a domain gate decides "
+            "by itself: this batch has no `domain_ids` (0 for the original domain, 1 and up for new ones; one for each "
+            "sample or each token)."
         )
     with_domains = surgery.needs_domains and domain_ids is not None
     if not surgery.measures and not with_domains:

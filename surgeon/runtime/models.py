@@ -47,14 +47,15 @@ class UpcycledModel(UpcycledBase):
         """The native forward. `domain_ids` is for the heads' losses and has no part in the output."""
         if surgery_flow is None and self.training and torch.is_grad_enabled():
             tell_of_lost_losses(self.surgery)
-        crossing = [graft for graft in self.surgery.rules if graft.crosses(self.surgery)]
-        if surgery_flow is None and crossing:
-            surgery_flow = Flow()
-        if surgery_flow is not None:
-            surgery_flow.packed = kwargs.get("cu_seq_lens_q") is not None
-            for graft in crossing:
-                inputs = given_inputs(input_ids, inputs_embeds)
-                graft.open(self, surgery_flow, inputs, attention_mask, past_key_values)
+        given = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "cu_seq_lens_q": kwargs.get("cu_seq_lens_q"),
+        }
+        crossing, surgery_flow = self.crossing(surgery_flow, given)
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

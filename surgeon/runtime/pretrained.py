@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .losses import Flow
 from .newborn import Newborn
+from .prefix import PrefixCache
 from .rules import Surgery, read_surgery
 
 
@@ -24,6 +29,14 @@ def attach_surgery(config: Any, surgery: dict[str, Any] | None, heads: tuple[str
             "AutoModel": f"{file}.{prefix}Model",
             **{f"AutoModel{head}": f"{file}.{prefix}{head}" for head in heads},
         }
+
+
+class _Off(threading.local):
+    # Base models whose grafts take no part in what this thread runs.
+    models: tuple[nn.Module, ...] = ()
+
+
+_off = _Off()
 
 
 class UpcycledPreTrained(PreTrainedModel):
@@ -45,6 +58,23 @@ class UpcycledPreTrained(PreTrainedModel):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name in chosen)
         return names
+
+    @contextmanager
+    def grafts(self, *, enabled: bool) -> Iterator[None]:
+        """With `enabled=False`, inside and in this thread, the model computes what its base does, bit for bit.
+
+        Grafts take no part, and inserted layers hand on what they get (they run, and fill their place in a cache, but
+        what they make is not used). So it is with and without a cache; one that was made inside is for inside.
+        `enabled=True` inside of it switches them on again.
+        """
+        before = _off.models
+        own = tuple(module for module in self.modules() if isinstance(module, UpcycledBase))
+        others = tuple(model for model in before if not any(model is module for module in own))
+        _off.models = others if enabled else (*others, *own)
+        try:
+            yield
+        finally:
+            _off.models = before
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -70,9 +100,42 @@ class UpcycledPreTrained(PreTrainedModel):
 class UpcycledBase(UpcycledPreTrained):
     """The base model, whose config's surgery says which grafts stand in it."""
 
+    surgery: Surgery
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         own_class(config, self.config_class)
         super().__init__(config, *args, **kwargs)
+
+    @property
+    def grafts_off(self) -> bool:
+        """Whether this thread is in `grafts(enabled=False)`."""
+        return any(model is self for model in _off.models)
+
+    def crossing(self, flow: Flow | None, given: Mapping[str, Any]) -> tuple[list[Any], Flow | None]:
+        """A forward begins: the grafts that cross layers, opened, and the flow that goes to all layers, if one does.
+
+        `given` are the forward's arguments by name.
+        """
+        if self.grafts_off:
+            _check_kept_nothing(given.get("past_key_values"))
+            return [], Flow(off=True)
+        found = [graft for graft in self.surgery.rules if graft.crosses(self.surgery)]
+        if flow is None and found:
+            flow = Flow()
+        if flow is not None:
+            flow.packed = given.get("cu_seq_lens_q") is not None
+        if flow is not None and found:
+            inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
+            flow.positions = given.get("position_ids")
+            for graft in found:
+                graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
+        return found, flow
+
+
+def _check_kept_nothing(cache: Any) -> None:
+    """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
+    if any(isinstance(layer, PrefixCache) for layer in getattr(cache, "layers", ())):
+        raise ValueError("the cache was filled with grafts on; in `grafts(enabled=False)` begin with an empty one")
 
 
 def own_class(config: Any, kind: type[Any]) -> None:

@@ -127,17 +127,24 @@ class Surgery:
     """All grafts of a model. `of` holds what each graft's rules read, by the graft's name; `rules` are those present.
 
     Layers 0 … trunk_layers - 1 are the trunk; `homes` says beside which of them each layer of the tail stands.
-    `new_layers` are trunk layers that a surgery inserted whole.
+    `new_layers` are trunk layers that the last surgery inserted whole, `older_layers` those of surgeries before it that
+    began with grafts or added some.
     """
 
     trunk_layers: int
     layers: int
     new_layers: tuple[int, ...] = ()
+    older_layers: tuple[int, ...] = ()
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
     # Whether it is an encoder's; None: not said.
     encoder: bool | None = None
+
+    @property
+    def inserted(self) -> tuple[int, ...]:
+        """Trunk layers that the base does not have."""
+        return (*self.older_layers, *self.new_layers)
 
     @property
     def measures(self) -> bool:
@@ -171,17 +178,18 @@ def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
     if raw is None:
         return Surgery(trunk_layers=layers, layers=layers)
     known = tuple(type(config).grafts if grafts is None else grafts)
-    keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers")
+    keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers", "older_layers")
     # A key that says nothing may be of a graft that is not there.
     known_keys([key for key, value in raw.items() if value or key in keys], keys, "surgery")
     present = tuple(rules for rules in known if rules.present(raw))
     found = {rules.name: rules.read(raw) for rules in present}
     pairs = [pair for rules in present for pair in rules.branches(found[rules.name])]
-    new = tuple(raw.get("new_layers", ()))
+    new, older = tuple(raw.get("new_layers", ())), tuple(raw.get("older_layers", ()))
     encoder = getattr(config, "encoder_surgery", None)
-    surgery = Surgery(raw["trunk_layers"], layers, new, present, found, dict(pairs), encoder)
+    surgery = Surgery(raw["trunk_layers"], layers, new, older, present, found, dict(pairs), encoder)
     _check_branches(surgery, [branch for branch, _ in pairs])
     check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")
+    check_layers(surgery.older_layers, surgery.trunk_layers, "older_layers")
     for rules in present:
         rules.check(surgery, config)
     _check_types(surgery, getattr(config, "layer_types", None))

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import CacheLayerMixin
 
 from .graft import Frame, Graft
 from .losses import Flow, valid_tokens
 from .newborn import LowRank, Newborn, at_least_fp32, product
+from .prefix import PrefixCache, keep_prefix, prefix_in, running_sum
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -77,98 +77,6 @@ class ControlBank(nn.Module):
         return self.spec.choice_of(site, self.kinds)
 
 
-class RoutingCache(CacheLayerMixin):
-    """Sums of each site's probabilities over a sequence's tokens so far, kept as one more layer of a cache.
-
-    As a layer it is reordered, repeated, cropped and selected together with keys and values. B T L for each site;
-    `counts`, how many tokens each sum has, B T 1.
-    """
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, first: Any = None) -> None:
-        super().__init__()
-        # As the first layer's, so that masks are made for that one and not for this: beside a static layer, a mask that
-        # is left out as nothing is padded would show tokens the places that are still empty.
-        self.is_sliding = bool(getattr(first, "is_sliding", False))
-        self.is_compileable = bool(getattr(first, "is_compileable", False))
-        self.sums: dict[int, Tensor] = {}
-        self.counts: Tensor | None = None
-        self.keys = self.values = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Never called by a layer of the model."""
-        raise NotImplementedError
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As a layer that keeps everything."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens seen."""
-        return 0 if self.counts is None else self.counts.shape[1]
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit (the name before transformers 5.20)."""
-        return -1
-
-    def sum_before(self, site: int) -> Tensor | None:
-        """The sum at the last token, B 1 L; None before the first."""
-        return None if self.counts is None else self.sums[site][:, -1:]
-
-    def count_before(self) -> Tensor | None:
-        """Its number of tokens, B 1 1; None before the first."""
-        return None if self.counts is None else self.counts[:, -1:]
-
-    def append(self, sums: dict[int, Tensor], counts: Tensor) -> None:
-        """Take what a forward found for its tokens."""
-        if self.counts is None:
-            self.sums, self.counts = dict(sums), counts
-        else:
-            self.sums = {site: torch.cat([self.sums[site], new], dim=1) for site, new in sums.items()}
-            self.counts = torch.cat([self.counts, counts], dim=1)
-
-    def _map(self, change: Any) -> None:
-        if self.counts is not None:
-            self.sums = {site: change(sums) for site, sums in self.sums.items()}
-            self.counts = change(self.counts)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.sums, self.counts = {}, None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequences in another order."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the sequences."""
-        self._map(lambda x: x[indices])
-
-    def crop(self, tokens: int) -> None:
-        """Forget the last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many to keep."""
-        if tokens:
-            self._map(lambda x: x[:, :tokens])
-
-    def offload(self) -> None:
-        """Small: stays where it is."""
-
-    def prefetch(self) -> None:
-        """Stays where it is."""
-
-
 class Mixing:
     """Control states at work in one forward of the model: the bank, which tokens are no padding, what came before.
 
@@ -176,11 +84,11 @@ class Mixing:
     where one choice was made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
     """
 
-    def __init__(self, bank: ControlBank, valid: Tensor, past: RoutingCache | None) -> None:
+    def __init__(self, bank: ControlBank, valid: Tensor, past: PrefixCache | None) -> None:
         self.bank = bank
         self.valid = valid
         self.past = past
-        self.counts = _running(valid.unsqueeze(-1).to(torch.float32), None if past is None else past.count_before())
+        self.counts = running_sum(valid.unsqueeze(-1).to(torch.float32), None if past is None else past.last("counts"))
         self.sums: dict[int, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
@@ -215,7 +123,7 @@ class Mixing:
             shown = mean.expand_as(probabilities)
             return shown, shown
         if not training:
-            sums = _running(probabilities * valid, None if self.past is None else self.past.sum_before(site))
+            sums = running_sum(probabilities * valid, None if self.past is None else self.past.last(site))
             self.sums[site] = sums
             shown = sums / self.counts.clamp(min=1).to(sums.dtype)
             return shown, shown
@@ -297,7 +205,7 @@ class StatesGraft(Graft, StatesRules):
                 f"over a sequence (config.surgery: mixture inference_routing `{spec.inference_routing}`); give each "
                 "sequence a row of its own, or set it to `token` and measure what that changes"
             )
-        past = _routing_cache(cache, spec)
+        past = prefix_in(cache, self.name, asked=spec.top_k > 0 and spec.inference_routing == "prefix_mean")
         seen = 0 if cache is None else cache.get_seq_length()
         valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
         flow.mixing = Mixing(model.control_bank, valid, past)
@@ -306,13 +214,8 @@ class StatesGraft(Graft, StatesRules):
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens chose for later ones."""
         mixing: Mixing = flow.mixing
-        if not mixing.sums or cache is None:
-            return
-        past = mixing.past
-        if past is None:
-            past = RoutingCache(cache.layers[0])
-            cache.layers.append(past)
-        past.append(mixing.sums, mixing.counts)
+        if mixing.sums:
+            keep_prefix(cache, mixing.past, self.name, {**mixing.sums, "counts": mixing.counts})
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Control states and gates."""
@@ -327,19 +230,6 @@ def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:
         raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
     mixing: Mixing = frame.mixing
     return mixing.control(site, x, frame)
-
-
-def _routing_cache(cache: Any, mixture: MixtureSpec) -> RoutingCache | None:
-    """The layer of a cache that holds earlier tokens' routing; an error where earlier tokens have none."""
-    found = next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutingCache)), None)
-    asked = mixture.top_k > 0 and mixture.inference_routing == "prefix_mean"
-    if found is None and asked and cache is not None and not torch.compiler.is_compiling():
-        seen = int(cache.get_seq_length())
-        if seen:
-            raise ValueError(
-                f"the cache holds {seen} tokens that this model did not route; pass one that its own forward filled"
-            )
-    return found
 
 
 def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, Tensor]:
@@ -370,9 +260,3 @@ def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
 def _selected(probabilities: Tensor, top_k: int) -> Tensor:
     """1 where a token's K greatest are, else 0: B T L."""
     return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
-
-
-def _running(values: Tensor, before: Tensor | None) -> Tensor:
-    """Sums over tokens up to and with each: B T L, begun at `before` (B 1 L)."""
-    sums = values.cumsum(dim=1)
-    return sums if before is None else sums + before

@@ -70,6 +70,8 @@ def prepare(
         context = out.config.get("max_position_embeddings")
         settled_for = functools.partial(settle, loaded, operations, context=context, processes=processes)
         settled = _tried(settled_for, wrong)
+        if wanted.fitted:
+            _tried(lambda: _check_fitted(loaded), wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy.sizes.layers), wrong)
         notes = _about_what(manifest, loaded, wanted)
     _tried(lambda: check_destination(target, out.path), wrong)
@@ -140,6 +142,26 @@ def _teacher(
             " grew: the base gives new tokens no probability; use kl"
         )
     return within
+
+
+def _check_fitted(loaded: LoadedConfig) -> None:
+    """BadInput where the config has no text of a domain, or holds none of it out."""
+    wrong = []
+    sources = loaded.config.sources
+    for role, original in (("original", True), ("new", False)):
+        held = [number for number, source in enumerate(sources) if (source.role == ORIGINAL) is original]
+        if not held:
+            wrong.append(
+                f"{loaded.where('sources')}the plan's domain gate is fitted on text of both domains, and no source has"
+                f" the role `{role}`; add one (`share: 0` fits the gate without training on it)"
+            )
+        elif not any(sources[number].validation for number in held):
+            wrong.append(
+                f"{loaded.where('sources', held[0], 'validation')}source {sources[held[0]].name}: `validation` is 0,"
+                " and the domain gate's threshold is chosen on held-out text; hold some out"
+            )
+    if wrong:
+        raise bad_input(wrong)
 
 
 def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:

@@ -38,7 +38,7 @@ from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.manifest.within import Within
-from surgeon.models.load import load_model
+from surgeon.models.load import load_model, stored_dtype
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
     KEPT,
@@ -53,11 +53,13 @@ from surgeon.train.checkpoints import (
 )
 from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
+from surgeon.train.fitting import FIGURES_FILE, fit_gate
 from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.preserving import Preserving
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.sharding import let_go, shard, sharded_here
+from surgeon.train.stored import StoredNames
 from surgeon.train.trainer import (
     DATA_FILE,
     TRAINED_FILE,
@@ -325,6 +327,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
     model, names, held = loaded_model(run)
+    fitted = _fit(run, model)
     fused = fused_head(run, model)
     preserving = preserving_by(run, model, fused)
     if run.sharding is not None:
@@ -353,12 +356,37 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         preserving=preserving,
         held=held,
         keep_best=config.keep_best,
+        fitted=fitted,
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
         let_go(model)
     return trainer
+
+
+def _fit(run: Run, model: Any) -> list[str]:
+    """Fit what gets its values before the first step; its names in the model."""
+    if not run.wanted.fitted:
+        return []
+    stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *run.wanted.fitted)))
+    dtypes: dict[str, torch.dtype] = {}
+    for name in run.wanted.fitted:
+        (target,) = stored.in_memory([name])
+        dtypes[target] = stored_dtype(run.out.tensors[name].dtype)
+    fit_gate(
+        model,
+        run.data.mixture,
+        list(run.data.validation.values()),
+        list(dtypes),
+        work=run.work,
+        dtypes=dtypes,
+        seed=run.loaded.config.seed,
+        device=run.device,
+        leads=run.ranks.leads,
+        say=run.say,
+    )
+    return list(dtypes)
 
 
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
@@ -430,6 +458,8 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, 
     }
     if run.loaded.config.keep_best is not None:
         entry["published_step"] = trained.published_step
+    if run.wanted.fitted:
+        entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
     named = run.loaded.config.chat_template
     added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
     made = publishing_job(

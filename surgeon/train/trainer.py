@@ -68,6 +68,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         preserving: Preserving | None = None,
         held: Mapping[str, Fixed] | None = None,
         keep_best: str | None = None,
+        fitted: Sequence[str] = (),
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -77,6 +78,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.control: Any
         self.settings = settings
         self.names = tuple(names)
+        # Parameters that got their values before the first step, and are published with those that train.
+        self.fitted = tuple(fitted)
         self.batches = batches
         self.validation = validation
         self.fused = fused
@@ -191,7 +194,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         held = dict(self.model.named_parameters()) if state_dict is None else state_dict
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
-            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in self.names}
+            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in (*self.names, *self.fitted)}
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
                 safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
@@ -210,7 +213,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         parameters = dict((model or self.model).named_parameters())
         with torch.no_grad():
-            for name in self.names:
+            for name in (*self.names, *self.fitted):
                 parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -36,7 +36,7 @@ class Verification:
 
     `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
     where none was made (`promise` none), differing logits are as promised, and so they are where the output was
-    `trained` since the surgery.
+    `trained` since the surgery. `gated`: a domain gate decides which tokens have the base's logits.
     """
 
     promise: str
@@ -45,6 +45,7 @@ class Verification:
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
     trained: bool = False
+    gated: bool = False
 
     def __repr__(self) -> str:
         checks = f"{sum(check.holds for check in self.checks)} of {len(self.checks)} checks hold"
@@ -143,7 +144,7 @@ def verify(
         listener.say(f"{base_folder.source.shown}: {without_a_place(anatomy.idle)}")
     proof = _static(base_folder, out_folder, listener)
     if not logits or not all(check.holds for check in proof.checks):
-        return Verification(proof.promise, proof.checks, trained=proof.trained)
+        return Verification(proof.promise, proof.checks, trained=proof.trained, gated=_is_gated(out_folder))
 
     from surgeon.models.tokens import token_batches
 
@@ -152,7 +153,9 @@ def verify(
     # Each is trusted as it was opened, for itself.
     folders = base_folder, out_folder
     options: dict[str, Any] = {"device": devices.resolve(device)}
-    found = Verification(proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained)
+    found = Verification(
+        proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained, gated=_is_gated(out_folder)
+    )
     for dtype in dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
         if anatomy.family.encoder:
@@ -182,6 +185,11 @@ def verify(
             found.comparisons.extend(image.compared(*pair, more=proof.more, **options))
     found.checks.extend(image.notes)
     return found
+
+
+def _is_gated(out: CheckpointFolder) -> bool:
+    surgery = out.config.get("surgery")
+    return isinstance(surgery, Mapping) and bool(surgery.get("domain_gate"))
 
 
 @dataclass
@@ -280,6 +288,7 @@ def verification_view(verification: Verification) -> RenderableType:
     if verification.comparisons:
         parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
         parts += _new_tokens(verification)
+        parts += _gated_tokens(verification) if verification.gated else []
     difference = verification.first_difference
     if difference is not None:
         parts.append(Text(f"first difference ({difference.mode}): {printable(difference.where)}"))
@@ -334,6 +343,18 @@ def _new_tokens(verification: Verification) -> list[RenderableType]:
         )
         for (mode, dtype), grown in verification.grown.items()
     ]
+
+
+def _gated_tokens(verification: Verification) -> list[RenderableType]:
+    """On how many tokens a domain gate kept the base's logits, and what the loss is on the others."""
+    lines: list[RenderableType] = []
+    # A gate stands in no encoder, whose outputs are compared otherwise.
+    for c in verification.comparisons:
+        same, apart = getattr(c, "same", 0), getattr(c, "apart", None)
+        rest = "" if apart is None else f"; on the others the loss is {apart[1]:.4f}, the base's {apart[0]:.4f}"
+        share = f"{same:,} of {c.tokens:,} tokens ({same / c.tokens:.2%})"
+        lines.append(Text(f"domain gate, {c.mode} ({c.dtype}): {share} have the base's logits, bit for bit{rest}"))
+    return lines
 
 
 def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:

@@ -29,6 +29,11 @@ ADDED: dict[str, list[dict[str, Any]]] = {
     "gated_adapters": [{"op": "gated_adapters", "layers": "all", "size": 8, "gate": "sigmoid"}],
     "pmoe_experts": [{"op": "pmoe_experts", "threshold": 2, "slots": 2}],
     "mixture_of_control": [{"op": "mixture_of_control", "rank": 4}],
+    "domain_gate": [
+        {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "copy"}},
+        {"op": "gated_adapters", "layers": "all", "size": 8},
+        {"op": "domain_gate"},
+    ],
 }
 # Those that leave nothing behind in which the base could be run: parts of wider tensors, modules of another class,
 # layers that are gone, no model of their own.
@@ -54,6 +59,10 @@ def added(folder: Path, base: Path, operations: list[dict[str, Any]]) -> tuple[A
         parameter = model.get_parameter(name)
         noise = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype)
         parameter.data = parameter.data + 0.2 * noise
+    for name in wanted.fitted:
+        if name.endswith(".threshold"):
+            # Below every score: the gate is open.
+            model.get_parameter(name).data.fill_(-1.0)
     return model, base_within(out, manifest_of(out), training=wanted.names)
 
 

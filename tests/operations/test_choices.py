@@ -12,7 +12,7 @@ import pytest
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.operations.inits import INITS
 from surgeon.plan.plan import json_schema
-from surgeon.runtime import adapters_rules, control_rules, states_rules
+from surgeon.runtime import adapters_rules, control_rules, gate_rules, states_rules
 from surgeon.runtime.known import INTERPOLATORS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -29,6 +29,8 @@ CHOICES: dict[str, tuple[str, Iterable[str]]] = {
     "sharing of gates": ("operations/mixture_of_control.md", states_rules.GATE_SHARING),
     "routing in training": ("operations/mixture_of_control.md", states_rules.TRAIN_ROUTINGS),
     "routing at inference": ("operations/mixture_of_control.md", states_rules.INFERENCE_ROUTINGS),
+    "what domain gates read": ("operations/domain_gate.md", gate_rules.READS),
+    "forms of domain gates": ("operations/domain_gate.md", gate_rules.FORMS),
     "sites": ("operations/mixture_of_control.md", states_rules.SITES),
 }
 NAMED = [(what, name) for what, (_, names) in CHOICES.items() for name in names]

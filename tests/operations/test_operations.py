@@ -51,8 +51,12 @@ def test_the_papers_of_all_operations_have_keys_of_their_own() -> None:
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) -> None:
-    """Of shipped plans that hold this operation alone: what the output has, where the base has no grafts."""
-    plans = [name for name in shipped_with(op) if {operation.op for operation in PLANS[name].operations} == {op}]
+    """Of shipped plans that hold this operation alone: what the output has, where the base has no grafts.
+
+    Of one that stands behind others always: what the output has that is not theirs.
+    """
+    alone = [name for name in shipped_with(op) if {operation.op for operation in PLANS[name].operations} == {op}]
+    plans = alone or shipped_with(op)
     assert plans
     found: set[str] = set()
     letters: set[str] = set()
@@ -60,9 +64,11 @@ def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) 
         base = tiny.base_for(name, tmp_path / str(number))
         before = json.loads((base / "config.json").read_text()).get("surgery", {})
         config = surgeon.preview(name, str(base)).blueprint.config
+        others = [OPERATIONS[operation.op] for operation in PLANS[name].operations if operation.op != op]
         if not _kinds(before):
-            found |= _kinds(config.get("surgery", {}))
-            letters |= {graft.sign[:1] for here in grafts_of(config).values() for graft in here}
+            found |= _kinds(config.get("surgery", {})) - {kind for other in others for kind in other.grafts}
+            seen = {graft.sign[:1] for here in grafts_of(config).values() for graft in here}
+            letters |= seen - {letter for other in others for letter in other.legend}
     assert found == set(OPERATIONS[op].grafts)
     # A kind without a sign of its own has `+`, and the report calls it by its text.
     assert letters - {"+"} == set(OPERATIONS[op].legend), "the report explains every sign"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,6 +108,32 @@ def states(
     }
 
 
+def gate(**said: Any) -> dict[str, Any]:
+    """A surgery of an inserted layer, a copy of layer 2 above it, that a domain gate switches."""
+    return {
+        "trunk_layers": TRUNK + 1,
+        "domain_gate": [{"layer": 1, "units": 8} | said],
+        "gated": [{"layer": 3, "inserted": True, "grafts": []}],
+        "new_layers": [3],
+    }
+
+
+def gated(surgery: dict[str, Any], **said: Any) -> dict[str, Any]:
+    """The same surgery, all of which a domain gate that reads the embeddings switches."""
+    found: dict[int, set[str]] = {}
+    for key, name in (
+        ("control", "control"),
+        ("adapters", "adapters"),
+        ("experts", "experts"),
+        ("control_states", "states"),
+    ):
+        for entry in surgery.get(key, ()):
+            if entry["layer"] < surgery["trunk_layers"]:
+                found.setdefault(entry["layer"], set()).add(name)
+    switched = [{"layer": layer, "grafts": sorted(names)} for layer, names in sorted(found.items())]
+    return surgery | {"domain_gate": [{"layer": 0, "units": 8} | said], "gated": switched}
+
+
 def everything() -> dict[str, Any]:
     """All kinds of grafts on one model: experts in a branch too, a layer with adapter and control state."""
     surgery = both() | {
@@ -130,6 +157,8 @@ def every_graft() -> dict[str, dict[str, Any]]:
     named["states-by-kind"] = states(shared="by_kind", top_k=2, gate="cosine", projection=6)
     named["states-apart"] = states(shared="none", top_k=3, inference_routing="token")
     named["states-parallel"] = states(top_k=0, sites=("ffn",))
+    named["gate"] = gate()
+    named["gate-of-tokens"] = gate(reads="token", form="linear", hysteresis=0.5)
     named["everything"] = everything()
     return named
 
@@ -156,9 +185,12 @@ def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
     """The upcycled config: the tail repeats its twins' attention types."""
     base = tiny.config(family, **overrides).to_dict()
     twins = [entry["layer"] for entry in surgery.get("control", ())]
-    if base.get("layer_types") is not None:
-        base["layer_types"] = base["layer_types"] + [base["layer_types"][twin] for twin in twins]
-    base["num_hidden_layers"] += len(twins)
+    copies = inserted(surgery) if surgery["trunk_layers"] > base["num_hidden_layers"] else ()
+    if (types := base.get("layer_types")) is not None:
+        for layer in copies:
+            types.insert(layer, types[layer - 1])
+        base["layer_types"] = types + [types[twin] for twin in twins]
+    base["num_hidden_layers"] += len(twins) + len(copies)
     base.pop("model_type")
     return classes(family, "Config", surgery)(surgery=surgery, **base)
 
@@ -172,12 +204,10 @@ def grafted(
     model = classes(family, "ForCausalLM", surgery)._from_config(
         config(family, surgery, **overrides), dtype=getattr(torch, dtype)
     )
-    state = dict(base.state_dict())
+    state = with_copies(base.state_dict(), surgery)
     for entry in surgery.get("control", ()):
         prefix = f"model.layers.{entry['layer']}."
-        twin = {
-            name.removeprefix(prefix): tensor for name, tensor in base.state_dict().items() if name.startswith(prefix)
-        }
+        twin = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
@@ -185,6 +215,28 @@ def grafted(
     assert set(missing) <= born, missing
     model.tie_weights()
     return model.eval()
+
+
+def inserted(surgery: dict[str, Any]) -> tuple[int, ...]:
+    """The layers that a surgery inserted."""
+    return tuple(surgery.get("new_layers", ()))
+
+
+def with_copies(state: Mapping[str, torch.Tensor], surgery: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A base's tensors with a copy of the layer below in the place of every inserted one."""
+    copies = inserted(surgery)
+    sources = list(range(surgery["trunk_layers"] - len(copies)))
+    if any(name.startswith(f"model.layers.{len(sources)}.") for name in state):
+        # Those layers are the base's here.
+        return dict(state)
+    for layer in copies:
+        sources.insert(layer, sources[layer - 1])
+    made = {name: tensor for name, tensor in state.items() if not name.startswith("model.layers.")}
+    for layer, source in enumerate(sources):
+        prefix = f"model.layers.{source}."
+        held = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        made |= {f"model.layers.{layer}.{name}": tensor for name, tensor in held.items()}
+    return made
 
 
 def grafted_encoder(
@@ -210,14 +262,19 @@ def grafted_encoder(
 
 
 def perturbed(model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:
-    """The same model with noise on every new parameter, so that branches differ and adapters speak."""
+    """The same model with noise on every new parameter, so that branches differ, adapters speak and gates open."""
     generator = torch.Generator().manual_seed(seed)
-    new = set(model.graft_parameter_names())
+    new = {name for name, _ in model.named_parameters() if "domain_gate." in name} | set(model.graft_parameter_names())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in new:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_((noise * scale).to(parameter.dtype))
+                if name.endswith("domain_gate.out"):
+                    # Evidence of either sign opens it, and a little is enough.
+                    parameter.abs_()
+                if name.endswith("domain_gate.threshold"):
+                    parameter.fill_(0.05)
     return model
 
 

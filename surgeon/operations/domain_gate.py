@@ -1,0 +1,176 @@
+"""`domain_gate`: one gate decides for every token whether what the plan added takes part.
+
+As an expert gate (Aljundi et al., CVPR 2017) it decides by the data's domain which of two models computes: the base or
+the grown one; here for every token, from the base's own hidden states over the tokens before it. Where it says
+*original*, the logits are the base's bit for bit, whatever training made of what was added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.errors import BadInput, printable
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
+from surgeon.operations.selectors import show_layers
+from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
+from surgeon.runtime.known import GRAFTS
+
+# Below how many layers of the base it reads where a plan does not say, if nothing added stands lower.
+_LAYERS = 2
+
+
+class DomainGate(Operation):
+    """A gate, fitted before training, that switches all that the operations before it added."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "aljundi2017expert",
+            "Aljundi, Rahaf and Chakravarty, Punarjay and Tuytelaars, Tinne",
+            "Expert Gate: Lifelong Learning with a Network of Experts",
+            2017,
+            "1611.06194",
+            "CVPR",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "ours: the gate is fitted before training and trains no further; this rate is transformers'", lr=5e-5
+    )
+    grafts: ClassVar[tuple[str, ...]] = ("domain_gate", "gated")
+    legend: ClassVar[Mapping[str, Legend]] = {
+        "D": Legend("domain gate: reads what goes into the layer", 4),
+        "d": Legend("takes part only where the domain gate is open", 4),
+    }
+    # Alone it has nothing to switch.
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ()
+
+    op: Literal["domain_gate"]
+    layer: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="layers of the base below the states that it reads (0: the embeddings); all that is added must"
+            " lie above them; null: 2, or as many as lie below all that is added",
+        ),
+    ] = None
+    reads: Annotated[
+        str,
+        OneOf(lambda: READS),
+        Field(description="the mean over the document up to each token, or each token by itself"),
+    ] = "prefix_mean"
+    form: Annotated[
+        str, OneOf(lambda: FORMS), Field(description="the classifier: an MLP of one layer, or a linear one")
+    ] = "mlp"
+    units: Annotated[int, Field(ge=1, le=4096, description="size of the MLP")] = 64
+    prior: Annotated[
+        int, Field(ge=0, le=4096, description="tokens of no evidence before every document: it must gather some first")
+    ] = 8
+    false_positives: Annotated[
+        float,
+        Field(
+            gt=0,
+            lt=1,
+            description="share of held-out original tokens on which it may be open: training sets its threshold by it",
+        ),
+    ] = 0.02
+    hysteresis: Annotated[
+        Literal["latch"] | Annotated[float, Field(ge=0, allow_inf_nan=False)],
+        Field(
+            description="latch: once open, open to the end of the document; a number: it closes again where the score"
+            " is that far below the threshold"
+        ),
+    ] = "latch"
+
+    def edit(self, draft: Draft, number: int) -> OperationRecord:
+        """Put the gate into the layer whose input it reads, and marks at all that it switches."""
+        self._check(draft)
+        added = _added(draft)
+        if not added:
+            raise BadInput(
+                "nothing before it in the plan adds layers or grafts, so it has nothing to switch; write it after"
+                " insert_layers, gated_adapters, control_llm, pmoe_experts or mixture_of_control"
+            )
+        lowest = min(added)
+        below = min(_LAYERS, lowest) if self.layer is None else self.layer
+        if below > lowest:
+            raise BadInput(
+                f"`layer: {below}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that it"
+                f" switches must lie above what it reads: write `layer: {lowest}` or less"
+            )
+        for layer, (entry, _) in added.items():
+            draft.layers[layer].grafts.append(Graft("gated", entry, {}, number))
+        home = draft.layers[below]
+        births = GateSpec(**{**self._entry(), "layer": below}).births(draft.anatomy.sizes.hidden)
+        tensors = recipes_of(births, GATE, f"operations[{number}].", draft.dtype_of(below))
+        home.grafts.append(Graft("domain_gate", self._entry(), tensors, number))
+        what = ", ".join(dict.fromkeys(words for _, words in added.values()))
+        return OperationRecord(
+            op=self.op,
+            matched=f"a gate that reads what goes into layer {below} switches {what} of {show_layers(sorted(added))}",
+            claim=Claim(
+                "exact", "the gate is closed at birth, and what is closed is replaced by the base's own output"
+            ),
+            trains="fitted",
+        )
+
+    def _entry(self) -> dict[str, Any]:
+        return {
+            "reads": self.reads,
+            "form": self.form,
+            "units": self.units,
+            "prior": self.prior,
+            "hysteresis": None if self.hysteresis == "latch" else float(self.hysteresis),
+            "false_positives": self.false_positives,
+        }
+
+    def _check(self, draft: Draft) -> None:
+        """BadInput for what this model or plan does not allow."""
+        if draft.anatomy.family.encoder:
+            raise BadInput(
+                f"the base is an encoder ({printable(draft.anatomy.family.model_type)}), whose tokens see the whole"
+                " sequence, and a domain gate decides token by token; take it out of the plan"
+            )
+        if any(graft.kind == "domain_gate" for layer in draft.layers for graft in layer.grafts):
+            raise BadInput(
+                "the model has a domain gate already, and one decides for all; take this one out of the plan, or the"
+                " earlier one back (`surgeon revert`)"
+            )
+        changed = [index for index, layer in enumerate(draft.layers) if layer.rewritten]
+        if changed or draft.dropped or draft.widenings or draft.converted is not None:
+            where = f" ({show_layers(changed)})" if changed else ""
+            raise BadInput(
+                f"an operation before it changes the base's own layers{where}, which no gate switches back; gate a plan"
+                " that adds layers, branches, adapters, slots or control states"
+            )
+        if any(record.trains == "all" for record in draft.records):
+            raise BadInput(
+                "an operation before it trains the whole model, and no gate switches the base's own tensors back; gate"
+                " a plan whose new parts train alone (insert_layers in the place of stack_layers)"
+            )
+        before = {
+            graft.operation is None for layer in draft.layers for graft in layer.grafts if graft.kind == "experts"
+        }
+        if len(before) > 1:
+            raise BadInput(
+                "the base has slots of its own, which one router weighs together with the new ones, so that a gate"
+                " cannot switch these alone; gate the plan of the first slots, or leave the gate out"
+            )
+
+
+def _added(draft: Draft) -> dict[int, tuple[dict[str, Any], str]]:
+    """By layer: what the plan added there, as an entry of `gated`, and in words."""
+    graft_of = {kind.key: rules.name for rules in GRAFTS.values() for kind in rules.kinds}
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    for index, layer in enumerate(draft.layers):
+        new = [graft for graft in layer.grafts if graft.operation is not None]
+        # A router beside slots that are all in other layers adds nothing itself.
+        names = sorted({graft_of[graft.kind] for graft in new if graft.tensors or graft.kind == "control_states"})
+        inserted = layer.base is None
+        if names or inserted:
+            words = [*(["an inserted layer"] if inserted else []), *names]
+            found[index] = ({"inserted": inserted, "grafts": names}, " and ".join(words))
+    return found

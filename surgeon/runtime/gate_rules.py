@@ -1,0 +1,186 @@
+"""A domain gate: what `config.surgery` says of it and of what it switches, and what it is born with.
+
+    "domain_gate": [{"layer": 2, "reads": "prefix_mean", "form": "mlp", "units": 64, "prior": 8, "hysteresis": null,
+                     "false_positives": 0.02}],
+    "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
+
+The gate reads what goes into its `layer`. `gated` names what takes part only where it is open: of each layer the
+grafts that stand in it, by their names, and whether the whole layer, which a surgery inserted, does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .births import Birth, Fill
+from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, served_by_vllm
+
+GATE = "domain_gate."
+READS = ("prefix_mean", "token")
+FORMS = ("mlp", "linear")
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """A gate that reads what goes into trunk layer `layer`.
+
+    `prior`: how many tokens of no evidence a prefix's mean begins with. `hysteresis`: how far (in the score) below the
+    threshold an open gate closes; None: it stays open to the end of the sequence or document. `false_positives`: on
+    what share of original tokens it may be open, for which its threshold is chosen.
+    """
+
+    layer: int
+    reads: str = "prefix_mean"
+    form: str = "mlp"
+    units: int = 64
+    prior: int = 8
+    hysteresis: float | None = None
+    false_positives: float = 0.02
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("domain_gate reads", self.reads, READS)
+        one_of("domain_gate form", self.form, FORMS)
+        if self.units < 1 or self.prior < 0:
+            raise ValueError(
+                f"config.surgery: domain_gate has {self.units} units and a prior of {self.prior} tokens; they must be"
+                " at least 1 and 0"
+            )
+        if self.hysteresis is not None and not 0.0 <= self.hysteresis < float("inf"):
+            raise ValueError(
+                f"config.surgery: domain_gate hysteresis is {self.hysteresis}; it must be null or a number from 0 on"
+            )
+        if not 0.0 < self.false_positives < 1.0:
+            raise ValueError(
+                f"config.surgery: domain_gate false_positives is {self.false_positives}; it must lie between 0 and 1"
+            )
+
+    def births(self, width: int) -> dict[str, Birth]:
+        """Its tensors at birth: zeros, by which it is closed."""
+        if self.form == "linear":
+            return {"weight": Fill((1, width)), "offset": Fill((1,)), "threshold": Fill((1,))}
+        return {
+            "weight": Fill((self.units, width)),
+            "offset": Fill((self.units,)),
+            "bias": Fill((self.units,)),
+            "out": Fill((1, self.units)),
+            "threshold": Fill((1,)),
+        }
+
+
+@dataclass(frozen=True)
+class GatedSpec:
+    """What of a layer takes part only where the gate is open: `grafts` by name, the layer itself if `inserted`."""
+
+    layer: int
+    inserted: bool = False
+    grafts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gate of a model, and what it switches, by layer."""
+
+    gate: GateSpec
+    gated: Mapping[int, GatedSpec]
+
+
+class GateKind(Kind):
+    """The gate, in the layer whose input it reads."""
+
+    key = "domain_gate"
+    mark = "D"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`domain gate, mlp of 64 on the prefix's mean`."""
+        form = "linear" if entry.get("form") == "linear" else f"mlp of {entry.get('units', 64)}"
+        return f"domain gate, {form} on {'the token' if entry.get('reads') == 'token' else 'the mean of the prefix'}"
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `domain_gate`."""
+        return suffix.startswith(GATE)
+
+
+class GatedKind(Kind):
+    """What the gate switches in a layer."""
+
+    key = "gated"
+    mark = "d"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`gated: layer, adapters`."""
+        return "gated: " + ", ".join([*(["layer"] if entry.get("inserted") else []), *entry.get("grafts", ())])
+
+    def claims(self, suffix: str) -> bool:
+        """No tensor."""
+        return False
+
+    def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """As it is: nothing of it trains."""
+        return {key: value for key, value in entry.items() if key != "layer"}
+
+
+class GateRules(GraftRules):
+    """A domain gate, and what it switches."""
+
+    name = "gate"
+    kinds = (GateKind(), GatedKind())
+    losses: ClassVar[Mapping[str, str]] = {}
+    part = "surgeon.runtime.gate"
+    module = "GateGraft"
+
+    def read(self, raw: Mapping[str, Any]) -> Gates:
+        """The one gate, and what it switches by layer."""
+        gates = [built(GateSpec, entry, "domain_gate") for entry in raw.get("domain_gate", ())]
+        switched = [
+            built(GatedSpec, dict(entry) | {"grafts": tuple(entry.get("grafts", ()))}, "gated")
+            for entry in raw.get("gated", ())
+        ]
+        if len(gates) != 1 or not switched:
+            raise ValueError(
+                f"config.surgery: {len(gates)} domain_gate entries and {len(switched)} gated ones; a gate is one, and"
+                " has something to switch"
+            )
+        return Gates(gates[0], by_layer(switched, "gated"))
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Layers exist, what is switched stands there and not below the gate."""
+        found: Gates = surgery.of[self.name]
+        if surgery.encoder:
+            raise ValueError(
+                "config.surgery: a domain_gate decides token by token, and an encoder reads whole sequences"
+            )
+        if served_by_vllm(config):
+            raise ValueError(
+                "config.surgery: a domain_gate keeps what it read of a sequence in transformers' cache, which vLLM does not"
+                " use; serve this output with transformers, or one without a gate"
+            )
+        check_layers([found.gate.layer, *found.gated], surgery.trunk_layers, "gated")
+        below = [layer for layer in found.gated if layer < found.gate.layer]
+        if below:
+            raise ValueError(
+                f"config.surgery: the domain_gate reads what goes into layer {found.gate.layer}, and layers {below}"
+                " below it are gated"
+            )
+        present = {rules.name for rules in surgery.rules}
+        for spec in found.gated.values():
+            if absent := sorted(set(spec.grafts) - present):
+                raise ValueError(
+                    f"config.surgery: gated names `{absent[0]}` in layer {spec.layer}, a graft that is not there"
+                )
+            if spec.inserted and spec.layer not in surgery.inserted:
+                raise ValueError(f"config.surgery: gated says that layer {spec.layer} was inserted; it is the base's")
+
+    def trains(self, surgery: Surgery) -> list[str]:
+        """Nothing by a gradient: the gate is fitted before training."""
+        return []
+
+    def needs_domains(self, surgery: Surgery) -> bool:
+        """In training the batch says which tokens are new."""
+        return True
+
+    def crosses(self, surgery: Surgery) -> bool:
+        """Its decision does."""
+        return True

@@ -1,0 +1,183 @@
+"""A domain gate: closed, the output is the base's to the bit, whatever what it switches became; and how it decides."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from surgeon.runtime.gate import DomainGate, Gating
+from surgeon.runtime.gate_rules import GateSpec
+from surgeon.runtime.rules import read_surgery
+from tests import tiny
+from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, tokens
+from tests.runtime.test_born import left_padded, prefill_and_decode
+
+
+def halves(model: Any) -> torch.Tensor:
+    """Let the gate open in the midst of `left_padded` ids; where it then is in a forward on them."""
+    domain_gate: Any = next(module for module in model.modules() if hasattr(module, "threshold"))
+    ids, mask = left_padded()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    flow = _flow(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
+        scores = flow.gating.scores
+        # The second row's scores rise above it somewhere in the middle.
+        domain_gate.threshold.fill_(float(scores[1].cummax(0).values[6].float()) - 1e-3)
+        flow = _flow(model)
+        model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
+    return flow.on
+
+
+def _flow(model: Any) -> Any:
+    return sys.modules[type(model).__module__].Flow()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_tokens_before_it_opens_have_the_bases_logits(family: str, dtype: str) -> None:
+    """Prefill and cached decoding of a padded batch; branches, adapters, slots, control states, an inserted layer."""
+    base = tiny.model(family, dtype=dtype)
+    ids, mask = left_padded()
+    native = prefill_and_decode(base, ids, mask)
+    for surgery in (gated(everything()), gate()):
+        model = perturbed(grafted(family, surgery, base=base, dtype=dtype))
+        on = halves(model)
+        assert on.any() and not on[mask.bool()].all()
+        found = prefill_and_decode(model, ids, mask)
+        for step, (logits, expected) in enumerate(zip(found, native, strict=True)):
+            here = slice(None) if step == 0 else slice(9 + step, 10 + step)
+            same = (logits == expected).all(dim=-1)
+            # A padding token sees what it likes; nobody sees it.
+            assert same[~on[:, here] & mask[:, here].bool()].all()
+            assert not same[on[:, here]].any()
+        with model.grafts(enabled=False):
+            for logits, expected in zip(prefill_and_decode(model, ids, mask), native, strict=True):
+                assert torch.equal(logits, expected)
+
+
+def test_no_number_of_what_is_closed_reaches_the_output() -> None:
+    """Not even one that is none."""
+    base, ids = tiny.model("llama"), tokens()
+    model = grafted("llama", gated(everything()), base=base)
+    with torch.no_grad():
+        for name in model.graft_parameter_names():
+            model.get_parameter(name).fill_(float("nan"))
+    assert torch.equal(model(ids).logits, base(ids).logits)
+
+
+def test_in_training_the_batch_decides_and_original_tokens_give_no_gradient() -> None:
+    base, ids = tiny.model("llama"), tokens()
+    model = perturbed(grafted("llama", gated(everything()), base=base)).train()
+    model.freeze_base()
+    logits = model(ids, labels=ids, domain_ids=torch.tensor([0, 1])).logits
+    assert torch.equal(logits[0], base(ids).logits[0]) and not torch.equal(logits[1], base(ids).logits[1])
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        out = model(ids, labels=ids, domain_ids=torch.tensor([0, 0]))
+        task = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        if task.requires_grad:
+            task.backward()
+        assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+        model.zero_grad()
+        model(ids, labels=ids, domain_ids=torch.tensor([1, 1])).logits.sum().backward()
+        assert model.model.layers[1].expanded.mlp.down_proj.weight.grad.any()
+
+
+def scored(values: list[list[float]], spec: GateSpec, begins: list[list[int]] | None = None, past: Any = None) -> Any:
+    """Where a gate with threshold 1 is open for these scores."""
+    made = DomainGate(spec, 4)
+    made.initialise()
+    made.threshold.data.fill_(1.0)
+    valid = torch.ones(len(values), len(values[0]), dtype=torch.bool)
+    starts = None if begins is None else torch.tensor(begins).bool()
+    return Gating(valid, starts, past).held(made, torch.tensor(values)).int().tolist()
+
+
+def test_it_stays_open_to_the_end_of_a_document_unless_it_may_close() -> None:
+    scores = [[0.0, 2.0, 0.0, 0.9, 0.4, 2.0, 0.0]]
+    assert scored(scores, GateSpec(0)) == [[0, 1, 1, 1, 1, 1, 1]]
+    assert scored(scores, GateSpec(0, hysteresis=0.5)) == [[0, 1, 0, 0, 0, 1, 0]]
+    assert scored([[0.0, 2.0, 0.6, 0.9, 0.4]], GateSpec(0, hysteresis=0.5)) == [[0, 1, 1, 1, 0]]
+    begins = [[1, 0, 0, 1, 0, 1, 0]]
+    assert scored(scores, GateSpec(0), begins) == [[0, 1, 1, 0, 0, 1, 1]]
+    assert scored(scores, GateSpec(0), [[0, 0, 0, 0, 1, 0, 0]]) == [[0, 1, 1, 1, 0, 1, 1]]
+
+
+def test_a_packed_document_is_decided_as_alone() -> None:
+    """Positions begin anew, and so does the evidence, to the bit."""
+    model = perturbed(grafted("llama", gated(everything())))
+    halves(model)
+    first, second = tokens(1, 9), tokens(1, 11, seed=8)
+    row, positions = torch.cat([first, second], dim=1), torch.cat([torch.arange(9), torch.arange(11)])[None]
+    packed, alone = _flow(model), _flow(model)
+    with torch.no_grad():
+        model(row, position_ids=positions, surgery_flow=packed, use_cache=False)
+        model(second, surgery_flow=alone, use_cache=False)
+    assert torch.equal(packed.gating.found["counts"][:, 9:], alone.gating.found["counts"])
+    assert torch.equal(packed.gating.found["sums"][:, 9:], alone.gating.found["sums"])
+    assert torch.equal(packed.on[:, 9:], alone.on)
+
+
+def test_beams_and_every_kind_of_cache_decide_alike() -> None:
+    model = perturbed(grafted("llama", gated(everything())))
+    halves(model)
+    ids = tokens(2, 8)
+    how: dict[str, Any] = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **how), model.generate(ids, use_cache=False, **how))
+
+
+def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
+    """In one thread, nested, and where something fails; a cache of one side is refused on the other."""
+    base, ids = tiny.model("llama"), tokens()
+    model = perturbed(grafted("llama", everything(), base=base))
+    with torch.no_grad():
+        whole, native = model(ids).logits, base(ids).logits
+        elsewhere: list[torch.Tensor] = []
+        with pytest.raises(KeyError), model.grafts(enabled=False):
+            assert torch.equal(model.model(ids).last_hidden_state, base.model(ids).last_hidden_state)
+            with model.grafts(enabled=True):
+                assert torch.equal(model(ids).logits, whole)
+            with model.grafts(enabled=False):
+                assert torch.equal(model(ids).logits, native)
+            worker = threading.Thread(target=lambda: elsewhere.append(model(ids).logits.detach()))
+            worker.start()
+            worker.join()
+            made = model(ids, use_cache=True).past_key_values
+            raise KeyError
+        assert torch.equal(model(ids).logits, whole) and torch.equal(elsewhere[0], whole)
+        with pytest.raises(ValueError, match="that this model did not route"):
+            model(ids[:, :1], past_key_values=made)
+        later = torch.arange(3, 3 + ids.shape[1])[None]
+        with pytest.raises(ValueError, match="must see a document from its first token on"):
+            grafted("llama", gate())(ids, position_ids=later)
+        kept = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="begin with an empty one"), model.grafts(enabled=False):
+            model(ids[:, :1], past_key_values=kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"domain_gate": []}, "0 domain_gate entries"),
+        ({"gated": []}, "a gate is one, and has something to switch"),
+        ({"gated": [{"layer": 0, "inserted": True}]}, "below it are gated"),
+        ({"gated": [{"layer": 2, "inserted": True}]}, "it is the base's"),
+        ({"gated": [{"layer": 3, "grafts": ["adapters"]}]}, "a graft that is not there"),
+        ({"domain_gate": [{"layer": 1, "form": "tree"}]}, "must be one of mlp, linear"),
+        ({"domain_gate": [{"layer": 1, "false_positives": 0}]}, "between 0 and 1"),
+        ({"domain_gate": [{"layer": 1, "hysteresis": -1.0}]}, "must be null or a number from 0 on"),
+        ({"domain_gate": [{"layer": 1, "units": 0}]}, "must be at least 1 and 0"),
+    ],
+)
+def test_a_gate_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
+    found = config("llama", gate())
+    found.surgery = gate() | change
+    with pytest.raises(ValueError, match=words):
+        read_surgery(found)

@@ -1,0 +1,128 @@
+"""A domain gate is fitted before the first step; the run keeps the base's logits where it is closed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput
+from surgeon.manifest.manifest import manifest_of
+from surgeon.models.load import load_model
+from surgeon.train import fitting
+from tests.train.test_train import base_of, config
+from tests.train.texts import corpus
+
+OPERATIONS = [
+    {"op": "insert_layers", "where": {"after": [2]}, "count": 1, "init": {"kind": "copy"}},
+    {"op": "gated_adapters", "layers": [4], "size": 12, "gate": "none"},
+    {"op": "domain_gate", "units": 8, "false_positives": 0.05},
+]
+SOURCES: list[dict[str, Any]] = [
+    {"name": "fr", "path": "fr.jsonl", "share": 1.0, "validation": 0.3},
+    {"name": "en", "path": "en.jsonl", "share": 0.0, "role": "original", "validation": 0.3},
+]
+OPTIMIZER = {"lr": 1e-2, "warmup": 0, "schedule": "constant", "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base in bfloat16, a gated output of it, and two texts of different words beside."""
+    folder = tmp_path_factory.mktemp("gate")
+    base_of(folder)
+    corpus(folder / "fr.jsonl", documents=300, seed=1, first=50, count=50)
+    corpus(folder / "en.jsonl", documents=300, seed=2, count=50)
+    (folder / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": OPERATIONS}))
+    surgeon.apply(folder / "plan.yaml", str(folder / "base"), folder / "out")
+    return folder
+
+
+def train(made: Path, out: str, to: str, **changes: Any) -> Any:
+    given = {"steps": 3, "sources": SOURCES, "optimizer": OPTIMIZER, "evaluate_every": 100} | changes
+    trained = surgeon.train(made / out, config(made, **given), made / to, device="cpu")
+    assert trained is not None
+    return trained
+
+
+def test_a_run_fits_the_gate_and_keeps_original_text(made: Path) -> None:
+    trained = train(made, "out", "run")
+    figures = trained.manifest.training[-1].gate
+    assert figures is not None and figures["original"] <= 0.05 < 0.7 < figures["new"]
+    assert figures["accuracy"] == pytest.approx((1 - figures["original"] + figures["new"]) / 2)
+    gate = {name for name in trained.changes if ".domain_gate." in name}
+    assert {name.rpartition(".")[2] for name in gate} == {"weight", "offset", "bias", "out", "threshold"}
+    assert trained.losses["fr"][1] < trained.losses["fr"][0]
+    text = made / "en.jsonl"
+    found = surgeon.verify(made / "base", made / "run", text=text, window=16, windows=8, dtypes=["auto", "float32"])
+    assert found.holds and found.gated and found.trained
+    for each in found.comparisons:
+        assert 0.7 * each.tokens < each.same <= each.tokens
+    apart = surgeon.verify(made / "base", made / "run", text=made / "fr.jsonl", window=16, windows=8)
+    assert all(each.same < 0.7 * each.tokens and each.apart is not None for each in apart.comparisons)
+    card = (made / "run" / "README.md").read_text()
+    assert f"open on {figures['new']:.1%} of held-out new tokens and {figures['original']:.1%} of original" in card
+
+    # A second run keeps the gate, and asks for no text to fit one.
+    again = train(made, "run", "again", sources=SOURCES[:1], steps=1)
+    assert not any(".domain_gate." in name for name in again.changes)
+    surgeon.revert(made / "again", made / "back")
+    base, back = (CheckpointFolder.open(made / name) for name in ("base", "back"))
+    assert all(base.read(name) == back.read(name) for name in base.tensors)
+
+
+def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
+    """The share that the threshold was chosen for, counted by forwards of the fitted model; one step of score below it
+    would open the gate too often."""
+    out = CheckpointFolder.open(made / "out")
+    model = load_model(out)
+    drawn = torch.Generator().manual_seed(0)
+    gate, layer = fitting._gate_of(model)
+    with torch.no_grad():
+        for parameter in gate.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=drawn))
+    ids = torch.randint(10, 100, (12, 20), generator=drawn)
+    sequences = [fitting.PackedSequence(row, row, list(range(20)), 0) for row in ids.tolist()]
+    scored = fitting._Scored.of(model, layer, sequences)
+    gate.threshold.data = fitting._threshold(gate, scored, torch.bfloat16)
+
+    def share() -> float:
+        flow = __import__("sys").modules[type(model).__module__].Flow()
+        with torch.no_grad():
+            model(ids, position_ids=torch.arange(20)[None], surgery_flow=flow, use_cache=False)
+        return float(flow.on.double().mean())
+
+    assert share() == float(scored.open(gate)[0].double().mean()) <= 0.05
+    gate.threshold.data = gate.threshold.data - 0.05 * gate.threshold.data.abs()
+    assert share() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        (SOURCES[:1], "no source has the role `original`; add one"),
+        (
+            [{**SOURCES[0], "validation": 0}, SOURCES[1]],
+            "source fr: `validation` is 0, and the domain gate's threshold",
+        ),
+        (
+            [{**SOURCES[0], "path": "en.jsonl"}, SOURCES[1]],
+            "cannot tell the two domains apart, .* raise `false_positives`",
+        ),
+    ],
+)
+def test_a_gate_that_cannot_be_fitted_is_refused(made: Path, sources: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        train(made, "out", "never", sources=sources)
+    assert not (made / "never").exists() and not list(made.glob(".never*"))
+
+
+def test_nothing_trains_of_a_gate(made: Path) -> None:
+    manifest = manifest_of(CheckpointFolder.open(made / "out"))
+    assert [operation.trains for operation in manifest.operations] == ["new", "new", "fitted"]
+    model = load_model(CheckpointFolder.open(made / "out"))
+    assert not any("domain_gate" in name for name in model.freeze_base())
