@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -22,47 +19,47 @@ from surgeon.checkpoint.names import check_new_name
 from surgeon.checkpoint.room import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
-from surgeon.data.encoding import Encoder
-from surgeon.data.packing import Batches
+from surgeon.data.recall import recall
 from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, one_thread, sample, split
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import load_model
-from surgeon.train.config import LoadedConfig, Settings, load_config, settle
-from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.publishing import Trained
 from surgeon.train.train import train
-from surgeon.train.trainer import losses_by_source
-from surgeon.train.training_data import TrainingData
 from surgeon.verify.verify import Verification, verification_view, verify
 
-PLAN = "opt-deus"
+PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
 PROMPT = "Return the"
 WRITTEN_TOKENS = 40
-# The grown model's training steps, as a share of the base's.
+# The training steps of every run, as a share of the base's.
 LEARNING_SHARE = 1 / 3
-KNOWN, NEW = "documentation", "code"
+KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
+# Of a run that remembers, how much of its text the base wrote; and how many tokens it writes for each that is replayed.
+REPLAYED, WRITTEN = 0.25, 0.5
 _BATCH, _WINDOW, _RATE = 8, 64, 1e-3
 _VALIDATION_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class Learning:
-    """The results of training the new layers, and of training all of the base on the same sequences at the same rate.
+class Run:
+    """One row: what `surgeon train` made by `config`, and how the table calls it."""
 
-    Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `grown` and `whole` of
-    the two after `steps` steps. `numbers` are how many train in each. `verification` compares the grown run with the
-    base.
+    called: str
+    config: str
+    trained: Trained
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What several ways to train on the same new text learn and forget, at the same rate, in as many steps.
+
+    Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `runs[…].trained.losses`
+    of every run. `verification` compares the first run, whose new layers alone were trained, with the base.
     """
 
-    trained: Trained
+    runs: tuple[Run, ...]
     verification: Verification
     steps: int
     tokens: int
     before: dict[str, float]
-    grown: dict[str, float]
-    whole: dict[str, float]
-    numbers: tuple[int, int]
-    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -123,9 +120,7 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
     base_writes, out_writes = (sample(each, PROMPT, WRITTEN_TOKENS) for each in (base_folder, out))
     steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
     listener.say("training the new layers on the library's code, which the base has never seen")
-    learning = learn(
-        base_folder, out, folder / "run", known=documents, new=code(), steps=steps, seed=seed, listener=listener
-    )
+    learning = learn(base_folder, out, folder, known=documents, new=code(), steps=steps, seed=seed, listener=listener)
     return Demo(
         folder=folder,
         base=base,
@@ -139,100 +134,88 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
 
 
 def learn(
-    base: Path, out: Path, run: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
+    base: Path, out: Path, folder: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
 ) -> Learning:
-    """Train the new layers of `out` on `new` by `surgeon train`, to `run`; train all of `base` too, without saving it.
+    """Train on `new` by `surgeon train`, to `folder`/run…: the new layers of `out`, in three ways, and all of `base`.
 
-    `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting. Raises
-    BadInput, PromiseBroken and WrongSet as `train` and `verify` do.
+    `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting: what is
+    replayed, and what the gate is fitted on, the base writes. Raises BadInput, PromiseBroken and WrongSet as `train`
+    and `verify` do.
     """
-    config = _write_config(run.parent, known=known, new=new, steps=steps, seed=seed)
-    with one_thread():
-        trained = train(out, config, run, device="cpu", listener=listener)
-        assert trained is not None
-        listener.say("training all of the base on the same text for the same number of steps, to compare")
-        began = time.monotonic()
-        numbers, whole = _train_whole(base, load_config(config), trained.operations, listener)
-        seconds = time.monotonic() - began
-    return Learning(
-        trained=trained,
-        verification=verify(base, run, logits=False, listener=listener),
-        steps=steps,
-        tokens=trained.tokens,
-        before={name: losses[0] for name, losses in trained.losses.items()},
-        grown={name: losses[1] for name, losses in trained.losses.items()},
-        whole=whole,
-        numbers=(trained.parameters, numbers),
-        seconds=(trained.seconds, seconds),
-    )
-
-
-def _write_config(folder: Path, *, known: list[str], new: list[str], steps: int, seed: int) -> Path:
-    """Write texts/ and train.yaml into `folder`, as a user does for `surgeon train`."""
     texts = folder / "texts"
-    texts.mkdir()
-    to_learn, aside = split(new)
-    _json_lines(texts / f"{NEW}.jsonl", to_learn)
-    _json_lines(texts / f"{NEW}-held-out.jsonl", aside)
-    _json_lines(texts / f"{KNOWN}-held-out.jsonl", split(known)[1])
-    path = folder / "train.yaml"
-    path.write_text(
-        f"""# The known text is not trained on again: its share is 0, and its held-out loss shows what is forgotten.
-surgeon_train: 1
-steps: {steps}
-seed: {seed}
-batch: {_BATCH}
-length: {_WINDOW}
-dtype: float32
-optimizer: {{lr: {_RATE}, warmup: 0.05}}
-validation_sequences: {_VALIDATION_SEQUENCES}
-sources:
-  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: 1.0, validation: texts/{NEW}-held-out.jsonl}}
-  - name: {KNOWN}
-    path: texts/{KNOWN}-held-out.jsonl
-    share: 0.0
-    role: original
-    validation: texts/{KNOWN}-held-out.jsonl
-""",
-        encoding="utf-8",
+    _write_texts(texts, known=known, new=new)
+    with one_thread():
+        listener.say("having the base write text of its own, to be replayed")
+        tokens = round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW)
+        recall(base, tokens=tokens, to=texts / f"{RECALLED}.jsonl", seed=seed, device="cpu", listener=listener)
+        listener.say(f"growing the base by the shipped plan {GATED_PLAN} too")
+        gated = apply(GATED_PLAN, str(base), folder / "gated", listener=listener).path
+        runs = []
+        for called, name, model, more in (
+            ("new layers trained", "run", out, {}),
+            ("… a quarter recalled, base as teacher", "run-recalled", out, {"replayed": True, "preserve": True}),
+            ("… behind a domain gate", "run-gated", gated, {"replayed": True}),
+            ("all of the base trained", "run-whole", base, {"what": "base"}),
+        ):
+            listener.say(f"training: {called}")
+            config = _write_config(folder / f"{name}.yaml", steps=steps, seed=seed, **more)
+            trained = train(model, config, folder / name, device="cpu", listener=listener)
+            assert trained is not None
+            runs.append(Run(called, config.name, trained))
+    first = runs[0].trained
+    return Learning(
+        runs=tuple(runs),
+        verification=verify(base, first.path, logits=False, listener=listener),
+        steps=steps,
+        tokens=first.tokens,
+        before={name: losses[0] for name, losses in first.losses.items()},
     )
+
+
+def _write_texts(folder: Path, *, known: list[str], new: list[str]) -> None:
+    """The texts, as files of JSON lines; of what is known the held-out part alone."""
+    folder.mkdir()
+    to_learn, aside = split(new)
+    _json_lines(folder / f"{NEW}.jsonl", to_learn)
+    _json_lines(folder / f"{NEW}-held-out.jsonl", aside)
+    _json_lines(folder / f"{KNOWN}-held-out.jsonl", split(known)[1])
+
+
+def _write_config(
+    path: Path, *, steps: int, seed: int, what: str | None = None, replayed: bool = False, preserve: bool = False
+) -> Path:
+    """A config, as a user writes it for `surgeon train`; `replayed`: with the text that the base wrote."""
+    share = REPLAYED if replayed else 0.0
+    lines = [
+        "# The known text is not trained on: its share is 0, and its held-out loss shows what is forgotten.",
+        "surgeon_train: 1",
+        f"steps: {steps}",
+        f"seed: {seed}",
+        f"batch: {_BATCH}",
+        f"length: {_WINDOW}",
+        "dtype: float32",
+        f"optimizer: {{lr: {_RATE}, warmup: 0.05}}",
+        f"validation_sequences: {_VALIDATION_SEQUENCES}",
+        *([f"what: {what}"] if what else []),
+        *(["preserve: {loss: kl}"] if preserve else []),
+        "sources:",
+        f"  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: {1 - share}, validation: texts/{NEW}-held-out.jsonl}}",
+        f"  - name: {KNOWN}",
+        f"    path: texts/{KNOWN}-held-out.jsonl",
+        "    share: 0.0",
+        "    role: original",
+        f"    validation: texts/{KNOWN}-held-out.jsonl",
+    ]
+    if replayed:
+        lines.append(
+            f"  - {{name: {RECALLED}, path: texts/{RECALLED}.jsonl, share: {share}, role: original, validation: 0.1}}"
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def _json_lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-
-
-def _train_whole(
-    base: Path, loaded: LoadedConfig, operations: tuple[str, ...], listener: Listener
-) -> tuple[int, dict[str, float]]:
-    """Full fine-tuning of `base` by the config, on the sequences of `surgeon train` in its order.
-
-    Returns how many numbers train, and the held-out losses at the end.
-    """
-    model = load_model(base, dtype="float32")
-    settings, _ = settle(loaded, operations, context=model.config.max_position_embeddings, processes=1)
-    encoder = Encoder(base, vocabulary=model.config.vocab_size)
-    data = TrainingData.open(loaded, settings, encoder, listener.say)
-    batches = Batches(data.mixture, micro_batch=settings.batch, process=0, processes=1, domains=False)
-    _descend(model, settings, batches, listener)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    return numbers, losses_by_source(model, data.validation, micro_batch=settings.micro_batch)
-
-
-def _descend(model: Any, settings: Settings, batches: Batches, listener: Listener) -> None:
-    model.train()
-    decayed = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
-    optimizer = make_optimizer(model, settings, decayed=decayed)
-    schedule = make_schedule(optimizer, settings)
-    listener.begin("training", settings.steps, "steps")
-    for _, batch in zip(range(settings.steps), batches, strict=False):
-        model(**batch, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        listener.advance(1)
 
 
 def demo_view(demo: Demo) -> RenderableType:
@@ -255,7 +238,7 @@ def demo_view(demo: Demo) -> RenderableType:
         *_learning(demo.learning),
         Text(),
         Text(
-            f"Look at it: surgeon inspect {printable(str(demo.learning.trained.path))};"
+            f"Look at it: surgeon inspect {printable(str(demo.learning.runs[0].trained.path))};"
             " the plan: surgeon plans opt-deus;"
             f' load it: AutoModelForCausalLM.from_pretrained("{printable(str(demo.applied.path))}")',
             style="dim",
@@ -264,21 +247,21 @@ def demo_view(demo: Demo) -> RenderableType:
 
 
 def _learning(learning: Learning) -> list[RenderableType]:
-    steps = (
-        f"{learning.steps} steps of {learning.tokens // learning.steps} tokens of Python code, none of documentation"
-    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("held-out loss, nats a token")
     for heading in (f"{NEW} (new)", f"{KNOWN} (known)", "numbers trained", "time"):
         table.add_column(heading, justify="right")
     table.add_row("the base", f"{learning.before[NEW]:.3f}", f"{learning.before[KNOWN]:.3f}", "", "")
-    rows = (("grown, new layers trained", learning.grown), ("all of the base trained", learning.whole))
-    for (name, after), numbers, seconds in zip(rows, learning.numbers, learning.seconds, strict=True):
+    for run in learning.runs:
+        after = {name: losses[1] for name, losses in run.trained.losses.items()}
         changes = (f"{after[text]:.3f} ({after[text] - learning.before[text]:+.3f})" for text in (NEW, KNOWN))
-        table.add_row(name, *changes, count(numbers), f"{seconds:.0f} s")
+        table.add_row(run.called, *changes, count(run.trained.parameters), f"{run.trained.seconds:.0f} s")
     kept = learning.verification
     return [
-        Text(f"{steps}; both at the same rate"),
+        Text(
+            f"{learning.steps} steps of {learning.tokens // learning.steps} tokens of Python code, none of the"
+            " documentation; all at the same rate"
+        ),
         Padding(table, (0, 0, 0, 2), expand=False),
         Text(
             "every tensor of the base is byte for byte in the trained run"

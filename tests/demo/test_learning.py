@@ -12,7 +12,7 @@ from surgeon.common.listener import Quiet
 from surgeon.data.encoding import Encoder
 from surgeon.demo import base, demo
 from surgeon.demo.base import code
-from surgeon.demo.demo import KNOWN, NEW, _write_config, demo_view, run_demo
+from surgeon.demo.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
 from surgeon.train.config import load_config, settle
 from surgeon.train.training_data import TrainingData
 from tests import tiny
@@ -47,7 +47,8 @@ def test_what_only_has_documentation_stays_code(tmp_path: Path) -> None:
 def test_only_the_new_text_is_trained_on(tmp_path: Path) -> None:
     folder = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
-    loaded = load_config(_write_config(tmp_path, known=known, new=new, steps=9, seed=3))
+    _write_texts(tmp_path / "texts", known=known, new=new)
+    loaded = load_config(_write_config(tmp_path / "train.yaml", steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
     data = TrainingData.open(loaded, settings, Encoder(folder, vocabulary=128), lambda _words: None)
     assert data.validation.keys() == {NEW, KNOWN}
@@ -70,26 +71,23 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     learned = shown.learning
     assert learned.steps == 12
     assert learned.tokens == 12 * 8 * 64
-    assert learned.numbers[0] == shown.applied.preview.parameters_trainable
-    assert learned.numbers[1] == shown.base.parameters
-    for after in (learned.grown, learned.whole):
-        assert after.keys() == learned.before.keys() == {NEW, KNOWN}
-        assert after[NEW] < learned.before[NEW]
-        assert after[KNOWN] != learned.before[KNOWN]
+    plain, recalled, gated, whole = (run.trained for run in learned.runs)
+    assert plain.parameters == recalled.parameters == shown.applied.preview.parameters_trainable
+    assert whole.parameters == shown.base.parameters
+    for run in (plain, recalled, whole):
+        before, after = run.losses[NEW]
+        assert before == learned.before[NEW] and after < before
+        assert run.losses[KNOWN][0] == learned.before[KNOWN] != run.losses[KNOWN][1]
+    # The gate is fitted on new text and on what the base wrote.
+    fitted = json.loads((gated.path / "surgery.json").read_text())["training"][0]["gate"]
+    assert fitted
+    assert any("loss.preserve" in entry for entry in recalled.log)
     assert learned.verification.trained
-    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [
-        "base",
-        "grown",
-        "run",
-        "texts",
-        "train.yaml",
-    ]
-    entry = json.loads((tmp_path / "demo" / "run" / "surgery.json").read_text())["training"][0]
-    assert entry["losses"][KNOWN] == [learned.before[KNOWN], learned.grown[KNOWN]]
+    assert {path.name for path in (tmp_path / "demo").glob("*.yaml")} == {run.config for run in learned.runs}
 
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(demo_view(shown))
     page = console.export_text()
-    for loss in (learned.before[NEW], learned.grown[KNOWN], learned.whole[NEW]):
+    for loss in (learned.before[NEW], *(run.trained.losses[KNOWN][1] for run in learned.runs)):
         assert f"{loss:.3f}" in page
     assert "every tensor of the base is byte for byte in the trained run" in page
