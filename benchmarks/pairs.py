@@ -45,6 +45,7 @@ ENTRIES: Mapping[str, Entry] = {
     "gated_adapters": {"layers": [0], "size": 8},
     "pmoe_experts": {"rank": 2},
     "mixture_of_control": {"rank": 4},
+    "domain_gate": {},
     "merge_branches": {},
     "grow_vocabulary": {"tokens": [" été", "lumière"]},
     "upcycle_experts": {"experts": 4},
@@ -64,6 +65,7 @@ AGAIN: Mapping[str, Entry] = {
 }
 # What an operation needs to find in the model.
 NEEDS: Mapping[str, Entry] = {
+    "domain_gate": {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "copy"}},
     "merge_branches": {"op": "control_llm", "layers": [0]},
     "fold_adapters": {"op": "gated_adapters", "layers": [0], "size": 8, "gate": "none"},
 }
@@ -112,7 +114,7 @@ class Bases:
 
 def pair(first: str, second: str) -> tuple[Entry, Entry]:
     """The entries of both operations, as they stand in a plan."""
-    one, other = ({"op": op, **ENTRIES.get(op, OPERATIONS[op].examples[0])} for op in (first, second))
+    one, other = ({"op": op, **(ENTRIES[op] if op in ENTRIES else OPERATIONS[op].examples[0])} for op in (first, second))
     if first == second:
         other |= AGAIN.get(second, {})
     if (first, second) == ("gated_adapters", "fold_adapters"):

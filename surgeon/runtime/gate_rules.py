@@ -154,8 +154,8 @@ class GateRules(GraftRules):
             )
         if served_by_vllm(config):
             raise ValueError(
-                "config.surgery: a domain_gate keeps what it read of a sequence in transformers' cache, which vLLM does not"
-                " use; serve this output with transformers, or one without a gate"
+                "config.surgery: a domain_gate keeps what it read of a sequence in transformers' cache, which vLLM does"
+                " not use; serve this output with transformers, or one without a gate"
             )
         check_layers([found.gate.layer, *found.gated], surgery.trunk_layers, "gated")
         below = [layer for layer in found.gated if layer < found.gate.layer]
