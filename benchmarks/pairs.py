@@ -65,7 +65,6 @@ AGAIN: Mapping[str, Entry] = {
 }
 # What an operation needs to find in the model.
 NEEDS: Mapping[str, Entry] = {
-    "domain_gate": {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "copy"}},
     "merge_branches": {"op": "control_llm", "layers": [0]},
     "fold_adapters": {"op": "gated_adapters", "layers": [0], "size": 8, "gate": "none"},
 }
@@ -114,7 +113,9 @@ class Bases:
 
 def pair(first: str, second: str) -> tuple[Entry, Entry]:
     """The entries of both operations, as they stand in a plan."""
-    one, other = ({"op": op, **(ENTRIES[op] if op in ENTRIES else OPERATIONS[op].examples[0])} for op in (first, second))
+    one, other = (
+        {"op": op, **(ENTRIES[op] if op in ENTRIES else OPERATIONS[op].examples[0])} for op in (first, second)
+    )
     if first == second:
         other |= AGAIN.get(second, {})
     if (first, second) == ("gated_adapters", "fold_adapters"):
