@@ -448,8 +448,8 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
     # Damaged between the last step and publishing.
     written = trainer.complete
 
-    def damaged(checkpoint: Path, step: int) -> None:
-        written(checkpoint, step)
+    def damaged(checkpoint: Path, step: int, best: int | None) -> None:
+        written(checkpoint, step, best)
         if step == 3:
             flip(checkpoint / "trained.safetensors")
 
