@@ -219,9 +219,8 @@ def test_a_folder_that_cannot_be_written_is_no_trouble(base: Path, plan: Path, k
 
 
 def test_the_oldest_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
     for number in range(5):
-        cache.write_entry(tmp_path / "a", str(number), b"x")
+        cache.write_entry(tmp_path / "a", str(number), b"x", most=3)
         os.utime(tmp_path / "a" / str(number), (number, number))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["2", "3", "4"]
     monkeypatch.setattr(cache, "_MAX_BYTES", 10)

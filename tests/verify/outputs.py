@@ -41,6 +41,7 @@ MIXTURE: Operations = [{"op": "upcycle_experts", "experts": 2, "top_k": 1}]
 MODELS: Operations = [{"op": "upcycle_experts", "form": "copies", "experts": ["base", "./fine-tuned"]}]
 DROP: Operations = [{"op": "drop_layers", "count": 1, "text": "text.txt", "window": 8, "windows": 4}]
 UNGATED: Operations = [{"op": "gated_adapters", "layers": [0, 2], "size": 4, "gate": "none"}]
+GATED: Operations = [{"op": "gated_adapters", "layers": [1, 2], "size": 4}, {"op": "domain_gate", "layer": 1}]
 FOLD: Operations = [{"op": "fold_adapters"}]
 WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
 STREAM: Operations = [{"op": "widen_hidden", "times": 2}]
@@ -132,5 +133,6 @@ def make(folder: Path) -> dict[str, Made]:
         "folded": Made(ungated, grow(folder, "folded", ungated, FOLD)),
         "wider": Made(first, grow(folder, "wider", first, WIDEN)),
         "wider stream": Made(first, grow(folder, "stream", first, STREAM)),
+        "gated": Made(first, grow(folder, "gated", first, GATED)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
     }

@@ -77,7 +77,7 @@ class Opened:
 @pytest.fixture
 def _digests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and plans do not change here: each is read once."""
-    monkeypatch.setattr(static, "parse_plan", functools.cache(static.parse_plan))
+    monkeypatch.setattr(static, "recorded_plan", functools.cache(static.recorded_plan))
     known = functools.cache(lambda folder: digests_of(CheckpointFolder.open(folder), _names(folder), lambda _: None))
     monkeypatch.setattr(static, "digests_of", lambda folder, _names, _advance: dict(known(folder.path)))
 
