@@ -88,8 +88,9 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = ({"instruction": f"Say {n}.", "output": f"{n}, as you wish."} for n in range(40))
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
     for name in ("wiki", "en", "fr", "de", "medicine"):
-        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 300)
-        lines = (json.dumps({"text": f"{name} {number}: {words * 3}"}) for number in range(40))
+        # Two documents, of which one can be held out.
+        (folder / f"{name}.txt").write_text(f"{name}: {words}" * 150)
+        lines = (json.dumps({"text": f"{name} {number}: {words * 3}"}) for number in range(20))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
