@@ -13,6 +13,7 @@ the exit code is 1 where a cell does not keep what it promises. `--of` proves th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import shutil
@@ -24,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
+from surgeon.apply.models import models_of_plan
+from surgeon.apply.preview import adapters_of_plan, open_headers, preview_of
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import leaves
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.operations import OPERATIONS
 from surgeon.plan.plan import LoadedPlan, parse_plan
@@ -125,13 +129,24 @@ def pair(first: str, second: str) -> tuple[Entry, Entry]:
 
 def plan_of(*entries: Mapping[str, Any]) -> LoadedPlan:
     """A plan of these operations."""
-    return parse_plan(json.dumps({"surgeon": 1, "operations": entries}), source="plan.yaml")
+    return _parsed(json.dumps({"surgeon": 1, "operations": entries}))
+
+
+@functools.cache  # the same one for every family, in both tables
+def _parsed(text: str) -> LoadedPlan:
+    return parse_plan(text, source="plan.yaml")
+
+
+@functools.cache  # a base of many cells, none of which changes it
+def _opened(base: Path) -> CheckpointFolder:
+    return open_headers(base, revision=None, trust_remote_code=False)
 
 
 def foreseen(plan: LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        drawn = surgeon.preview(plan, base).blueprint
+        models = models_of_plan(plan, weights=False)
+        drawn = preview_of(plan, _opened(base), adapters_of_plan(plan), models, recall=True).blueprint
         return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)
