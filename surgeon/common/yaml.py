@@ -58,8 +58,7 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
     """
     shown = printable(source)
     try:
-        _check_events(text, shown, what)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = _Reader(text, shown, what).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadInput(
@@ -78,19 +77,27 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
     return data, lines
 
 
-def _check_events(text: str, shown: str, what: str) -> None:
-    """Refuse deep nesting before the composer, which recurses, sees it."""
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+class _Reader(yaml.SafeLoader):
+    """Hands events to the composer, which recurses, and refuses deep nesting before it does."""
+
+    def __init__(self, text: str, shown: str, what: str) -> None:
+        super().__init__(text)
+        self.shown, self.what = shown, what
+        self.depth = self.count = 0
+
+    def get_event(self) -> yaml.Event:
+        event: yaml.Event = super().get_event()  # type: ignore[no-untyped-call]
+        self.count += 1
         if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
+            self.depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > DEEPEST:
+            self.depth -= 1
+        if self.depth > DEEPEST:
             line = event.start_mark.line + 1 if event.start_mark else 1
-            raise BadInput(f"{shown}:{line}: nested more than {DEEPEST} deep; is this a {what}?")
-        if count > 2 * MOST_NODES:
-            raise BadInput(f"{shown}: more than {MOST_NODES} entries; is this a {what}?")
+            raise BadInput(f"{self.shown}:{line}: nested more than {DEEPEST} deep; is this a {self.what}?")
+        if self.count > 2 * MOST_NODES + 1:
+            raise BadInput(f"{self.shown}: more than {MOST_NODES} entries; is this a {self.what}?")
+        return event
 
 
 @dataclass(eq=False)
