@@ -5,11 +5,13 @@ used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, 
 folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
 it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
 under the test's own settings; only what transformers looks up in its own source files when it is imported, the names
-of all its models, is looked up once. What measures memory, imports or a terminal wants `sys.executable` itself.
+of all its models, is looked up once. `warmer` is for tests whose processes all have one environment: a server of their
+own, which has imported transformers too. What measures memory, imports or a terminal wants `sys.executable` itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ from pathlib import Path
 TYPE_CHECKING = False  # without `typing`: the client is started often
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
 # Signals that reach the client, and what its process gets: killed itself, it could not say when the other is gone.
@@ -29,6 +32,13 @@ PRELOADED = (
     *("torch.nn.attention.flex_attention", "scipy.optimize", "scipy.spatial"),
     *("jinja2", "PIL.Image", "regex", "pydantic", "pydantic.main", "pydantic.type_adapter", "yaml", "psutil"),
     *("pandas", "pyarrow.dataset", "pyarrow.parquet", "sklearn.metrics", "rich.console", "rich.progress", "rich.table"),
+)
+# What most of surgeon's own tests import of transformers, for processes that share their environment.
+FURTHER = (
+    *("transformers.modeling_utils", "transformers.generation.utils", "transformers.masking_utils"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma2", "gemma3", "phi3", "olmo2")),
 )
 ADDRESS = "SURGEON_TESTS_WARM"
 WHERE = "transformers.utils.import_utils"  # of the names of its models
@@ -67,6 +77,24 @@ def start() -> str:
     return path
 
 
+@contextlib.contextmanager
+def warmer() -> Iterator[list[str]]:
+    """The command of an interpreter that has imported transformers too, under the environment of this moment."""
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="surgeon-warmer-") as folder:
+        path = f"{folder}/socket"
+        server = subprocess.Popen(
+            [*warm(), __file__, "serve", path, *FURTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert server.stdin is not None and server.stdout is not None
+        with server.stdout, server.stdin:
+            assert server.stdout.readline() == b"listening\n"
+            yield [sys.executable, "-I", "-S", __file__, path]
+        server.wait()
+
+
 def kill(process: subprocess.Popen[Any]) -> None:
     """SIGKILL for the process behind a warm command; returns when it is gone."""
     process.send_signal(signal.SIGUSR1)
@@ -101,9 +129,8 @@ def ask(path: str, arguments: list[str]) -> int:
 # --- the server ---------------------------------------------------------------------------------------------------
 
 
-def serve(path: str) -> dict[str, object]:
+def serve(path: str, further: Sequence[str]) -> dict[str, object]:
     """Wait for requests; returns only in the forks, each with what it was asked for."""
-    import contextlib
     import gc
     import importlib
     import select
@@ -112,10 +139,11 @@ def serve(path: str) -> dict[str, object]:
     listening.bind(path)
     listening.listen(100)
     print("listening", flush=True)  # who asks from now on waits
-    for name in PRELOADED:
+    for name in (*PRELOADED, *further):
         with contextlib.suppress(ModuleNotFoundError):  # pandas and sklearn are there only where others need them
             importlib.import_module(name)
-    remember_names()
+    if not further:
+        remember_names()
     gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
     gc.set_threshold(100_000)
     while True:
@@ -180,7 +208,6 @@ def remember_names() -> None:
 
 def keep(client: socket.socket) -> dict[str, object]:
     """Fork the asked-for process and wait beside it; returns in the fork alone."""
-    import contextlib
     import select
 
     length, files, _, _ = socket.recv_fds(client, 8, 3)
@@ -267,7 +294,7 @@ def leave(code: object) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        asked = serve(sys.argv[2])
+        asked = serve(sys.argv[2], sys.argv[3:])
         try:
             become(asked)
         except SystemExit as end:

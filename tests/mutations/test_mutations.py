@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.warm import warm
+from tests.warm import warmer
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILURES = 3
@@ -142,9 +143,16 @@ MUTATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[list[str]]:
+    """An interpreter that has imported transformers, and nothing of surgeon: that is each case's own."""
+    with warmer() as command:
+        yield command
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_noticed_by_several_tests(name: str, tmp_path: Path) -> None:
+def test_a_mistake_is_noticed_by_several_tests(name: str, python: list[str], tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     # With its byte code, which Python takes by a source's time and size: only what is edited is compiled anew.
     shutil.copytree(ROOT / "surgeon", tmp_path / "surgeon")
@@ -156,8 +164,10 @@ def test_a_mistake_is_noticed_by_several_tests(name: str, tmp_path: Path) -> Non
         assert text.count(old) >= 1, f"{file} no longer has {old!r}: make this mistake where it stands now"
         path.write_text(text.replace(old, new), encoding="utf-8")
     quietly = ("-q", "-n", "0", "-p", "no:cacheprovider", f"--maxfail={FAILURES}")
+    # What comes with transformers may be a plugin of pytest as well.
+    quietly += ("-W", "ignore:Module already imported so cannot be rewritten")
     ran = subprocess.run(
-        [*warm(), "-m", "pytest", *quietly, *mutation.tests],
+        [*python, "-m", "pytest", *quietly, *mutation.tests],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
