@@ -70,6 +70,11 @@ def test_a_run_fits_the_gate_and_keeps_original_text(made: Path) -> None:
     card = (made / "run" / "README.md").read_text()
     assert f"open on {figures['new']:.1%} of held-out new tokens and {figures['original']:.1%} of original" in card
 
+    surgeon.report(made / "run", html=made / "run.html")
+    page = (made / "run.html").read_text()
+    shown = [f">{share:.1%}<" for both in figures["by_length"].values() for share in both if share is not None]
+    assert len(shown) > 2 and all(share in page for share in shown)
+
     # A second run keeps the gate, and asks for no text to fit one.
     again = train(made, "run", "again", sources=SOURCES[:1], steps=1)
     assert not any(".domain_gate." in name for name in again.changes)
