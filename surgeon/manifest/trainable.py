@@ -115,30 +115,36 @@ def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy
         title = "the base's own tensors"
     else:
         names, title = set(out.tensors), "every tensor"
-    wanted = tuple(name for name in out.tensors if name in names - idle)
+    wanted = tuple(name for name in out.tensors if name in names - idle - added.fitted)
     if not wanted:
         raise BadInput(
             f"{printable(str(out.path))}: nothing to train: `what` has no tensor that the model computes with"
         )
     of_base = frozenset(wanted) - (added.names - added.fixed.keys())
-    return TrainableSet(wanted, (), fixed, of_base, title)
+    # Where only the base's own tensors train there is nothing yet for a gate to let through.
+    fits = manifest is not None and not added.names.isdisjoint(wanted)
+    return TrainableSet(wanted, (), fixed, of_base, title, _fitted(manifest) if manifest and fits else ())
 
 
 @dataclass(frozen=True)
 class _Added:
-    """Tensors that surgeries made, by their names now; `fixed` of them is the base's, `still` hold it among parts."""
+    """Tensors that surgeries made, by their names now; `fixed` of them is the base's, `still` hold it among parts.
+
+    `fitted`, which are not among `names`, never train by a gradient.
+    """
 
     names: frozenset[str]
     operations: tuple[str, ...]
     fixed: Mapping[str, Fixed]
     still: frozenset[str]
+    fitted: frozenset[str]
     everything: bool
 
 
 def _all_added(out: CheckpointFolder, manifest: Manifest | None) -> _Added:
     """What all surgeries added. Raises BadInput where they do not fit together."""
     if manifest is None:
-        return _Added(frozenset(), (), {}, frozenset(), everything=False)
+        return _Added(frozenset(), (), {}, frozenset(), frozenset(), everything=False)
     lineage = Lineage.of(manifest, file=str(out.path / MANIFEST_FILE))
     return _of(out, lineage.since(0), None, lineage)
 
@@ -150,6 +156,7 @@ def _of(
     chosen: dict[str, None] = {}
     operations: list[str] = []
     still: set[str] = set()
+    fitted: set[str] = set()
     everything = False
     fixed: dict[str, Fixed] = {}
     for nth, surgery in enumerate(surgeries, 1):
@@ -159,14 +166,13 @@ def _of(
             if number not in fits:
                 operations.append(surgery.operations[number].op)
             everything = everything or surgery.operations[number].trains == "all"
-        made = [
-            name
-            for name, tensor in surgery.new_tensors.items()
-            if tensor.operation in numbers and tensor.operation not in fits
-        ]
+        made = [name for name, tensor in surgery.new_tensors.items() if tensor.operation in numbers]
         now = dict(zip(made, made, strict=True)) if lineage is None else lineage.places(nth, made)
         for name, place in now.items():
             tensor = surgery.new_tensors[name]
+            if tensor.operation in fits:
+                fitted.add(place)
+                continue
             if tensor.still:
                 still |= {place} if tensor.per_layer is not None else set()
                 continue
@@ -180,7 +186,7 @@ def _of(
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}
     fixed = {name: part for name, part in fixed.items() if name in chosen}
-    return _Added(frozenset(chosen), tuple(operations), fixed, frozenset(still), everything)
+    return _Added(frozenset(chosen), tuple(operations), fixed, frozenset(still), frozenset(fitted), everything)
 
 
 def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSet:
@@ -202,8 +208,9 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
         assert not isinstance(only, LayersSpec | str)
         found = _of(out, (manifest,), only, None)
     if found.everything:
-        of_base = frozenset(out.tensors) - (found.names - found.fixed.keys())
-        return TrainableSet(tuple(out.tensors), found.operations, {}, of_base)
+        wanted = tuple(name for name in out.tensors if name not in found.fitted)
+        of_base = frozenset(wanted) - (found.names - found.fixed.keys())
+        return TrainableSet(wanted, found.operations, {}, of_base, fitted=_fitted(manifest))
     missing = [name for name in found.names if name not in out.tensors]
     if missing:
         raise BadInput(

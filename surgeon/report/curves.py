@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from surgeon.report.history import History
 MAX_LOG_BYTES = 64_000_000
 # The name of a source's held-out loss in a trainer's log.
 _BEFORE, _AFTER = "eval_", "_loss"
+# The most lengths of prefixes that are shown of a gate.
+_LENGTHS = 16
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,46 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class GateActivity:
+    """On what shares of held-out tokens a domain gate was open once a run had fitted it.
+
+    `shares` maps roles (new, original) to the share of all tokens, `by_length` lengths of prefixes to such maps.
+    """
+
+    shares: Mapping[str, float]
+    by_length: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any] | None) -> GateActivity | None:
+        """From a manifest, whose figures need not be shares; None where it has none of a gate."""
+        if figures is None:
+            return None
+        held = figures.get("by_length")
+        by_length = {
+            name: _shares(zip(("original", "new"), both, strict=False))
+            for name, both in itertools.islice(held.items() if isinstance(held, dict) else (), _LENGTHS)
+            if isinstance(both, list)
+        }
+        shares = _shares((role, figures.get(role)) for role in ("original", "new"))
+        return cls(shares, by_length) if len(shares) == 2 else None
+
+
+def _shares(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """Those that are shares."""
+    return {
+        role: float(share)
+        for role, share in entries
+        if isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+    }
+
+
+@dataclass(frozen=True)
 class TrainingRun:
     """One training run, as a manifest records it.
 
     `losses` maps sources to held-out losses before and after; `changes` every tensor that trained, by its name in that
-    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: the tensor was zero before).
+    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: the tensor was zero before). `gate` is what a
+    domain gate did that the run fitted.
     """
 
     surgery: int
@@ -39,6 +77,7 @@ class TrainingRun:
     tokens: int
     losses: dict[str, tuple[float, float]]
     changes: dict[str, tuple[float, float | None]]
+    gate: GateActivity | None = None
 
     @property
     def unchanged(self) -> tuple[str, ...]:
@@ -59,6 +98,7 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
                 if found and all(map(math.isfinite, found))
             },
             changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
+            gate=GateActivity.of(entry.gate),
         )
         for number, manifest in history.surgeries.items()
         for entry in manifest.training

@@ -113,7 +113,31 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
             f"{len(wanted.of_base)} tensors of the base will change, and RUN alone cannot give them back;"
             " `keep_base: true` keeps them"
         )
+    gate = None if manifest is None else _gate(manifest)
+    if gate is not None and wanted.of_base:
+        notes.append(
+            "the base's own tensors train, so the model on original text is no longer the base,"
+            " and the domain gate comes to read other states than it was fitted on"
+        )
+    if config.preserve is not None and config.preserve.on == "original" and _all_gated(manifest, wanted):
+        notes.append(
+            "`preserve` teaches nothing here: on original text the domain gate is closed and the model is the base, so"
+            " the term is 0 and costs its forwards; leave it out"
+        )
     return notes
+
+
+def _all_gated(manifest: Manifest | None, wanted: TrainableSet) -> bool:
+    """Whether a domain gate switches all that trains: what stands before it in the plan, but for new tokens."""
+    if manifest is None or (gate := _gate(manifest)) is None or wanted.fixed:
+        return False
+    new = manifest.new_tensors
+    return all(name in new and new[name].operation < gate for name in wanted.names)
+
+
+def _gate(manifest: Manifest) -> int | None:
+    """The number of the operation of the last surgery that is fitted."""
+    return next((number for number, operation in enumerate(manifest.operations) if operation.trains == "fitted"), None)
 
 
 def _teacher(

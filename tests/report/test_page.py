@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.models.load import load_model
-from surgeon.report.curves import TrainingRun
+from surgeon.report.curves import GateActivity, TrainingRun
 from surgeon.report.page.document import render
 from surgeon.report.report import Reported
 from surgeon.train.optimizer import MasterAdamW
@@ -483,9 +483,12 @@ def base(tmp_path: Path) -> Path:
 
 def test_a_tensor_that_trained_in_vain_is_named(grown: list[Path], tmp_path: Path) -> None:
     changes = {"a.weight": (0.0, 0.0), "b.weight": (0.5, None)}
-    run = TrainingRun(surgery=1, steps=3, tokens=9, losses={}, changes=changes)
+    gate = GateActivity.of({"new": 0.9, "original": 0.01, "by_length": {"<b>": [None, 0.5], "9-": "no", "x": [7, "y"]}})
+    run = TrainingRun(surgery=1, steps=3, tokens=9, losses={}, changes=changes, gate=gate)
     told, _, _ = reported(grown[-1], tmp_path / "page.html")
     findings = dataclasses.replace(told.findings, runs=(run,))
     page = render(findings)
     assert "Run 1 trained these tensors without changing them: a.weight." in page
+    assert "Open on new text" in page and "&lt;b&gt;: 50.0%; all: 90.0%" in page and "<b>" not in page
+    assert GateActivity.of({"new": float("nan"), "original": 0.01}) is GateActivity.of(None) is None
     assert "was zero" in page

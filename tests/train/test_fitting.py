@@ -13,8 +13,11 @@ import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.trainable import LayersSpec, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train import fitting
+from surgeon.train.config import load_config
+from surgeon.train.preparing import prepare
 from tests.train.test_train import base_of, config
 from tests.train.texts import corpus
 
@@ -66,6 +69,11 @@ def test_a_run_fits_the_gate_and_keeps_original_text(made: Path) -> None:
     assert all(each.same < 0.7 * each.tokens and each.apart is not None for each in apart.comparisons)
     card = (made / "run" / "README.md").read_text()
     assert f"open on {figures['new']:.1%} of held-out new tokens and {figures['original']:.1%} of original" in card
+
+    surgeon.report(made / "run", html=made / "run.html")
+    page = (made / "run.html").read_text()
+    shown = [f">{share:.1%}<" for both in figures["by_length"].values() for share in both if share is not None]
+    assert len(shown) > 2 and all(share in page for share in shown)
 
     # A second run keeps the gate, and asks for no text to fit one.
     again = train(made, "run", "again", sources=SOURCES[:1], steps=1)
@@ -122,7 +130,28 @@ def test_a_gate_that_cannot_be_fitted_is_refused(made: Path, sources: list[dict[
 
 
 def test_nothing_trains_of_a_gate(made: Path) -> None:
-    manifest = manifest_of(CheckpointFolder.open(made / "out"))
+    out = CheckpointFolder.open(made / "out")
+    manifest = manifest_of(out)
     assert [operation.trains for operation in manifest.operations] == ["new", "new", "fitted"]
     model = load_model(CheckpointFolder.open(made / "out"))
     assert not any("domain_gate" in name for name in model.freeze_base())
+    gate = {name for name in out.tensors if ".domain_gate." in name}
+    every, base, layers = (trainable_set(out, manifest, what) for what in ("all", "base", LayersSpec(layers="all")))
+    assert set(every.names) == out.tensors.keys() - gate and set(every.fitted) == gate == set(layers.fitted)
+    assert not gate & {*base.names, *layers.names} and not base.fitted
+    assert base.of_base == every.of_base == set(base.names)
+
+
+def test_preserve_behind_a_gate_has_nothing_to_teach(made: Path, tmp_path: Path) -> None:
+    """So it is said, and so it is: the term is 0. Where the base itself trains it has something to teach."""
+    shared = {"sources": [SOURCES[0] | {"share": 0.5}, SOURCES[1] | {"share": 0.5}], "preserve": {}, "steps": 1}
+    out = CheckpointFolder.open(made / "out")
+
+    def notes(**changes: Any) -> str:
+        given = load_config(config(made, optimizer=OPTIMIZER, **shared, **changes))
+        return "\n".join(prepare(out, manifest_of(out), given, tmp_path / "run", device="cpu", processes=1).notes)
+
+    assert "`preserve` teaches nothing here" in notes()
+    assert "teaches nothing" not in (said := notes(what="all")) and "the domain gate comes to read other states" in said
+    log = train(made, "out", "taught", **shared).log
+    assert [entry["loss.preserve"] for entry in log if "loss.preserve" in entry] == [0.0]

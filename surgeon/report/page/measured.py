@@ -9,6 +9,7 @@ from surgeon.common.page.charts import Bar, Series, bars, grid, lines, points
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
+from surgeon.report.page.gate import gate_figures
 from surgeon.report.page.heat import heat_image, heat_range
 from surgeon.report.routing_record import RouterPlace, RoutingReport
 from surgeon.report.transport import MapFact
@@ -315,7 +316,7 @@ def curves_section(findings: Findings) -> Markup | None:
             (run.surgery, f"{run.steps:,}", f"{run.tokens:,}", len(run.changes), _losses(run)) for run in findings.runs
         ]
         parts.append(table("Training, from the manifests", head, rows, numbers=range(4), words=(4,)))
-        parts += _changes(findings.runs)
+        parts += [*_changes(findings.runs), *gate_figures(findings.runs)]
     if curves:
         series = [Series(c.source, c.points, nth % _STYLES) for nth, c in enumerate(curves)]
         source = (

@@ -1,0 +1,353 @@
+"""A domain gate at work: French learned beside English kept, each surgery trained gated and ungated.
+
+    python -m benchmarks.gate --base DIR --corpora DIR --work DIR [--steps N] [--tokens N] [--only SURGERY …]
+
+DIR of `--corpora` holds fr_*.train.jsonl, fr_*.val.jsonl, en_man.train.jsonl and en_man.val.jsonl. `surgeon train`
+trains on French alone; a gate is fitted on French and English of the training files, and its threshold chosen on what
+is held out of them. The val files are read by nothing before they are measured: documents from their beginnings, in
+windows of `--window` tokens, each with an empty memory of the gate. Compared is with the base in the same dtype and
+the same kind of forward: every window by itself in float32 and bfloat16 (prefill); in float32 also a sample of windows
+token by token over a cache, together in a batch, and in one padded on the left. Every run is a line of
+WORK/gate.jsonl, which the same command goes on from; the tables go to benchmarks/results/gate_<base>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import surgeon
+from benchmarks.measuring import machine
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.data.encoding import Encoder
+from surgeon.models.load import load_model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SURGERIES: dict[str, dict[str, Any]] = {
+    "inserted layers": {"op": "insert_layers", "where": "top_half", "init": {"kind": "copy"}},
+    "adapters": {
+        "op": "gated_adapters",
+        "layers": "all",
+        "extra_weights": 0.2,
+        "gate": "none",
+        "local_loss": "none",
+    },
+    "control branches": {"op": "control_llm", "layers": {"every": 2}},
+    "PMoE slots": {"op": "pmoe_experts", "rank": 4, "slots": 1},
+}
+LANGUAGES = ("english", "french")
+# Prefixes up to these lengths are counted apart.
+LENGTHS = (8, 32, 128, 2**31)
+# The measurement that is asked for: English kept in bits and in nats, French learned beside the ungated twin.
+KEPT, LOST, BEHIND = 0.95, 0.03, 0.05
+SAMPLE, SAMPLE_TOKENS = 8, 96
+
+
+def texts_of(corpora: Path, work: Path) -> dict[str, Path]:
+    """For each language a folder of training files, copied."""
+    found = {}
+    for language, pattern in (("english", "en_man.train.jsonl"), ("french", "fr_*.train.jsonl")):
+        folder = work / language
+        folder.mkdir(exist_ok=True)
+        for file in sorted(corpora.glob(pattern)):
+            shutil.copyfile(file, folder / file.name)
+        found[language] = folder
+    return found
+
+
+def windows_of(corpora: Path, encoder: Encoder, tokens: int, window: int) -> dict[str, list[Tensor]]:
+    """For each language windows of documents of its val files, in all about `tokens` tokens, as many of each file."""
+    found: dict[str, list[Tensor]] = {}
+    for language, pattern in (("english", "en_man.val.jsonl"), ("french", "fr_*.val.jsonl")):
+        files = sorted(corpora.glob(pattern))
+        if not files:
+            raise SystemExit(f"{corpora}: no file {pattern}")
+        found[language] = []
+        for file in files:
+            count = 0
+            for piece in _pieces(file, encoder, window):
+                found[language].append(piece)
+                count += len(piece)
+                if count >= tokens // len(files):
+                    break
+    return found
+
+
+def _pieces(file: Path, encoder: Encoder, window: int) -> Iterator[Tensor]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        ids, _ = encoder.encode(json.loads(line)["text"])
+        for begin in range(0, len(ids) - 1, window):
+            yield torch.tensor(ids[begin : begin + window])
+
+
+def train(name: str, gated: bool, asked: argparse.Namespace, texts: dict[str, Path]) -> tuple[Path, dict[str, Any]]:
+    """The run of one surgery, and what `surgery.json` says of it."""
+    work, called = asked.work, f"{name.replace(' ', '-')}-{'gated' if gated else 'ungated'}"
+    out, to = work / f"{called}-out", work / f"{called}-run-{asked.steps}"
+    operations = [SURGERIES[name], *([{"op": "domain_gate"}] if gated else [])]
+    plan, config = work / f"{called}.plan.yaml", work / f"{called}.train.yaml"
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}), encoding="utf-8")
+    if not out.exists():
+        surgeon.apply(plan, str(asked.base), out)
+    french = {"name": "french", "path": str(texts["french"].resolve()), "share": 1.0, "validation": 0.02}
+    english = {"name": "english", "path": str(texts["english"].resolve()), "share": 0.0, "validation": 0.02}
+    settings = {
+        "surgeon_train": 1,
+        "steps": asked.steps,
+        "batch": asked.batch,
+        "length": asked.length,
+        "dtype": "float32",
+        "optimizer": {"lr": asked.rate, "warmup": 0.05, "schedule": "cosine"},
+        "evaluate_every": asked.steps,
+        "validation_sequences": 128,
+        "sources": [french, *([{**english, "role": "original"}] if gated else [])],
+    }
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    if not to.exists():
+        surgeon.train(out, config, to, device="cpu")
+    recorded: dict[str, Any] = json.loads((to / "surgery.json").read_text(encoding="utf-8"))["training"][-1]
+    return to, recorded
+
+
+def forward(model: Any, ids: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Logits B T V, and where the gate is open, B T; everywhere, where there is none."""
+    if not hasattr(model, "surgery"):
+        return model(ids, **given).logits, torch.ones_like(ids, dtype=torch.bool)
+    flow = sys.modules[type(model).__module__].Flow()
+    logits = model(ids, surgery_flow=flow, **given).logits
+    return logits, torch.ones_like(ids, dtype=torch.bool) if flow.on is None else flow.on
+
+
+def agreement(base: Tensor, grown: Tensor, on: Tensor, counts: Tensor | None = None) -> dict[str, int]:
+    """How many tokens there are, with the base's logits in all bits, and of the others those with a closed gate."""
+    counts = torch.ones_like(on) if counts is None else counts
+    same = (base == grown).all(dim=-1)
+    return {
+        "tokens": int(counts.sum()),
+        "same": int((same & counts).sum()),
+        "broken": int((~same & ~on & counts).sum()),
+    }
+
+
+def add(total: dict[str, Any], found: dict[str, Any]) -> None:
+    """Sums, entry by entry."""
+    for key, value in found.items():
+        total[key] = total.get(key, 0) + value
+
+
+@torch.no_grad()
+def by_length(base: Any, grown: Any, windows: Sequence[Tensor]) -> dict[str, dict[str, Any]]:
+    """Prefill of every window by itself: sums by the length of prefixes."""
+    found: dict[str, dict[str, Any]] = {str(end): {} for end in LENGTHS}
+    for ids in windows:
+        of_base, _ = forward(base, ids[None], use_cache=False)
+        logits, on = forward(grown, ids[None], use_cache=False)
+        # The token at the last place predicts nothing here.
+        losses = [F.cross_entropy(each[0, :-1].float(), ids[1:], reduction="none") for each in (of_base, logits)]
+        for begin, end in itertools.pairwise((0, *LENGTHS)):
+            here = slice(begin, end)
+            part = agreement(of_base[:, here], logits[:, here], on[:, here])
+            part |= {"open": int(on[:, here].sum()), "predicted": len(losses[0][here])}
+            sums = {"base": float(losses[0][here].double().sum()), "loss": float(losses[1][here].double().sum())}
+            add(found[str(end)], {**part, **sums})
+    return found
+
+
+@torch.no_grad()
+def cached(base: Any, grown: Any, windows: Sequence[Tensor]) -> dict[str, int]:
+    """Half of each window at once, then token by token."""
+    total: dict[str, int] = {}
+    for ids in windows:
+        caches: list[Any] = [None, None]
+        half = len(ids) // 2
+        for part in (ids[:half], *ids[half:].split(1)):
+            outputs, opened = [], None
+            for nth, model in enumerate((base, grown)):
+                flow = None if not hasattr(model, "surgery") else sys.modules[type(model).__module__].Flow()
+                given = {} if flow is None else {"surgery_flow": flow}
+                output = model(part[None], past_key_values=caches[nth], use_cache=True, **given)
+                caches[nth] = output.past_key_values
+                outputs.append(output.logits)
+                opened = None if flow is None else flow.on
+            add(total, agreement(*outputs, torch.ones_like(part[None], dtype=torch.bool) if opened is None else opened))
+    return total
+
+
+@torch.no_grad()
+def together(base: Any, grown: Any, windows: Sequence[Tensor], *, padded: bool) -> dict[str, int]:
+    """All windows in one batch; with `padded` of different lengths, filled up on the left."""
+    rows = [ids[: len(ids) - 5 * nth * padded] for nth, ids in enumerate(windows)]
+    length = max(map(len, rows))
+    ids = torch.stack([F.pad(row, (length - len(row), 0)) for row in rows])
+    mask = torch.stack([F.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
+    given = {"attention_mask": mask} if padded else {}
+    of_base, _ = forward(base, ids, use_cache=False, **given)
+    logits, on = forward(grown, ids, use_cache=False, **given)
+    return agreement(of_base, logits, on, mask.bool())
+
+
+def measure(folder: Path, base: Path, windows: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """All measurements of one run."""
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        models = [load_model(CheckpointFolder.open(each), dtype=dtype) for each in (base, folder)]
+        for language in LANGUAGES if dtype == "float32" else LANGUAGES[:1]:
+            found[f"{language} {dtype}"] = by_length(*models, windows[language])
+        if dtype == "float32":
+            sample = [ids[:SAMPLE_TOKENS] for ids in windows["english"] if len(ids) >= SAMPLE_TOKENS][:SAMPLE]
+            found["cached"] = cached(*models, sample)
+            found["batched"] = together(*models, sample, padded=False)
+            found["padded"] = together(*models, sample, padded=True)
+    return found
+
+
+def whole(found: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
+    """Sums over prefixes of these lengths."""
+    total: dict[str, Any] = {}
+    for length in lengths:
+        add(total, found[str(length)])
+    return total
+
+
+def loss_of(found: dict[str, Any], key: str = "loss") -> float:
+    """Nats a token."""
+    return float(found[key] / found["predicted"])
+
+
+def tables(rows: dict[tuple[str, bool], dict[str, Any]]) -> list[str]:
+    """What was measured, and whether it is what was asked for."""
+    lines = [
+        "| surgery | gate | French loss | of the first 128 tokens | English loss | beside the base |"
+        " English tokens as the base's, float32 | bfloat16 | cached | batched | padded | others with a closed gate |"
+        " as asked |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name in SURGERIES:
+        for gated in (False, True):
+            if (row := rows.get((name, gated))) is not None:
+                lines.append(_line(name, gated, row, rows.get((name, False))))
+    lines += [
+        "",
+        "Open by the length of the prefix, in tokens, on held-out text: French / English.",
+        "",
+        "| surgery | layer read | 1-8 | 9-32 | 33-128 | 129- | all | accuracy |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in SURGERIES:
+        if (row := rows.get((name, True))) is None:
+            continue
+        english, french = row["found"]["english float32"], row["found"]["french float32"]
+        parts = [
+            " / ".join(f"{each[str(end)]['open'] / each[str(end)]['tokens']:.1%}" for each in (french, english))
+            for end in LENGTHS
+        ]
+        shares = [each["open"] / each["tokens"] for each in (whole(french), whole(english))]
+        accuracy = (1 + shares[0] - shares[1]) / 2
+        lines.append(
+            f"| {name} | {row['gate']['layer']} | {' | '.join(parts)} | {shares[0]:.1%} / {shares[1]:.1%} |"
+            f" {accuracy:.1%} |"
+        )
+    return lines
+
+
+def _line(name: str, gated: bool, row: dict[str, Any], beside: dict[str, Any] | None) -> str:
+    found = row["found"]
+    english, french = whole(found["english float32"]), whole(found["french float32"])
+    half = whole(found["english bfloat16"])
+    others = [found[key] for key in ("cached", "batched", "padded")]
+    kept = [each["same"] / each["tokens"] for each in (english, half, *others)]
+    lost = loss_of(english) - loss_of(english, "base")
+    judged = ""
+    if gated and beside is not None:
+        behind = loss_of(french) - loss_of(whole(beside["found"]["french float32"]))
+        wrong = [
+            *([f"{min(kept):.1%} kept"] if min(kept) < KEPT else []),
+            *([f"English {lost:+.3f}"] if lost > LOST else []),
+            *([f"French {behind:+.3f} beside ungated"] if behind > BEHIND else []),
+        ]
+        judged = "yes" if not wrong else f"no: {', '.join(wrong)}"
+    broken = sum(each["broken"] for each in (english, half, *others))
+    return (
+        f"| {name} | {'yes' if gated else 'no'} | {loss_of(french):.3f} |"
+        f" {loss_of(whole(found['french float32'], LENGTHS[:-1])):.3f} | {loss_of(english):.3f} | {lost:+.3f} |"
+        f" {' | '.join(f'{each:.1%}' for each in kept)} | {broken if gated else ''} | {judged} |"
+    )
+
+
+def write(asked: argparse.Namespace, rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    """The page of results, of the runs that are there."""
+    found = next(iter(rows.values()))["found"]
+    base = [loss_of(whole(found[f"{language} float32"]), "base") for language in LANGUAGES]
+    counts = [whole(found[f"{language} float32"])["tokens"] for language in LANGUAGES]
+    sampled = found["cached"]["tokens"]
+    lines = [
+        f"# A domain gate on {asked.base.name}: French learned, English kept",
+        "",
+        f"`python -m benchmarks.gate --steps {asked.steps} --tokens {asked.tokens}` ({machine()}, one thread). Each"
+        f" {asked.steps} steps of {asked.batch} × {asked.length} tokens of French at {asked.rate:g}, in float32, stored"
+        f" in the base's dtype; no English in the batches. Measured on {counts[0]:,} English and {counts[1]:,} French"
+        f" tokens of files that nothing saw before, documents from their beginning in windows of up to {asked.window}"
+        f" tokens; cached, batched and padded on {sampled:,} tokens or fewer. The base: English {base[0]:.3f}, French"
+        f" {base[1]:.3f}.",
+        "",
+        f"As asked: at least {KEPT:.0%} of English tokens have the base's logits in all bits in every one of the five,"
+        f" English is within {LOST} of the base's loss and French no worse than ungated by more than {BEHIND}.",
+        "",
+        *tables(rows),
+        "",
+    ]
+    (RESULTS / f"gate_{asked.base.name}.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in ("--base", "--corpora", "--work"):
+        parser.add_argument(option, type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--tokens", type=int, default=40_000)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--only", nargs="*", choices=list(SURGERIES), default=list(SURGERIES))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    asked.work.mkdir(exist_ok=True)
+    texts = texts_of(asked.corpora, asked.work)
+    folder = CheckpointFolder.open(asked.base)
+    encoder = Encoder(asked.base, vocabulary=folder.config["vocab_size"])
+    windows = windows_of(asked.corpora, encoder, asked.tokens, asked.window)
+    numbers = {key: getattr(asked, key) for key in ("steps", "batch", "length", "rate", "tokens", "window")}
+    numbers["base"] = asked.base.name
+    kept = asked.work / "gate.jsonl"
+    rows: dict[tuple[str, bool], dict[str, Any]] = {}
+    for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
+        row = json.loads(line)
+        if row["numbers"] == numbers:
+            rows[row["surgery"], row["gated"]] = row
+    for name, gated in itertools.product(asked.only, (False, True)):
+        if (name, gated) not in rows:
+            run, recorded = train(name, gated, asked, texts)
+            row = {"surgery": name, "gated": gated, "numbers": numbers, "gate": recorded.get("gate")}
+            row["found"] = measure(run, asked.base, windows)
+            rows[name, gated] = row
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+                os.fsync(file.fileno())
+        print(_line(name, gated, rows[name, gated], rows.get((name, False))), flush=True)
+        write(asked, rows)
+
+
+if __name__ == "__main__":
+    main()
