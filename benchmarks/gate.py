@@ -1,12 +1,13 @@
 """A domain gate at work: French learned beside English kept, each surgery trained gated and ungated.
 
-    python -m benchmarks.gate --base DIR --corpora DIR --work DIR [--steps N] [--tokens N] [--only SURGERY …]
+    python -m benchmarks.gate --base DIR --corpora DIR --work DIR [--english en_man] [--steps N] [--tokens N]
 
-DIR of `--corpora` holds fr_*.train.jsonl, fr_*.val.jsonl, en_man.train.jsonl and en_man.val.jsonl. `surgeon train`
-trains on French alone; a gate is fitted on French and English of the training files, and its threshold chosen on what
-is held out of them. The val files are read by nothing before they are measured: documents from their beginnings, in
-windows of `--window` tokens, each with an empty memory of the gate. Compared is with the base in the same dtype and
-the same kind of forward: every window by itself in float32 and bfloat16 (prefill); in float32 also a sample of windows
+DIR of `--corpora` holds fr_*.train.jsonl, fr_*.val.jsonl, and the same of English, of which `--english` names the files
+by a pattern (`en_*`: all). `surgeon train` trains on French alone; a gate is fitted on French and English of the
+training files, by which alone it knows English, and its threshold is chosen on what is held out of them. The val files
+are read by nothing before they are measured: documents from their beginnings, in windows of `--window` tokens, each
+with an empty memory of the gate. Compared is with the base in the same dtype and the same kind of forward: every
+window by itself in float32 and bfloat16 (prefill); in float32 also a sample of windows
 token by token over a cache, together in a batch, and in one padded on the left. Every run is a line of
 WORK/gate.jsonl, which the same command goes on from; the tables go to benchmarks/results/gate_<base>.md.
 """
@@ -54,11 +55,11 @@ KEPT, LOST, BEHIND = 0.95, 0.03, 0.05
 SAMPLE, SAMPLE_TOKENS = 8, 96
 
 
-def texts_of(corpora: Path, work: Path) -> dict[str, Path]:
+def texts_of(corpora: Path, english: str, work: Path) -> dict[str, Path]:
     """For each language a folder of training files, copied."""
     found = {}
-    for language, pattern in (("english", "en_man.train.jsonl"), ("french", "fr_*.train.jsonl")):
-        folder = work / language
+    for language, pattern in (("english", f"{english}.train.jsonl"), ("french", "fr_*.train.jsonl")):
+        folder = work / f"{language}-{english.replace('*', 'all')}"
         folder.mkdir(exist_ok=True)
         for file in sorted(corpora.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
@@ -66,10 +67,10 @@ def texts_of(corpora: Path, work: Path) -> dict[str, Path]:
     return found
 
 
-def windows_of(corpora: Path, encoder: Encoder, tokens: int, window: int) -> dict[str, list[Tensor]]:
+def windows_of(corpora: Path, english: str, encoder: Encoder, tokens: int, window: int) -> dict[str, list[Tensor]]:
     """For each language windows of documents of its val files, in all about `tokens` tokens, as many of each file."""
     found: dict[str, list[Tensor]] = {}
-    for language, pattern in (("english", "en_man.val.jsonl"), ("french", "fr_*.val.jsonl")):
+    for language, pattern in (("english", f"{english}.val.jsonl"), ("french", "fr_*.val.jsonl")):
         files = sorted(corpora.glob(pattern))
         if not files:
             raise SystemExit(f"{corpora}: no file {pattern}")
@@ -94,7 +95,7 @@ def _pieces(file: Path, encoder: Encoder, window: int) -> Iterator[Tensor]:
 def train(name: str, gated: bool, asked: argparse.Namespace, texts: dict[str, Path]) -> tuple[Path, dict[str, Any]]:
     """The run of one surgery, and what `surgery.json` says of it."""
     work, called = asked.work, f"{name.replace(' ', '-')}-{'gated' if gated else 'ungated'}"
-    out, to = work / f"{called}-out", work / f"{called}-run-{asked.steps}"
+    out, to = work / f"{called}-out", work / f"{called}-run-{asked.english.replace('*', 'all')}-{asked.steps}"
     operations = [SURGERIES[name], *([{"op": "domain_gate"}] if gated else [])]
     plan, config = work / f"{called}.plan.yaml", work / f"{called}.train.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": operations}), encoding="utf-8")
@@ -171,16 +172,17 @@ def cached(base: Any, grown: Any, windows: Sequence[Tensor]) -> dict[str, int]:
     for ids in windows:
         caches: list[Any] = [None, None]
         half = len(ids) // 2
-        for part in (ids[:half], *ids[half:].split(1)):
-            outputs, opened = [], None
+        for part in (ids[:half], *(ids[at : at + 1] for at in range(half, len(ids)))):
+            logits: list[Tensor] = []
+            on = torch.ones_like(part[None], dtype=torch.bool)
             for nth, model in enumerate((base, grown)):
                 flow = None if not hasattr(model, "surgery") else sys.modules[type(model).__module__].Flow()
                 given = {} if flow is None else {"surgery_flow": flow}
                 output = model(part[None], past_key_values=caches[nth], use_cache=True, **given)
                 caches[nth] = output.past_key_values
-                outputs.append(output.logits)
-                opened = None if flow is None else flow.on
-            add(total, agreement(*outputs, torch.ones_like(part[None], dtype=torch.bool) if opened is None else opened))
+                logits.append(output.logits)
+                on = on if flow is None or flow.on is None else flow.on
+            add(total, agreement(logits[0], logits[1], on))
     return total
 
 
@@ -201,14 +203,14 @@ def measure(folder: Path, base: Path, windows: dict[str, list[Tensor]]) -> dict[
     """All measurements of one run."""
     found: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
-        models = [load_model(CheckpointFolder.open(each), dtype=dtype) for each in (base, folder)]
+        model, grown = (load_model(CheckpointFolder.open(each), dtype=dtype) for each in (base, folder))
         for language in LANGUAGES if dtype == "float32" else LANGUAGES[:1]:
-            found[f"{language} {dtype}"] = by_length(*models, windows[language])
+            found[f"{language} {dtype}"] = by_length(model, grown, windows[language])
         if dtype == "float32":
             sample = [ids[:SAMPLE_TOKENS] for ids in windows["english"] if len(ids) >= SAMPLE_TOKENS][:SAMPLE]
-            found["cached"] = cached(*models, sample)
-            found["batched"] = together(*models, sample, padded=False)
-            found["padded"] = together(*models, sample, padded=True)
+            found["cached"] = cached(model, grown, sample)
+            found["batched"] = together(model, grown, sample, padded=False)
+            found["padded"] = together(model, grown, sample, padded=True)
     return found
 
 
@@ -294,12 +296,12 @@ def write(asked: argparse.Namespace, rows: dict[tuple[str, bool], dict[str, Any]
     lines = [
         f"# A domain gate on {asked.base.name}: French learned, English kept",
         "",
-        f"`python -m benchmarks.gate --steps {asked.steps} --tokens {asked.tokens}` ({machine()}, one thread). Each"
-        f" {asked.steps} steps of {asked.batch} × {asked.length} tokens of French at {asked.rate:g}, in float32, stored"
-        f" in the base's dtype; no English in the batches. Measured on {counts[0]:,} English and {counts[1]:,} French"
-        f" tokens of files that nothing saw before, documents from their beginning in windows of up to {asked.window}"
-        f" tokens; cached, batched and padded on {sampled:,} tokens or fewer. The base: English {base[0]:.3f}, French"
-        f" {base[1]:.3f}.",
+        f"`python -m benchmarks.gate --english {asked.english} --steps {asked.steps} --tokens {asked.tokens}`"
+        f" ({machine()}, one thread). Each {asked.steps} steps of {asked.batch} × {asked.length} tokens of French at"
+        f" {asked.rate:g}, in float32, stored in the base's dtype; no English in the batches. Measured on {counts[0]:,}"
+        f" English and {counts[1]:,} French tokens of files that neither training nor gate saw, documents from their"
+        f" beginning in windows of up to {asked.window} tokens; cached, batched and padded on {sampled:,} tokens or"
+        f" fewer. The base: English {base[0]:.3f}, French {base[1]:.3f}.",
         "",
         f"As asked: at least {KEPT:.0%} of English tokens have the base's logits in all bits in every one of the five,"
         f" English is within {LOST} of the base's loss and French no worse than ungated by more than {BEHIND}.",
@@ -314,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in ("--base", "--corpora", "--work"):
         parser.add_argument(option, type=Path, required=True)
+    parser.add_argument("--english", default="en_man")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
@@ -324,11 +327,11 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     asked.work.mkdir(exist_ok=True)
-    texts = texts_of(asked.corpora, asked.work)
+    texts = texts_of(asked.corpora, asked.english, asked.work)
     folder = CheckpointFolder.open(asked.base)
     encoder = Encoder(asked.base, vocabulary=folder.config["vocab_size"])
-    windows = windows_of(asked.corpora, encoder, asked.tokens, asked.window)
-    numbers = {key: getattr(asked, key) for key in ("steps", "batch", "length", "rate", "tokens", "window")}
+    windows = windows_of(asked.corpora, asked.english, encoder, asked.tokens, asked.window)
+    numbers = {key: getattr(asked, key) for key in ("english", "steps", "batch", "length", "rate", "tokens", "window")}
     numbers["base"] = asked.base.name
     kept = asked.work / "gate.jsonl"
     rows: dict[tuple[str, bool], dict[str, Any]] = {}
