@@ -293,6 +293,7 @@ def write(asked: argparse.Namespace, rows: dict[tuple[str, bool], dict[str, Any]
     base = [loss_of(whole(found[f"{language} float32"]), "base") for language in LANGUAGES]
     counts = [whole(found[f"{language} float32"])["tokens"] for language in LANGUAGES]
     sampled = found["cached"]["tokens"]
+    missing = [name for name in SURGERIES if (name, True) not in rows or (name, False) not in rows]
     lines = [
         f"# A domain gate on {asked.base.name}: French learned, English kept",
         "",
@@ -307,6 +308,7 @@ def write(asked: argparse.Namespace, rows: dict[tuple[str, bool], dict[str, Any]
         f" English is within {LOST} of the base's loss and French no worse than ungated by more than {BEHIND}.",
         "",
         *tables(rows),
+        *(["", f"Not run yet: {', '.join(missing)}."] if missing else []),
         "",
     ]
     (RESULTS / f"gate_{asked.base.name}.md").write_text("\n".join(lines), encoding="utf-8")
