@@ -33,6 +33,14 @@ PAGE = ROOT / "docs" / "first-hour.md"
 COLUMNS = 80
 NOT_RUN = "<!-- not run: written by benchmarks/newcomer.py, which ran it -->"
 
+INTRODUCTION = """\
+What somebody sees who has a wheel of surgeon, a base, some rows of Alpaca data, and mistakes in the first files: each
+command, what it wrote at 80 columns, and how long it took. `python -m benchmarks.newcomer --work DIR` runs it all in
+an environment of its own, outside the source tree, and writes this page; it ends with an error where a refusal does
+not name the words that the correction uses. The base is a Llama of eight small layers with random weights, so its
+losses mean nothing; the Hub is the stand-in of the tests, on the same machine (`HF_ENDPOINT`).
+"""
+
 WRONG_PLAN = """\
 surgeon: 1
 seed: zero
@@ -144,7 +152,10 @@ STEPS = (
         "surgeon train grown --config train.yaml --to tuned --dry-run",
         ("train.yaml", TRAIN),
     ),
-    Step("What the loss will count is what it should count: the run.", "surgeon train grown --config train.yaml --to tuned"),
+    Step(
+        "What the loss will count is what it should count: the run.",
+        "surgeon train grown --config train.yaml --to tuned",
+    ),
     Step("Training changed only what was new?", "surgeon verify base tuned"),
     Step("One page to show to others.", "surgeon report tuned --base base"),
     Step("What would go to the Hub?", "surgeon push tuned user/model --base base --dry-run"),
@@ -155,7 +166,11 @@ STEPS = (
 def alpaca() -> str:
     """Rows of instruction, input and output, as a JSON list; some have no input."""
     rows = [
-        {"instruction": q.format(topic), "input": "" if "{}" in q else f"We talk of {topic}.", "output": a.format(topic)}
+        {
+            "instruction": q.format(topic),
+            "input": "" if "{}" in q else f"We talk of {topic}.",
+            "output": a.format(topic),
+        }
         for topic in TOPICS
         for q, a in zip(QUESTIONS, ANSWERS, strict=True)
     ]
@@ -229,21 +244,12 @@ def folded(output: str, hidden: dict[str, str]) -> str:
     for found, shown in hidden.items():
         output = output.replace(found, shown)
     lines = (line.rstrip() for line in output.strip("\n").splitlines())
-    return "\n".join(part for line in lines for part in (re.findall(f".{{1,{COLUMNS}}}", line) or [""]))
+    return "\n".join(part.rstrip() for line in lines for part in (re.findall(f".{{1,{COLUMNS}}}", line) or [""]))
 
 
 def page(setup: list[tuple[str, float]], rans: list[Ran], hidden: dict[str, str], *, borrowed: bool) -> str:
     """docs/first-hour.md."""
-    lines = [
-        "# The first hour",
-        "",
-        "What somebody sees who has a wheel of surgeon, a base, some rows of Alpaca data, and mistakes in the first files: each",
-        "command, what it wrote at 80 columns, and how long it took. `python -m benchmarks.newcomer --work DIR` runs it all in an",
-        "environment of its own, outside the source tree, and writes this page. It ends with an error where a refusal does not",
-        "name the words that the correction uses. The base is a Llama of eight small layers with random weights, so that its",
-        "losses mean nothing; the Hub is the stand-in of the tests, on the same machine (`HF_ENDPOINT`).",
-        "",
-    ]
+    lines = ["# The first hour", "", *INTRODUCTION.splitlines(), ""]
     for number, ran in enumerate(rans, 1):
         step = ran.step
         lines += [f"## {number}. {step.command.split()[1]}", "", step.says, ""]
@@ -251,14 +257,22 @@ def page(setup: list[tuple[str, float]], rans: list[Ran], hidden: dict[str, str]
             lines += [NOT_RUN, "```yaml", f"# {step.writes[0]}", step.writes[1].rstrip("\n"), "```", ""]
         lines += [NOT_RUN, "```sh", step.command, "```", "", "```text", folded(ran.output, hidden), "```", ""]
         lines += [f"Exit {step.exits}, {ran.seconds:.1f} s.", ""]
-    lines += ["## Times", "", f"Wall seconds, {machine()}, no GPU.", "", "| step | exit | seconds |", "|---|---|---|"]
+    lines += [
+        "## Times",
+        "",
+        f"Wall seconds of one run: {machine()}, no GPU.",
+        "",
+        "| step | exit | seconds |",
+        "|---|---|---|",
+    ]
     lines += [f"| {name} | 0 | {seconds:.1f} |" for name, seconds in setup]
     lines += [f"| {n}. `{ran.step.command}` | {ran.step.exits} | {ran.seconds:.1f} |" for n, ran in enumerate(rans, 1)]
     total = sum(seconds for _, seconds in setup) + sum(ran.seconds for ran in rans)
     lines += [f"| all | | {total:.1f} |", ""]
     if borrowed:
-        lines += ["The packages that surgeon depends on were there already (`--borrow`): downloading torch takes longer than", ""]
-        lines[-2] += " all of this."
+        lines += [
+            "The packages that surgeon depends on were there already (`--borrow`): their installation is not counted."
+        ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
