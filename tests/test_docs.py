@@ -181,6 +181,14 @@ def _synopses(text: str) -> Iterator[str]:
         yield match[1]
 
 
+def _synopses_not_run(page: Path) -> Iterator[str]:
+    """Commands of the blocks that `test_what_a_page_shows_runs` leaves out."""
+    for block in blocks(page):
+        if block.kind == "sh" and block.said.startswith("not run: "):
+            lines = block.text.replace("\\\n", " ").splitlines()
+            yield from (line for line in lines if re.match(r"surgeon [a-z]", line))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_options_that_are_named_exist(page: Path) -> None:
     root = typer.main.get_command(app)
@@ -188,7 +196,7 @@ def test_commands_and_options_that_are_named_exist(page: Path) -> None:
         name: {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
         for name, command in root.commands.items()  # type: ignore[attr-defined]
     }
-    for synopsis in _synopses(page.read_text(encoding="utf-8")):
+    for synopsis in (*_synopses(page.read_text(encoding="utf-8")), *_synopses_not_run(page)):
         command = synopsis.split()[1]
         # `surgeon preview | apply`; options of the whole stand before a command.
         assert command in known, f"{name_of(page)}: {synopsis}"

@@ -7,6 +7,7 @@ loss mask needs no `{% generation %}` blocks.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -76,6 +77,19 @@ MARKS: dict[TemplateName, tuple[str, ...]] = {
     "zephyr": (),
     "alpaca": (),
 }
+
+
+# Those whose turns end with the tokenizer's own end of sequence; the others' end with the last of their marks.
+_ENDED_BY_TOKENIZER: tuple[TemplateName, ...] = ("mistral", "zephyr", "alpaca")
+
+
+def unknown_marks(name: TemplateName, unknown: Sequence[str]) -> str:
+    """The note on the marks of template `name` that a tokenizer cuts into several tokens."""
+    note = f"chat_template {name}: {', '.join(unknown)} are no tokens of this tokenizer, so each takes several"
+    if name not in _ENDED_BY_TOKENIZER and MARKS[name][-1] in unknown:
+        ways = "`alpaca`, `zephyr` or `mistral`, whose turns end with the tokenizer's end of sequence"
+        note += f", and generation cannot stop at {unknown[-1]} by eos_token_id; it stops by itself with {ways}"
+    return note
 
 
 def no_template(folder: Path) -> str:

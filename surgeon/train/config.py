@@ -324,7 +324,7 @@ def settle(
     warmup = paper.warmup if asked.warmup is None else asked.warmup
     warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
     last = printable(operations[-1]) if operations else "finetuning"
-    notes = [f"settings that the config leaves out are those of {last}: {paper.source}"]
+    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
     if asked.warmup is None and warmup_steps >= steps:
         warmup_steps = steps // 10
         notes.append(

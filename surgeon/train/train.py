@@ -169,7 +169,11 @@ def trained_view(trained: Trained) -> RenderableType:
     parts: list[RenderableType] = [losses, Text()] if trained.losses else []
     parts += [tensors, Text(), facts]
     if trained.unchanged:
-        parts.append(Text(f"did not change: {listed(trained.unchanged)}", style="bold yellow"))
+        parts.append(
+            Text(
+                f"did not change, or by less than their dtype can say: {listed(trained.unchanged)}", style="bold yellow"
+            )
+        )
     done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
     return Group(*parts, Text(), Text.assemble(done, style="bold green"))
 

@@ -13,7 +13,7 @@ from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, 
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.data.specs import ORIGINAL, SourceSpec
 from surgeon.errors import BadInput, printable
-from surgeon.models.templates import MARKS
+from surgeon.models.templates import MARKS, unknown_marks
 from surgeon.train.config import LoadedConfig, Settings
 
 
@@ -62,18 +62,12 @@ class TrainingData:
         config = loaded.config
         if any(source.kind == "chat" for source in config.sources):
             encoder.check_chat()
-        unknown = [
-            mark
-            for mark in (MARKS[config.chat_template] if config.chat_template else ())
-            if len(encoder.tokenizer.ids(mark, special=False)) > 1
-        ]
+        marks = MARKS[config.chat_template] if config.chat_template else ()
+        unknown = [mark for mark in marks if len(encoder.tokenizer.ids(mark, special=False)) > 1]
         streams: list[SourceStream] = []
         found = cls(Mixture([], [], seed=0), {}, [])
-        if unknown:
-            found.notes.append(
-                f"chat_template {config.chat_template}: {', '.join(unknown)} are no tokens of this tokenizer, so each"
-                " takes several"
-            )
+        if config.chat_template and unknown:
+            found.notes.append(unknown_marks(config.chat_template, unknown))
         for source in config.sources:
             if source.repo_id is not None:
                 say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")

@@ -304,13 +304,18 @@ def _dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str]) ->
     return [Check.of("layers taken out", loud, "not the constant that keeps a layer silent", kept)]
 
 
+def _none(manifest: Manifest) -> str:
+    """Why a check of new tensors had none to look at."""
+    return "trained since, or the plan makes none" if manifest.trained else "the plan makes none"
+
+
 def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
     """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
     trained = manifest.trained
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != constant_digest(recipe)]
-    kept = f"{len(constants)} tensors hold the value they are born with"
+    kept = f"{len(constants)} tensors hold the value they are born with" if constants else _none(manifest)
     return Check.of("constants", wrong, "not the value they are born with", kept)
 
 
@@ -321,7 +326,7 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     if unknown:
         return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
-    kept = f"{len(computed)} computed ones are as they were written"
+    kept = f"{len(computed)} computed ones are as they were written" if computed else _none(manifest)
     return Check.of("new tensors", changed, "changed since they were written", kept)
 
 

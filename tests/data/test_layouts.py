@@ -12,7 +12,7 @@ from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.layouts import CHATS, Message, columns_of
 from surgeon.errors import BadInput
-from surgeon.models.templates import MARKS, TEMPLATES, TemplateName
+from surgeon.models.templates import MARKS, TEMPLATES, TemplateName, unknown_marks
 from tests.train.texts import add_tokenizer
 
 ASKED, ANSWERED = Message("user", "w1 w2"), Message("assistant", "w3")
@@ -142,3 +142,11 @@ def test_a_template_that_is_given_takes_the_place_of_none(tmp_path: Path) -> Non
     encoder = Encoder(add_tokenizer(tmp_path), vocabulary=128, template=spaced)
     ids, counted = encoder.encode((ASKED, ANSWERED))
     assert [token for token, count in zip(ids, counted, strict=True) if count] == [13, 2]
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_note_says_where_generation_cannot_stop(name: TemplateName) -> None:
+    note = unknown_marks(name, MARKS[name])
+    ended = "eos_token" in TEMPLATES[name]
+    assert ("generation cannot stop at" in note) is not ended
+    assert "cannot stop" not in unknown_marks(name, MARKS[name][:1])
