@@ -30,7 +30,7 @@ PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
 PROMPT = "Return the"
 WRITTEN_TOKENS = 40
 # The training steps of every run, as a share of the base's.
-LEARNING_SHARE = 1 / 3
+LEARNING_SHARE = 1 / 5
 KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
 # Of a run that remembers, how much of its text the base wrote; and how many tokens it writes for each that is replayed.
 REPLAYED, WRITTEN = 0.25, 0.5
