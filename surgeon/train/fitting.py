@@ -31,6 +31,8 @@ FIGURES_FILE = "gate.json"
 # Tokens of each domain that are read, and prefixes of each that the classifier sees, of so many numbers in all.
 _TOKENS = 2**18
 _PREFIXES = 2**16
+# Held-out tokens of each source by which the threshold is chosen.
+_HELD_TOKENS = 2**17
 _NUMBERS = 2**27
 # Tokens that go through the model at once.
 _AT_ONCE = 2**13
@@ -71,7 +73,7 @@ class GateFigures:
 def fit_gate(
     model: Any,
     mixture: Mixture,
-    validation: Sequence[Sequence[PackedSequence]],
+    held: Sequence[Callable[[int], list[PackedSequence]]],
     names: Sequence[str],
     *,
     work: Path,
@@ -83,7 +85,9 @@ def fit_gate(
 ) -> GateFigures:
     """Fit the gate of `model`, whose tensors are `names`, and measure it; or take what `work` holds of an earlier call.
 
-    `validation` are held-out sequences, `dtypes` those in which the tensors are stored, to which they are rounded.
+    `held` give of each source as many held-out sequences as are asked for: by so many independent texts the threshold
+    is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors are stored,
+    to which they are rounded.
     Raises BadInput where the two domains cannot be told apart.
     """
     gate, layer = _gate_of(model)
@@ -98,7 +102,9 @@ def fit_gate(
     fitted = _classifier(gate, *_prefixes(model, layer, mixture, gate.spec, seed), seed)
     rounded = {name: fitted[name.rpartition(".")[2]].to(dtypes[name]) for name in names}
     _take(tensors, rounded)
-    scored = [_Scored.of(model, layer, sequences) for sequences in _by_domain(validation)]
+    length = mixture.streams[0].packer.length
+    sequences = [each(max(1, _HELD_TOKENS // length)) for each in held]
+    scored = [_Scored.of(model, layer, of_domain) for of_domain in _by_domain(sequences)]
     threshold = next(name for name in names if name.endswith(".threshold"))
     rounded[threshold] = _threshold(gate, scored[0], dtypes[threshold])
     _take(tensors, rounded)
@@ -275,6 +281,8 @@ class _Scored:
             positions = batch["position_ids"].to(hidden.device)
             at_work = gating(torch.ones_like(positions, dtype=torch.bool), positions == 0, None)
             at_work.decide(layer.domain_gate, hidden)
+            # What a cache would keep of every token.
+            at_work.found = {}
             parts.append((at_work.scores, at_work, _lengths(batch["position_ids"])))
         return cls(parts)
 

@@ -377,7 +377,7 @@ def _fit(run: Run, model: Any) -> list[str]:
     fit_gate(
         model,
         run.data.mixture,
-        list(run.data.validation.values()),
+        list(run.data.held.values()),
         list(dtypes),
         work=run.work,
         dtypes=dtypes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from surgeon.data.documents import Corpus
@@ -35,13 +36,23 @@ def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> S
     return source.model_copy(update={"path": str(path.absolute()), "generate": None})
 
 
+def _held(
+    documents: Corpus, numbers: list[int], encoder: Encoder, packer: Callable[[], Packer], most: int
+) -> list[PackedSequence]:
+    return held_out(documents, numbers, encoder, packer(), most=most)
+
+
 @dataclass
 class TrainingData:
-    """What to train on, and by source the sequences that are held out. `commits` are of sources on the Hub, by name."""
+    """What to train on, and by source the sequences that are held out. `commits` are of sources on the Hub, by name.
+
+    `held` gives, by source, as many sequences of what is held out as are asked for.
+    """
 
     mixture: Mixture
     validation: dict[str, list[PackedSequence]]
     documents: list[Corpus]
+    held: dict[str, Callable[[int], list[PackedSequence]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     commits: dict[str, str] = field(default_factory=dict)
 
@@ -82,10 +93,10 @@ class TrainingData:
             aside, numbers = documents, list(held)
             if opened.held_out is not None:
                 aside, numbers = opened.held_out, list(range(len(opened.held_out)))
-            packer = Packer(settings.length, config.packing, domain)
-            sequences = held_out(aside, numbers, encoder, packer, most=config.validation_sequences)
+            hold = partial(_held, aside, numbers, encoder, partial(Packer, settings.length, config.packing, domain))
+            sequences = hold(config.validation_sequences)
             if sequences:
-                found.validation[source.name] = sequences
+                found.validation[source.name], found.held[source.name] = sequences, hold
             elif source.validation:
                 raise BadInput(
                     f"{printable(str(loaded.source))}: the held-out part of source {source.name} has fewer than two"
