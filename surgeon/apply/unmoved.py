@@ -113,7 +113,7 @@ class Unmoved:
         source = origin.source.open_shard(origin.tensor.file)
         try:
             target.parent.mkdir(exist_ok=True)
-            before = Stamp.of(source)
+            before = Stamp.of(os.fstat(source))
             if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
                 self._copied[shard.file] = before
                 return False
@@ -125,7 +125,7 @@ class Unmoved:
                 if self._way == "link":
                     target.unlink(missing_ok=True)
                     hard_link(source, _place(origin), target)
-                after = Stamp.of(source)
+                after = Stamp.of(os.fstat(source))
                 if not after.same_content(before):
                     raise BadInput(
                         f"{printable(origin.tensor.file)}: changed meanwhile; start again when nothing writes to it"
@@ -142,7 +142,7 @@ class Unmoved:
             origin, twin = self._job.unchanged[file], self._job.twins[file]
             source = origin.source.open_shard(origin.tensor.file)
             try:
-                if Stamp.of(source) == stamp and (found := self._proof.known(twin)) is not None:
+                if Stamp.of(os.fstat(source)) == stamp and (found := self._proof.known(twin)) is not None:
                     keep_digests(stamp, twin, found)
             finally:
                 os.close(source)

@@ -8,32 +8,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
+from surgeon.checkpoint.known_digests import Stamp
 from surgeon.checkpoint.source import open_regular
 from surgeon.errors import BadInput, printable
 
 # Where the system names a descriptor's own file: a path that no swap of names can lead elsewhere. Not so /dev/fd of
 # macOS, whose descriptors share one position; there the files' own paths serve, and `check_unchanged` finds a swap.
 _DESCRIPTORS = Path("/proc/self/fd")
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a changed or swapped file betrays itself by: the time of change cannot be set back."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> _Facts:
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class HeldFolder:
@@ -44,7 +29,7 @@ class HeldFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files: dict[str, tuple[int, _Facts]] = {}
+        self._files: dict[str, tuple[int, Stamp]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +51,7 @@ class HeldFolder:
         """
         self._refuse_links(name)
         descriptor = open_regular(self.path, name)
-        self._files[name] = descriptor, _Facts.of(os.fstat(descriptor))
+        self._files[name] = descriptor, Stamp.of(os.fstat(descriptor))
         # A link that came after the look above and was followed shows itself here.
         self._check(name)
 
@@ -92,10 +77,10 @@ class HeldFolder:
         descriptor, facts = self._files[name]
         self._refuse_links(name)
         try:
-            there = _Facts.of(os.lstat(self.path / name))
+            there = Stamp.of(os.lstat(self.path / name))
         except OSError:
             there = None
-        if not facts == there == _Facts.of(os.fstat(descriptor)):
+        if not facts == there == Stamp.of(os.fstat(descriptor)):
             raise BadInput(
                 f"{self._shown(name)}: changed while it was checked and sent; start again when nothing writes there"
             )

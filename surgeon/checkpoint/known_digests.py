@@ -34,9 +34,8 @@ class Stamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, fd: int) -> Stamp:
-        """Of an open file, now."""
-        found = os.fstat(fd)
+    def of(cls, found: os.stat_result) -> Stamp:
+        """Of what `stat` finds; the time of change cannot be set back."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def same_content(self, other: Stamp) -> bool:
