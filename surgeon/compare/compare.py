@@ -24,7 +24,7 @@ from surgeon.common.formatting import count
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.compare.config import LoadedStudy, load_study
-from surgeon.compare.findings import Findings, find
+from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
@@ -246,6 +246,8 @@ def compared_view(compared: Compared) -> RenderableType:
     if found.first:
         parts += [Text(printable(found.first, 2000), style="bold yellow"), Text()]
     parts += [table, Text(f"held-out loss, {found.unit}; each row's run with the smallest sum of both", style="dim")]
+    for each in found.remedies:
+        parts.append(_remedied(each))
     for judged in found.claims:
         parts.append(
             Text(printable(f"{judged.verdict}: {judged.claim.says} ({judged.remedy}) ", 500))
@@ -265,6 +267,19 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
         return Text()
     text = Text(f"{found.mean:{'+' if signed else ''}.3f}")
     return text if found.half is None else text.append(f" ± {found.half:.3f}", style="dim")
+
+
+def _remedied(each: Remedied) -> Text:
+    """How much of what one remedy forgets is forgotten with another."""
+    told = Text(printable(f"{each.label}: {each.with_} ", 200))
+    if each.apart is None:
+        return told.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
+    mine, theirs = (_interval_cell(one, signed=False) for one in each.forgets)
+    told.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")
+    told.append(theirs).append("; ")
+    if each.share is not None:
+        told.append("that is ").append(_interval_cell(each.share, signed=False)).append(" of it; ")
+    return told.append("lowest new loss ").append(_interval_cell(each.reach))
 
 
 def _interval_words(found: Interval | None) -> str:

@@ -19,6 +19,7 @@ from surgeon.compare.frontier import (
     envelope,
     height,
     interval,
+    mean_height,
     turned,
     verdict,
 )
@@ -91,6 +92,25 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Remedied:
+    """A method with one remedy (`with_`) beside itself with another (`beside`), at equal new loss.
+
+    `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
+    `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
+    the second's (negative: it learns more at its most). None where the frontiers have no new loss in common.
+    """
+
+    method: str
+    label: str
+    with_: str
+    beside: str
+    forgets: tuple[Interval | None, Interval | None]
+    share: Interval | None
+    apart: Interval | None
+    reach: Interval | None
+
+
+@dataclass(frozen=True)
 class Findings:
     """Everything that a study has found so far; `missing` says what is still to be made, a line each."""
 
@@ -100,6 +120,7 @@ class Findings:
     texts: dict[str, list[str]]
     start: Pair
     rows: tuple[Row, ...]
+    remedies: tuple[Remedied, ...]
     claims: tuple[Judged, ...]
     first: str
     advice: str
@@ -110,7 +131,7 @@ class Findings:
         """As plain data; numbers that are not finite are texts."""
         return {
             "surgeon_study": 1,
-            **plain_fields(self, without=("rows", "claims", "start")),
+            **plain_fields(self, without=("rows", "remedies", "claims", "start")),
             "start": {"new": self.start[0], "original": self.start[1]},
             "rows": [
                 {
@@ -124,6 +145,16 @@ class Findings:
                     "area": _interval(row.area),
                 }
                 for row in self.rows
+            ],
+            "remedies": [
+                {
+                    "method": each.method,
+                    "with": each.with_,
+                    "beside": each.beside,
+                    "forgets": [_interval(one) for one in each.forgets],
+                    **{key: _interval(getattr(each, key)) for key in ("share", "apart", "reach")},
+                }
+                for each in self.remedies
             ],
             "claims": [
                 {
@@ -175,6 +206,7 @@ def find(
         texts={"new": names[0], "original": names[1]},
         start=corner,
         rows=tuple(rows),
+        remedies=tuple(_remedied(study, rows, corner)),
         claims=tuple(_judged(study, rows)),
         first=_first(shown),
         advice=_advice(study, shown, corner),
@@ -270,6 +302,38 @@ def _judged(study: Study, rows: Sequence[Row]) -> list[Judged]:
                 remedy = one.remedy if one.remedy == other.remedy else f"{one.remedy}, {other.remedy}"
                 found.append(Judged(claim, remedy, apart, verdict(apart)))
     return found
+
+
+def _remedied(study: Study, rows: Sequence[Row], corner: Pair) -> list[Remedied]:
+    """Every method with each remedy beside itself with those named before it."""
+    found = []
+    for method in study.all_methods:
+        own = [row for row in rows if row.method == method.called and row.best is not None]
+        for nth, row in enumerate(own):
+            found += [_beside_itself(method.words, row, other, corner) for other in own[:nth]]
+    return found
+
+
+def _beside_itself(label: str, row: Row, other: Row, corner: Pair) -> Remedied:
+    forgets: list[tuple[float, float]] = []
+    reach = []
+    for seed in sorted(set(row.seeds()) & set(other.seeds())):
+        pair = row.frontier(seed), other.frontier(seed)
+        reach.append(pair[0][0][0] - pair[1][0][0])
+        if (shared := common_range(*pair)) is not None:
+            forgets.append((mean_height(pair[0], shared) - corner[1], mean_height(pair[1], shared) - corner[1]))
+    # Where the other forgets nothing there is no part of it.
+    shares = [mine / theirs for mine, theirs in forgets] if all(theirs > 0 for _, theirs in forgets) else []
+    return Remedied(
+        method=row.method,
+        label=label,
+        with_=row.remedy,
+        beside=other.remedy,
+        forgets=(interval([mine for mine, _ in forgets]), interval([theirs for _, theirs in forgets])),
+        share=interval(shares),
+        apart=interval([mine - theirs for mine, theirs in forgets]),
+        reach=interval(reach),
+    )
 
 
 def _named(rows: Sequence[Row], name: str) -> list[Row]:

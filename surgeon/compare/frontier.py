@@ -59,10 +59,13 @@ def difference(one: Sequence[Pair], other: Sequence[Pair]) -> float | None:
     """
     if (shared := common_range(one, other)) is None:
         return None
-    low, high = shared
-    if low == high:
-        return height(one, low) - height(other, low)
-    return (integral(one, low, high) - integral(other, low, high)) / (high - low)
+    return mean_height(one, shared) - mean_height(other, shared)
+
+
+def mean_height(frontier: Sequence[Pair], between: Pair) -> float:
+    """y of a frontier in the mean over a range of x; exact."""
+    low, high = between
+    return height(frontier, low) if low == high else integral(frontier, low, high) / (high - low)
 
 
 def integral(frontier: Sequence[Pair], low: float, high: float) -> float:

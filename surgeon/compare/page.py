@@ -41,6 +41,7 @@ def render(found: Findings) -> str:
     sections = {
         "frontiers": ("Frontiers", _frontiers(found)),
         "methods": ("Methods", _methods(found)),
+        "remedies": ("Remedies", _remedies(found)),
         "claims": ("Claims", _claims(found)),
         "runs": ("Runs", _runs(found)),
         "missing": ("Still to be made", _missing(found)),
@@ -145,6 +146,41 @@ def _methods(found: Findings) -> Markup:
             class_="soft",
         ),
         *(el("p", note, class_="warn") for note in found.notes),
+    )
+
+
+def _remedies(found: Findings) -> Markup | None:
+    if not found.remedies:
+        return None
+    rows = [
+        (
+            each.label,
+            each.with_,
+            each.beside,
+            *(_words(one) for one in each.forgets),
+            _words(each.share),
+            _words(each.apart, signed=True),
+            _words(each.reach, signed=True),
+            "" if each.reach is None else str(each.reach.seeds),
+        )
+        for each in found.remedies
+    ]
+    return section(
+        "remedies",
+        "Remedies",
+        table(
+            "Each method with one remedy beside itself with another",
+            ("method", "with", "beside", "forgets", "beside it", "part", "difference", "lowest new", "seeds"),
+            rows,
+            numbers=range(3, 9),
+        ),
+        el(
+            "p",
+            "`forgets` is original loss above the base's at equal new loss, in the mean over the new losses that both"
+            " reach; `part` is the first's share of the second's. `lowest new` is the difference of the lowest new"
+            " losses: negative, it learns more at its most.",
+            class_="soft",
+        ),
     )
 
 

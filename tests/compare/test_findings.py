@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.compare.findings import Findings, find
+from surgeon.compare.frontier import verdict
 from surgeon.compare.order import Run
 from surgeon.compare.page import render
 from surgeon.compare.records import Record, SourceLoss
@@ -112,3 +113,28 @@ def test_where_nothing_is_worth_it_the_advice_says_so(tmp_path: Path) -> None:
     worse = {run: record(4.9, 2.5) for run in records_of(1)}
     assert "every run forgets more than it learns" in found_in(tmp_path, worse).advice
     assert found_in(tmp_path, {}).advice == "No run is finished yet."
+
+
+def test_a_method_with_one_remedy_stands_beside_itself_with_another(tmp_path: Path) -> None:
+    study = STUDY.replace(
+        "peers: false", "remedies: [{name: replayed, replay: {source: text}}, {name: recalled}]\npeers: false"
+    )
+    records = records_of(3)
+    # Replayed, the same rates forget twice as much, and learn an eighth less: 2.625 to 4.5 is reached by both.
+    records |= {
+        Run(run.method, "replayed", run.rate, run.seed): record(
+            5 - (5 - held.measured["new"].loss) * 0.875, 2 + 2 * (held.measured["known"].loss - 2)
+        )
+        for run, held in records.items()
+        if run.method == "full" and held.measured is not None
+    }
+    found = find(written(tmp_path, study), "base", record(5.0, 2.0), records, (["new"], ["known"]))
+    (each,) = found.remedies
+    assert (each.method, each.with_, each.beside) == ("full", "recalled", "replayed")
+    # From 3.25 to 4.5, where 0.5 to 1.75 nats are learned: half of them forgotten, or half of them · 2 / 0.875.
+    assert each.forgets[0] is not None and each.forgets[0].mean == pytest.approx(0.5 * 1.125)
+    assert each.forgets[1] is not None and each.forgets[1].mean == pytest.approx(0.5 * 1.125 * 2 / 0.875, abs=1e-3)
+    assert each.share is not None and each.share.mean == pytest.approx(0.875 / 2, abs=1e-3) and each.share.seeds == 3
+    assert each.reach is not None and each.reach.mean == pytest.approx(-0.25) and each.reach.half == pytest.approx(0)
+    assert each.apart is not None and verdict(each.apart) == "agrees"
+    assert found.to_json()["remedies"][0]["beside"] == "replayed" and "beside itself with another" in render(found)
