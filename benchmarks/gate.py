@@ -5,7 +5,7 @@
 DIR of `--corpora` holds fr_*.train.jsonl, fr_*.val.jsonl, and the same of English, of which `--english` names the files
 by a pattern (`en_*`: all). `surgeon train` trains on French alone; a gate is fitted on French and English of the
 training files, by which alone it knows English, and its threshold is chosen on what is held out of them. The val files
-are read by nothing before they are measured: documents from their beginnings, in windows of `--window` tokens, each
+are read by nothing before they are measured: documents from their beginnings, in windows of the base's context, each
 with an empty memory of the gate. Compared is with the base in the same dtype and the same kind of forward: every
 window by itself in float32 and bfloat16 (prefill); in float32 also a sample of windows
 token by token over a cache, together in a batch, and in one padded on the left. Every run is a line of
@@ -324,7 +324,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--tokens", type=int, default=40_000)
-    parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--only", nargs="*", choices=list(SURGERIES), default=list(SURGERIES))
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -332,6 +331,7 @@ def main() -> None:
     texts = texts_of(asked.corpora, asked.english, asked.work)
     folder = CheckpointFolder.open(asked.base)
     encoder = Encoder(asked.base, vocabulary=folder.config["vocab_size"])
+    asked.window = folder.config["max_position_embeddings"]
     windows = windows_of(asked.corpora, asked.english, encoder, asked.tokens, asked.window)
     numbers = {key: getattr(asked, key) for key in ("english", "steps", "batch", "length", "rate", "tokens", "window")}
     numbers["base"] = asked.base.name

@@ -20,9 +20,6 @@ from surgeon.operations.selectors import show_layers
 from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
 from surgeon.runtime.known import GRAFTS
 
-# Below how many layers of the base it reads where a plan does not say, if nothing added stands lower.
-_LAYERS = 2
-
 
 class DomainGate(Operation):
     """A gate, fitted before training, that switches all that the operations before it added."""
@@ -50,13 +47,13 @@ class DomainGate(Operation):
 
     op: Literal["domain_gate"]
     layer: Annotated[
-        int | None,
+        int,
         Field(
             ge=0,
             description="layers of the base below the states that it reads (0: the embeddings); all that is added must"
-            " lie above them; null: 2, or as many as lie below all that is added",
+            " lie above them",
         ),
-    ] = None
+    ] = 0
     reads: Annotated[
         str,
         OneOf(lambda: READS),
@@ -76,7 +73,7 @@ class DomainGate(Operation):
             lt=1,
             description="share of held-out original tokens on which it may be open: training sets its threshold by it",
         ),
-    ] = 0.02
+    ] = 0.03
     hysteresis: Annotated[
         Literal["latch"] | Annotated[float, Field(ge=0, allow_inf_nan=False)],
         Field(
@@ -95,22 +92,21 @@ class DomainGate(Operation):
                 " insert_layers, gated_adapters, control_llm, pmoe_experts or mixture_of_control"
             )
         lowest = min(added)
-        below = min(_LAYERS, lowest) if self.layer is None else self.layer
-        if below > lowest:
+        if self.layer > lowest:
             raise BadInput(
-                f"`layer: {below}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that it"
+                f"`layer: {self.layer}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that it"
                 f" switches must lie above what it reads: write `layer: {lowest}` or less"
             )
         for layer, (entry, _) in added.items():
             draft.layers[layer].grafts.append(Graft("gated", entry, {}, number))
-        home = draft.layers[below]
-        births = GateSpec(**{**self._entry(), "layer": below}).births(draft.anatomy.sizes.hidden)
-        tensors = recipes_of(births, GATE, f"operations[{number}].", draft.dtype_of(below))
+        home = draft.layers[self.layer]
+        births = GateSpec(**{**self._entry(), "layer": self.layer}).births(draft.anatomy.sizes.hidden)
+        tensors = recipes_of(births, GATE, f"operations[{number}].", draft.dtype_of(self.layer))
         home.grafts.append(Graft("domain_gate", self._entry(), tensors, number))
         what = ", ".join(dict.fromkeys(words for _, words in added.values()))
         return OperationRecord(
             op=self.op,
-            matched=f"a gate that reads what goes into layer {below} switches {what} of {show_layers(sorted(added))}",
+            matched=f"a gate that reads what goes into layer {self.layer} switches {what} of {show_layers(sorted(added))}",
             claim=Claim(
                 "exact", "the gate is closed at birth, and what is closed is replaced by the base's own output"
             ),

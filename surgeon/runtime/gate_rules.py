@@ -1,7 +1,7 @@
 """A domain gate: what `config.surgery` says of it and of what it switches, and what it is born with.
 
     "domain_gate": [{"layer": 2, "reads": "prefix_mean", "form": "mlp", "units": 64, "prior": 8, "hysteresis": null,
-                     "false_positives": 0.02}],
+                     "false_positives": 0.03}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
 The gate reads what goes into its `layer`. `gated` names what takes part only where it is open: of each layer the
@@ -37,7 +37,7 @@ class GateSpec:
     units: int = 64
     prior: int = 8
     hysteresis: float | None = None
-    false_positives: float = 0.02
+    false_positives: float = 0.03
     frozen: bool = False
 
     def __post_init__(self) -> None:

@@ -28,18 +28,21 @@ from surgeon.errors import BadInput
 # Files of a work folder: the fitted tensors, and what was measured of them. The second is written last.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
-# Tokens of each domain that are read, and prefixes of each that the classifier sees, of so many numbers in all.
-_TOKENS = 2**18
+# Tokens of each domain that are read, fewer where layers must run for it, and prefixes of each that the classifier
+# sees, of so many numbers in all.
+_TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
 _PREFIXES = 2**16
-# Held-out tokens of each source by which the threshold is chosen.
+# Held-out tokens of each source by which the threshold is chosen, in sequences of so many where the model takes them:
+# a gate that stays open errs more on long ones.
 _HELD_TOKENS = 2**17
+_HELD_LENGTH = 2**10
 _NUMBERS = 2**27
 # Tokens that go through the model at once.
 _AT_ONCE = 2**13
-_STEPS = 300
-_BATCH = 2**12
+_STEPS = 1500
+_BATCH = 2**10
 _RATE = 1e-2
-_DECAY = 1e-2
+_DECAY = 0.3
 # Prefixes up to these lengths are measured apart.
 LENGTHS = (8, 32, 128, 2**31)
 # Below this share of new tokens for which it opens, nothing is gained: refused. Below the second: said.
@@ -73,7 +76,7 @@ class GateFigures:
 def fit_gate(
     model: Any,
     mixture: Mixture,
-    held: Sequence[Callable[[int], list[PackedSequence]]],
+    held: Sequence[Callable[[int, int], list[PackedSequence]]],
     names: Sequence[str],
     *,
     work: Path,
@@ -85,7 +88,7 @@ def fit_gate(
 ) -> GateFigures:
     """Fit the gate of `model`, whose tensors are `names`, and measure it; or take what `work` holds of an earlier call.
 
-    `held` give of each source as many held-out sequences as are asked for: by so many independent texts the threshold
+    `held` give of each source as many held-out sequences as are asked for, of the length asked for: by so many independent texts the threshold
     is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors are stored,
     to which they are rounded.
     Raises BadInput where the two domains cannot be told apart.
@@ -102,8 +105,9 @@ def fit_gate(
     fitted = _classifier(gate, *_prefixes(model, layer, mixture, gate.spec, seed), seed)
     rounded = {name: fitted[name.rpartition(".")[2]].to(dtypes[name]) for name in names}
     _take(tensors, rounded)
-    length = mixture.streams[0].packer.length
-    sequences = [each(max(1, _HELD_TOKENS // length)) for each in held]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
+    length = max(mixture.streams[0].packer.length, min(_HELD_LENGTH, context))
+    sequences = [each(max(1, _HELD_TOKENS // length), length) for each in held]
     scored = [_Scored.of(model, layer, of_domain) for of_domain in _by_domain(sequences)]
     threshold = next(name for name in names if name.endswith(".threshold"))
     rounded[threshold] = _threshold(gate, scored[0], dtypes[threshold])
@@ -203,7 +207,8 @@ def _prefixes(model: Any, layer: nn.Module, mixture: Mixture, spec: Any, seed: i
     for new in (False, True):
         streams = [stream for stream in mixture.streams if (stream.packer.domain > 0) is new]
         length = streams[0].packer.length
-        count = max(1, _TOKENS // length // len(streams))
+        tokens = _TOKENS_THROUGH_LAYERS if spec.layer else _TOKENS
+        count = max(1, tokens // length // len(streams))
         sequences = [sequence for stream in streams for sequence in _once(stream, count)]
         each = max(1, min(_PREFIXES, _NUMBERS // model.config.get_text_config().hidden_size) // len(sequences))
         for batch in _batches(sequences):

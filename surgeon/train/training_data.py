@@ -37,22 +37,22 @@ def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> S
 
 
 def _held(
-    documents: Corpus, numbers: list[int], encoder: Encoder, packer: Callable[[], Packer], most: int
+    documents: Corpus, numbers: list[int], encoder: Encoder, packer: Callable[[int], Packer], most: int, length: int
 ) -> list[PackedSequence]:
-    return held_out(documents, numbers, encoder, packer(), most=most)
+    return held_out(documents, numbers, encoder, packer(length), most=most)
 
 
 @dataclass
 class TrainingData:
     """What to train on, and by source the sequences that are held out. `commits` are of sources on the Hub, by name.
 
-    `held` gives, by source, as many sequences of what is held out as are asked for.
+    `held` gives, by source, as many sequences of what is held out as are asked for, and as long.
     """
 
     mixture: Mixture
     validation: dict[str, list[PackedSequence]]
     documents: list[Corpus]
-    held: dict[str, Callable[[int], list[PackedSequence]]] = field(default_factory=dict)
+    held: dict[str, Callable[[int, int], list[PackedSequence]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     commits: dict[str, str] = field(default_factory=dict)
 
@@ -88,13 +88,13 @@ class TrainingData:
             share = source.validation if isinstance(source.validation, float) else 0.0
             kept, held = split(documents, share, name=source.name)
             domain = config.domain_of(source)
-            packer = Packer(settings.length, config.packing, domain)
-            streams.append(SourceStream(source.name, documents, kept, encoder, packer, seed=config.seed))
+            packer = partial(Packer, packing=config.packing, domain=domain)
+            streams.append(SourceStream(source.name, documents, kept, encoder, packer(settings.length), seed=config.seed))
             aside, numbers = documents, list(held)
             if opened.held_out is not None:
                 aside, numbers = opened.held_out, list(range(len(opened.held_out)))
-            hold = partial(_held, aside, numbers, encoder, partial(Packer, settings.length, config.packing, domain))
-            sequences = hold(config.validation_sequences)
+            hold = partial(_held, aside, numbers, encoder, packer)
+            sequences = hold(config.validation_sequences, settings.length)
             if sequences:
                 found.validation[source.name], found.held[source.name] = sequences, hold
             elif source.validation:
