@@ -94,8 +94,8 @@ class DomainGate(Operation):
         lowest = min(added)
         if self.layer > lowest:
             raise BadInput(
-                f"`layer: {self.layer}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that it"
-                f" switches must lie above what it reads: write `layer: {lowest}` or less"
+                f"`layer: {self.layer}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that"
+                f" it switches must lie above what it reads: write `layer: {lowest}` or less"
             )
         for layer, (entry, _) in added.items():
             draft.layers[layer].grafts.append(Graft("gated", entry, {}, number))
@@ -104,9 +104,10 @@ class DomainGate(Operation):
         tensors = recipes_of(births, GATE, f"operations[{number}].", draft.dtype_of(self.layer))
         home.grafts.append(Graft("domain_gate", self._entry(), tensors, number))
         what = ", ".join(dict.fromkeys(words for _, words in added.values()))
+        where = show_layers(sorted(added))
         return OperationRecord(
             op=self.op,
-            matched=f"a gate that reads what goes into layer {self.layer} switches {what} of {show_layers(sorted(added))}",
+            matched=f"a gate that reads what goes into layer {self.layer} switches {what} of {where}",
             claim=Claim(
                 "exact", "the gate is closed at birth, and what is closed is replaced by the base's own output"
             ),

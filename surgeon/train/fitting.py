@@ -88,9 +88,9 @@ def fit_gate(
 ) -> GateFigures:
     """Fit the gate of `model`, whose tensors are `names`, and measure it; or take what `work` holds of an earlier call.
 
-    `held` give of each source as many held-out sequences as are asked for, of the length asked for: by so many independent texts the threshold
-    is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors are stored,
-    to which they are rounded.
+    `held` give of each source as many held-out sequences as are asked for, and as long: by so many independent texts
+    the threshold is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors
+    are stored, to which they are rounded.
     Raises BadInput where the two domains cannot be told apart.
     """
     gate, layer = _gate_of(model)

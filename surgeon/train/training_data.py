@@ -89,7 +89,8 @@ class TrainingData:
             kept, held = split(documents, share, name=source.name)
             domain = config.domain_of(source)
             packer = partial(Packer, packing=config.packing, domain=domain)
-            streams.append(SourceStream(source.name, documents, kept, encoder, packer(settings.length), seed=config.seed))
+            into = packer(settings.length)
+            streams.append(SourceStream(source.name, documents, kept, encoder, into, seed=config.seed))
             aside, numbers = documents, list(held)
             if opened.held_out is not None:
                 aside, numbers = opened.held_out, list(range(len(opened.held_out)))
