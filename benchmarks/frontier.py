@@ -1,0 +1,152 @@
+"""The evidence study's page in Markdown, from the folder that `surgeon compare frontier` goes on in.
+
+    surgeon compare frontier BASE RESULTS --new FILE … --original FILE --replayed FILE
+    python -m benchmarks.frontier RESULTS
+
+RESULTS is `benchmarks/results/frontier_<base>`, of which git keeps results.json, comparison.html and, under work/, what
+the same command goes on from: records of finished runs and the recalled text. The page is RESULTS.md beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# What is asked for: with recalled text and the base as teacher at most this share of what text replay forgets, and no
+# new loss given away beyond this.
+SHARE, GIVEN_AWAY = 0.5, 0.02
+
+
+def interval(found: dict[str, Any] | None, *, signed: bool = False) -> str:
+    """`0.31 ± 0.02`; without the interval where there are too few seeds."""
+    if found is None:
+        return ""
+    told = f"{found['mean']:{'+' if signed else ''}.3f}"
+    return told if found["half"] is None else f"{told} ± {found['half']:.3f}"
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Whether a method with the second remedy forgets at most half of what it does with the first."""
+    share, reach = row["share"], row["reach"]
+    if share is None:
+        return ""
+    if share["half"] is None:
+        return f"{share['seeds']} seed{'s' * (share['seeds'] > 1)}: not judged"
+    (mine, theirs) = row["forgets"]
+    clear = mine["mean"] + mine["half"] < theirs["mean"] - theirs["half"]
+    wrong = [
+        *([f"{share['mean']:.2f} of it"] if share["mean"] > SHARE else []),
+        *([] if clear else ["intervals overlap"]),
+        *([f"new loss {reach['mean']:+.3f}"] if reach["mean"] > GIVEN_AWAY else []),
+    ]
+    return f"no: {', '.join(wrong)}" if wrong else "yes"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of a table whose first `left` columns are words."""
+    marks = ["---"] * left + ["---:"] * (len(header) - left)
+    return [f"| {' | '.join(cells)} |" for cells in (header, marks, *rows)]
+
+
+def page(found: dict[str, Any], name: str) -> str:
+    """All that the study found so far."""
+    budget, start = found["budget"], found["start"]
+    rows = [row for row in found["rows"] if row["best"] is not None]
+    runs = sum(len(row["points"]) for row in rows)
+    labels = {row["method"]: row["label"].removesuffix(f", {row['remedy']}") for row in found["rows"]}
+    untried = [labels[method] for method in labels if method not in {row["method"] for row in rows}]
+    lines = [
+        f"# Learning without forgetting on {found['base']}",
+        "",
+        f"`surgeon compare frontier`, {runs} finished runs of {budget['steps']} steps of {budget['batch']} ×"
+        f" {budget['length']} tokens; [how it is compared](../../docs/comparing.md#what-is-compared). New text:"
+        f" {', '.join(found['texts']['new'])}; original text: {', '.join(found['texts']['original'])}. Losses in"
+        f" {found['unit']}; the base: new {start['new']:.3f}, original {start['original']:.3f}. Every point is in"
+        f" [results.json]({name}/results.json), drawn in [comparison.html]({name}/comparison.html).",
+        "",
+        *([found["first"], ""] if found["first"] else []),
+        found["advice"],
+        "",
+        *(
+            [
+                f"**Not complete**: {len(found['missing'])} rows or seeds miss runs, which the command makes.",
+                "",
+            ]
+            if found["missing"]
+            else []
+        ),
+        "## Methods",
+        "",
+        "Each method's run with the smallest sum of both losses; what it forgets beside full fine-tuning with the same"
+        " remedy at equal new loss (negative: less).",
+        "",
+        *table(
+            ("method, remedy", "trained", "rate", "new", "original", "forgets beside full", "area", "seeds"),
+            [
+                (
+                    row["label"],
+                    f"{row['trained']:,}",
+                    f"{row['best']['rate']:g}",
+                    f"{row['best']['new']:.3f}",
+                    f"{row['best']['original']:.3f}",
+                    interval(row["against_full"], signed=True),
+                    interval(row["area"]),
+                    str(len(row["frontiers"])),
+                )
+                for row in rows
+            ],
+            1,
+        ),
+        "",
+        *([f"No run yet: {', '.join(untried)}.", ""] if untried else []),
+        "## Remedies",
+        "",
+        "The same method with recalled text and the base as teacher beside itself with original text of another kind"
+        " replayed: what each forgets (original loss above the base's) at equal new loss, the first's part of the"
+        f" second's, the difference of their lowest new losses. Asked for: a part of at most {SHARE:g}, intervals clear"
+        f" of each other, no new loss given away beyond {GIVEN_AWAY:g}.",
+        "",
+        *table(
+            ("method", "recalled", "replayed", "part", "lowest new loss", "seeds", "as asked"),
+            [
+                (
+                    labels[row["method"]],
+                    *(interval(each) for each in row["forgets"]),
+                    interval(row["share"]),
+                    interval(row["reach"], signed=True),
+                    "" if row["reach"] is None else str(row["reach"]["seeds"]),
+                    verdict(row),
+                )
+                for row in found["remedies"]
+            ],
+            1,
+        ),
+        "",
+        "## What papers say",
+        "",
+        "*agrees* and *disagrees* need three seeds; fewer only point a way.",
+        "",
+        *table(
+            ("paper", "claim", "remedy", "here", "difference"),
+            [
+                (row["paper"], row["says"], row["remedy"], row["verdict"], interval(row["difference"], signed=True))
+                for row in found["claims"]
+            ],
+            4,
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    (folder,) = (Path(given).resolve() for given in sys.argv[1:])
+    found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    folder.with_name(f"{folder.name}.md").write_text(page(found, folder.name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
