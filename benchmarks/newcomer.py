@@ -6,8 +6,8 @@ Builds the wheel, makes an environment and a small base without a chat template 
 as a user would, at 80 columns: a plan with three mistakes, preview, apply, verify, training on Alpaca data with a
 mistake in its config, verify, report, and a push to the stand-in of the Hub that the tests have. A command that is
 refused must name the words that its correction uses; every other must succeed. The transcript, with the seconds of
-each step, becomes docs/first-hour.md. `--borrow` lends the environment the packages of this one, surgeon excepted,
-where torch shall not be installed again.
+each step, becomes docs/first-hour.md. The environment gets the versions of constraints.txt. `--borrow` lends it the
+packages of this one, surgeon excepted, where torch shall not be installed again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import argparse
 import json
 import os
 import re
+import resource
 import shlex
 import site
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ NOT_RUN = "<!-- not run: written by benchmarks/newcomer.py, which ran it -->"
 
 INTRODUCTION = """\
 What somebody sees who has a wheel of surgeon, a base, some rows of Alpaca data, and mistakes in the first files: each
-command, what it wrote at 80 columns, and how long it took. `python -m benchmarks.newcomer --work DIR` runs it all in
-an environment of its own, outside the source tree, and writes this page; it ends with an error where a refusal does
-not name the words that the correction uses. The base is a Llama of eight small layers with random weights, so its
-losses mean nothing; the Hub is the stand-in of the tests, on the same machine (`HF_ENDPOINT`).
+command, what it wrote at 80 columns, and the processor seconds it took. `python -m benchmarks.newcomer --work DIR` runs
+it all in an environment of its own, outside the source tree, and writes this page; it ends with an error where a
+refusal does not name the words that the correction uses. The base is a Llama of eight small layers with random weights,
+so its losses mean nothing; the Hub is the stand-in of the tests, on the same machine (`HF_ENDPOINT`).
 """
 
 WRONG_PLAN = """\
@@ -121,7 +121,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Ran:
-    """A step, what it wrote to the terminal, and its wall seconds."""
+    """A step, what it wrote to the terminal, and its processor seconds."""
 
     step: Step
     output: str
@@ -191,7 +191,8 @@ def environment(work: Path, wheel: Path, *, borrow: bool) -> Path:
         # A path in a .pth is only searched: .pth files in it, an editable surgeon's among them, are not read.
         told = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True)
         (Path(told.strip()) / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    extra = ["--no-deps", "--force-reinstall", str(wheel)] if borrow else [f"{wheel}[report]"]
+    known_good = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[report]"]
+    extra = ["--no-deps", "--force-reinstall", str(wheel)] if borrow else ["--no-compile", *known_good]
     _must([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *extra])
     return python.parent
 
@@ -221,7 +222,7 @@ def run(step: Step, desk: Path, environ: dict[str, str]) -> Ran:
     if step.writes:
         name, content = step.writes
         (desk / name).write_text(content, encoding="utf-8")
-    began = time.perf_counter()
+    began = processor_seconds()
     done = subprocess.run(
         shlex.split(step.command),
         cwd=desk,
@@ -232,11 +233,17 @@ def run(step: Step, desk: Path, environ: dict[str, str]) -> Ran:
         text=True,
         check=False,
     )
-    seconds = time.perf_counter() - began
+    seconds = processor_seconds() - began
     lacking = [word for word in step.names if word not in done.stdout]
     if done.returncode != step.exits or lacking:
         raise SystemExit(f"{step.command}: exit {done.returncode}, not named: {lacking}\n{done.stdout}")
     return Ran(step, done.stdout, seconds)
+
+
+def processor_seconds() -> float:
+    """Of all processes that this one started and that have ended: what else the machine does is not in it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def folded(output: str, hidden: dict[str, str]) -> str:
@@ -260,7 +267,9 @@ def page(setup: list[tuple[str, float]], rans: list[Ran], hidden: dict[str, str]
     lines += [
         "## Times",
         "",
-        f"Wall seconds of one run: {machine()}, no GPU.",
+        f"Processor seconds of one run, of each command with what it started: {machine()}, no GPU. What waits for the",
+        "network or a disk is not in them. Times and rates that commands print are of the clock, on a machine that had",
+        "other work too.",
         "",
         "| step | exit | seconds |",
         "|---|---|---|",
@@ -289,12 +298,12 @@ def main() -> None:
     setup: list[tuple[str, float]] = []
 
     def timed(name: str, began: float) -> None:
-        setup.append((name, time.perf_counter() - began))
+        setup.append((name, processor_seconds() - began))
 
-    began = time.perf_counter()
+    began = processor_seconds()
     wheel = build_wheel(work)
     timed("the wheel built", began)
-    began = time.perf_counter()
+    began = processor_seconds()
     programs = environment(work, wheel, borrow=given.borrow)
     timed("environment, wheel installed", began)
     left_out = ("HF_", "TRANSFORMERS_", "PYTHON", "SURGEON_", "VIRTUAL_ENV")
@@ -307,7 +316,7 @@ def main() -> None:
     if not Path(told.decode().strip()).is_relative_to(work):
         raise SystemExit(f"surgeon is not the wheel's: {told.decode().strip()}")
     (desk / "alpaca.json").write_text(alpaca(), encoding="utf-8")
-    began = time.perf_counter()
+    began = processor_seconds()
     subprocess.run([python, "-c", BASE], cwd=desk, env=environ, check=True, capture_output=True)
     timed("the base made", began)
     rans = []

@@ -39,6 +39,10 @@ _ResultT = TypeVar("_ResultT", bound=Result)
 class _Group(TyperGroup):
     """Commands that end every failure with one line on stderr and an exit code; their help has whole summaries."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _unknown_options_explained(ctx):
+            return super().parse_args(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The list of commands, each with the first paragraph of its help, however long that is."""
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -83,6 +87,10 @@ class _Group(TyperGroup):
 class _Command(TyperCommand):
     """A command that asks, where its arguments are refused, whether they stand in each other's places."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _unknown_options_explained(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -96,6 +104,41 @@ class _Command(TyperCommand):
             if "did you mean" not in str(error) and (hint := _mixed_up(ctx)):
                 raise BadInput(f"{error}; {hint}") from error
             raise
+
+
+@contextmanager
+def _unknown_options_explained(ctx: typer.Context) -> Iterator[None]:
+    """An unknown option's error says what was probably meant, in place of a list of names that share letters."""
+    try:
+        yield
+    except Exception as error:
+        # typer has a class for it, which is not public; its possibilities are what it takes for near.
+        if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+            _explain(error, ctx)
+        raise
+
+
+def _explain(error: Any, ctx: typer.Context) -> None:
+    from surgeon.common.wrong_option import Asked, Option, meant
+
+    def options(of: Any) -> list[Option]:
+        named = [p for p in of.params if p.param_type_name == "option"]
+        return [Option(name, p.help or "") for p in named for name in p.opts if name.startswith("--")]
+
+    command = ctx.command
+    arguments = [p.metavar or str(p.name) for p in command.params if p.param_type_name == "argument"]
+    below = command.commands.values() if isinstance(command, TyperGroup) else ()
+    asked = Asked(
+        command=ctx.info_name or "",
+        usage=" ".join([ctx.command_path, *arguments]),
+        arguments=arguments,
+        options=options(command),
+        before=[] if ctx.parent is None else options(ctx.parent.command),
+        after=[option for one in below for option in options(one)],
+    )
+    error.possibilities = None
+    sentence = meant(error.option_name, asked) or f"`{ctx.command_path} --help` lists the options."
+    error.message = f"No such option: {printable(error.option_name)}. {sentence}"
 
 
 def _mixed_up(ctx: typer.Context) -> str:

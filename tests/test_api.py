@@ -60,6 +60,7 @@ NAMES = {
     **{"Difference": "diff", "Exported": "export_slot", "Inspection": "inspect", "Families": "families"},
     **{"KnownBase": "families", "TransportReport": "transport_report", "RoutingReport": "routing_report"},
     **{"Reported": "report", "Recalled": "recall", "GgufPattern": "gguf_pattern", "Compared": "compare"},
+    **{"Continued": "continual", "Merged": "merge", "Pushed": "push"},
 }
 
 

@@ -60,7 +60,7 @@ WITHOUT = {
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
-    "train/config.py": ("torch", "numpy", "transformers"),
+    **{f"train/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "outside")},
     **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "launching", "train")},
     "continual/config.py": ("torch", "numpy", "transformers"),
     **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "configs", "order", "page")},

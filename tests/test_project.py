@@ -78,6 +78,13 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
 
 
+def test_links_and_pictures_are_written_in_markdown() -> None:
+    """mkdocs neither checks nor turns an address in HTML, so what it leads to would be missing in the site."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        found = re.findall(r"""<[^>]+\s(?:src|href)=["'](?!https?:)[^>]*>""", page.read_text(encoding="utf-8"))
+        assert not found, (page.name, found)
+
+
 def test_the_policy_names_the_formats_as_the_code_checks_them() -> None:
     policy = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| [^|]+ \| `(surgeon\w*)` \| (\d+) \|", policy, re.M))

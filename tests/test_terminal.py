@@ -76,14 +76,20 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
         ("routing-report BASE --text a=absent.txt", ["absent.txt: cannot read the text"]),
         ("evaluate BASE --data absent.txt", ["absent.txt: no such file or folder"]),
         ("evaluate absent --data absent.txt", ["absent: no such folder, and not a Hub id either"]),
-        ("train BASE --config TRAIN --to out", ["TRAIN:2: unknown key `step`;", "TRAIN:3: `sources` is []"]),
+        (
+            "train BASE --config TRAIN --to out",
+            [
+                *("TRAIN:2: unknown key `step`;", "TRAIN:3: `sources` is []"),
+                *("TRAIN:4: `attention` is spda; did", "TRAIN:5: report_to[0]: wadb: no tracker of that name; did"),
+            ],
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_each_before_torch_is_asked_for(
     arguments: str, told: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "train.yaml"
-    config.write_text("surgeon_train: 1\nstep: 3\nsources: []\n", encoding="utf-8")
+    config.write_text("surgeon_train: 1\nstep: 3\nsources: []\nattention: spda\nreport_to: [wadb]\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
     def no_torch(device: str) -> str:

@@ -138,6 +138,51 @@ def pipeline(tried: Tried) -> str:
     return same([list(text.encode()) for text in found], [list(text.encode()) for text in alone])
 
 
+def padded_batch(tried: Tried) -> str:
+    """Prompts of many lengths in one batch, padded on the left, beside prompt after prompt."""
+    model = tried.load()
+    right = [tried.greedy(model, prompt) for prompt in tried.prompts]
+    longest = max(map(len, tried.prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in tried.prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in tried.prompts])
+    how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    made = model.generate(ids, attention_mask=mask, **how)
+    return same(made[:, longest:].tolist(), right)
+
+
+def prefill_in_pieces(tried: Tried) -> str:
+    """Prompts go in by 8 tokens at a time (`prefill_chunk_size`), beside prompts in one go."""
+    model = tried.load()
+    right = [tried.greedy(model, prompt) for prompt in tried.prompts]
+    return same([tried.greedy(model, prompt, prefill_chunk_size=8) for prompt in tried.prompts], right)
+
+
+def sampled(tried: Tried) -> str:
+    """Drawn tokens with a cache, beside those of the same seed without one."""
+    model = tried.load()
+
+    def drawn(prompt: list[int], **more: Any) -> list[int]:
+        torch.manual_seed(0)
+        return tried.greedy(model, prompt, do_sample=True, top_k=50, **more)
+
+    right = [drawn(prompt, use_cache=False) for prompt in tried.prompts]
+    return same([drawn(prompt) for prompt in tried.prompts], right)
+
+
+def guided(tried: Tried) -> str:
+    """Classifier-free guidance (`guidance_scale`): with a cache, beside without one."""
+    model = tried.load()
+    right = [tried.greedy(model, prompt, guidance_scale=1.5, use_cache=False) for prompt in tried.prompts]
+    return same([tried.greedy(model, prompt, guidance_scale=1.5) for prompt in tried.prompts], right)
+
+
+def early_exit(tried: Tried) -> str:
+    """The model's own first four layers as draft model (`assistant_early_exit`)."""
+    model = tried.load()
+    right = [tried.greedy(model, prompt) for prompt in tried.prompts]
+    return same([tried.greedy(model, prompt, assistant_early_exit=4) for prompt in tried.prompts], right)
+
+
 def torchao_int8(tried: Tried) -> str:
     """Weights in int8 by `quantize_`."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -293,6 +338,11 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
     "assisted by the base": (assisted, "transformers"),
     "prompt lookup": (prompt_lookup, "transformers"),
     "beams": (beams, "transformers"),
+    "drawn tokens": (sampled, "transformers"),
+    "a batch padded on the left": (padded_batch, "transformers"),
+    "prefill in pieces": (prefill_in_pieces, "transformers"),
+    "guidance": (guided, "transformers"),
+    "assisted by its own first layers": (early_exit, "transformers"),
     "pipeline": (pipeline, "transformers"),
     "torchao int8": (torchao_int8, "torchao"),
     "quanto int8": (quanto_int8, "optimum-quanto"),

@@ -23,6 +23,7 @@ from surgeon.data.specs import Entry, GenerateSpec
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.plan.shipped import find_plan, shipped_studies
 from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
+from surgeon.train.outside import AttentionName
 
 _WHAT = "study"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
@@ -118,7 +119,7 @@ class TrainSettings(Entry):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"] | None, Field(description="of the model while it trains")
     ] = None
-    attention: Annotated[str | None, Field(description="attention implementation")] = None
+    attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
     checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
     cross_entropy: Annotated[
         Literal["auto", "torch", "chunked", "liger"] | None, Field(description="as in a training config")

@@ -25,6 +25,7 @@ from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
 from surgeon.train.config import SHARE_TOLERANCE, LoadedConfig, OptimizerSpec, TrainConfig, first_doubled, settle
+from surgeon.train.outside import AttentionName
 
 _WHAT = "tasks file"
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
@@ -116,7 +117,7 @@ class TrainSettings(Entry):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"] | None, Field(description="of the model while it trains")
     ] = None
-    attention: Annotated[str | None, Field(description="attention implementation")] = None
+    attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
     checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
     save_every: Annotated[int | None, Field(ge=1, description="steps between checkpoints")] = None
     evaluate_every: Annotated[int | None, Field(ge=1, description="steps between evaluations within a task")] = None

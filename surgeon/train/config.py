@@ -31,6 +31,7 @@ from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults
+from surgeon.train.outside import AttentionName, TrackerName
 
 _WHAT = "training config"
 
@@ -133,9 +134,9 @@ class TrainConfig(Entry):
         Literal["auto", "bfloat16", "float32"],
         Field(description="of the model while it trains; auto: the checkpoint's"),
     ] = "auto"
-    attention: Annotated[str | None, Field(description="attention implementation; default: transformers' choice")] = (
-        None
-    )
+    attention: Annotated[
+        AttentionName | None, Field(description="attention implementation; default: transformers' choice")
+    ] = None
     checkpointing: Annotated[bool, Field(description="recompute activations in the backward pass, to save memory")] = (
         False
     )
@@ -156,7 +157,7 @@ class TrainConfig(Entry):
     ] = None
     log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
     report_to: Annotated[
-        list[str],
+        list[TrackerName],
         Field(description="trackers that get the log too, as transformers names them: tensorboard, wandb, mlflow, …"),
     ] = []  # noqa: RUF012  # pydantic copies it
 

@@ -27,6 +27,7 @@ from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.config import LoadedConfig, Settings, settle
 from surgeon.train.launching import Sharding, sharding_asked
 from surgeon.train.lora_targets import lora_set
+from surgeon.train.outside import missing_for_attention, missing_for_tracker
 
 _T = TypeVar("_T")
 
@@ -76,6 +77,7 @@ def prepare(
         notes = _about_what(manifest, loaded, wanted)
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
+    wrong += _not_installed(loaded)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
     if wrong or wanted is None or settled is None or settled_for is None:
@@ -208,6 +210,13 @@ def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
     chats = [number for number, source in enumerate(loaded.config.sources) if source.kind == "chat"]
     if chats and named is None and own is None:
         raise BadInput(f"{loaded.where('sources', chats[0], 'kind')}{no_template(out.path)}")
+
+
+def _not_installed(loaded: LoadedConfig) -> list[str]:
+    """A line for each package that the config asks for and that is not there."""
+    found: dict[tuple[str | int, ...], str] = {("attention",): missing_for_attention(loaded.config.attention)}
+    found |= {("report_to", number): missing_for_tracker(name) for number, name in enumerate(loaded.config.report_to)}
+    return [f"{loaded.where(*place)}{sentence}" for place, sentence in found.items() if sentence]
 
 
 def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:

@@ -35,6 +35,7 @@ from surgeon.share.push import hold_output, pack
 from surgeon.train.checkpoints import newest_checkpoint, step_of
 from surgeon.train.session import work_folder as training_folder
 from tests import tiny
+from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
 from tests.warm import kill, warm
 
@@ -110,6 +111,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def test_each_task_is_learnt_and_every_earlier_one_measured(whole: Whole) -> None:
     told = whole.told
+    check_json(told)
     assert [len(row) for row in told.matrix] == [1, 2, 3]
     assert list(told.rows[0]) == ["a", "b", "c", "other"]
     for number, name in enumerate(told.tasks):

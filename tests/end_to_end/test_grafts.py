@@ -30,6 +30,7 @@ from surgeon.runtime.control_rules import InterpolatorRule, InterpolatorSpec
 from tests import tiny
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 from tests.runtime.test_interpolators import CLASSES
+from tests.test_api import check_json
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
@@ -208,6 +209,7 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     assert result.measured.promise == "none"
     assert result.measured.identical is False
     assert result.measured.holds
+    check_json(result)
     before, after = weights(out), weights(merged)
     for layer in (1, 4):
         for suffix in ("mlp.up_proj.weight", "input_layernorm.weight"):

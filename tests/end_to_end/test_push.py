@@ -25,6 +25,7 @@ from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.end_to_end.conftest import WITHOUT_SURGEON
 from tests.manifest.edits import edited, resealed
+from tests.test_api import check_json
 from tests.warm import warm
 
 TOKEN = "hf_" + "x" * 34
@@ -190,6 +191,7 @@ def test_a_dry_run_sends_nothing(hub: Hub, out: Path, monkeypatch: pytest.Monkey
     (out / "notes.txt").write_text("mine")
     (out / "evil.pkl").write_bytes(b"0")
     shown = surgeon.push(out, "user/model", dry_run=True)
+    check_json(shown)
     assert not hub.posted
     assert not hub.exists
     assert {file.state for file in shown.files} == {"new"}

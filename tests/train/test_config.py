@@ -10,6 +10,7 @@ from surgeon.data.sources import check_there
 from surgeon.errors import BadInput, Mistakes
 from surgeon.operations import OPERATIONS
 from surgeon.train.config import LoadedConfig, load_config, settle
+from surgeon.train.outside import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
 
 SMALLEST = """\
 surgeon_train: 1
@@ -105,6 +106,12 @@ def test_every_default_can_be_overridden(tmp_path: Path) -> None:
         (("name: en", "name: fr"), "two sources are called 'fr'"),
         (("steps: 100", "steps: 100\noptimizer: {lr: 0}"), "train.yaml:3: `optimizer.lr` is 0; it should be greater"),
         (("steps: 100", "steps: 100\nwhat: frist"), "train.yaml:3: `what` is"),
+        (("steps: 100", "steps: 100\nattention: spda"), "train.yaml:3: `attention` is spda; did you mean `sdpa`?"),
+        (("steps: 100", "steps: 100\nreport_to: [tensorbord]"), "tensorbord: no tracker of that name; did you mean"),
+        (
+            ("steps: 100", "steps: 100\nreport_to: [all]"),
+            "train.yaml:3: report_to[0]: all: no tracker of that name; known",
+        ),
         ((SMALLEST, ""), "is empty; it needs `surgeon_train: 1`"),
         ((SMALLEST, "- a\n"), "not a list"),
     ],
@@ -181,3 +188,38 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
     assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check `path`"
     assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check `validation`"
     assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
+
+
+def test_names_of_transformers_are_known_before_it_is_loaded() -> None:
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert set(INTEGRATION_TO_CALLBACK) <= set(TRACKERS)
+    own = {name for name in type(ALL_ATTENTION_FUNCTIONS)._global_mapping if not name.startswith("paged|")}
+    assert own | {"eager"} <= set(ATTENTION)
+
+
+def test_an_attention_that_a_program_registered_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with pytest.raises(BadInput, match="`attention` is mine; known: eager, sdpa"):
+        written(tmp_path, SMALLEST + "attention: mine\n")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", lambda *_given, **_named: None)
+    assert written(tmp_path, SMALLEST + "attention: mine\n").config.attention == "mine"
+    assert written(tmp_path, SMALLEST + "attention: kernels-community/flash-attn2\n").config.attention
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[str] = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module if module in there else None)
+    assert missing_for_attention("sdpa") == missing_for_attention(None) == missing_for_attention("mine") == ""
+    assert missing_for_attention("flash_attention_2") == (
+        "`attention` is flash_attention_2, which needs one of the Python modules flash_attn or kernels, and none is"
+        " installed; install it, or use sdpa"
+    )
+    assert "needs the Python module kernels" in missing_for_attention("kernels-community/flash-attn2")
+    there |= {"kernels", "dagshub", "tensorboardX"}
+    assert missing_for_attention("flash_attention_2") == missing_for_tracker("tensorboard") == ""
+    assert missing_for_tracker("dagshub") == (
+        "`report_to`: dagshub needs the Python module mlflow, which is not installed; install it, or leave dagshub out"
+    )
