@@ -76,7 +76,9 @@ def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
 
 def _hides(kind: type[Any], key: str) -> bool:
     """Whether a field of this name would hide what a config class defines; the model type is both."""
-    if key == "model_type" or key in {field.name for field in dataclasses.fields(kind)}:
+    # Before transformers 5.1 config classes were no dataclasses.
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    if key == "model_type" or key in {field.name for field in fields}:
         return False
     held = getattr(kind, key, None)
     return hasattr(kind, key) and not (isinstance(held, property) and held.fset is not None)
