@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import accelerate
+import transformers
+
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.working import WorkFolder
@@ -21,7 +24,6 @@ from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
 from surgeon.train.config import LoadedConfig
-from surgeon.train.launching import join_ranks
 from surgeon.train.training_data import written_source
 
 
@@ -44,13 +46,22 @@ def write_sources(
     if ranks.size == 1:
         _write(asked, out, loaded, target, device, listener)
         return
-    join_ranks(devices.resolve(device))
+    _join(devices.resolve(device))
     with waiting(ranks) as ranks:
         if not ranks.leads:
             ranks.receive()
             return
         with ranks.leading():
             _write(asked, out, loaded, target, device, listener)
+
+
+def _join(device: str) -> None:
+    """Let the processes that torchrun started send to each other, as the trainer will have them do it; once is enough.
+
+    `device` is "cpu" or "cuda".
+    """
+    seconds = transformers.TrainingArguments.ddp_timeout
+    accelerate.PartialState(cpu=device == "cpu", timeout=datetime.timedelta(seconds=seconds))
 
 
 def _asked(loaded: LoadedConfig) -> Iterator[tuple[SourceSpec, GenerateSpec]]:
@@ -114,7 +125,8 @@ def imagined_sources(
 
     Nothing is written to disk. A text that a run has written already is not imagined.
     """
-    found = Imagined({}, 0.0, [])
+    texts: dict[str, Corpus] = {}
+    notes: list[str] = []
     seconds = 0.0
     for source, asked in _asked(loaded):
         if written_source(memory_folder(target), source).is_file():
@@ -124,10 +136,10 @@ def imagined_sources(
         count = max(1, round(asked.tokens * len(sample.documents) / sample.tokens))
         takes = sample.seconds * asked.tokens / sample.tokens
         seconds += takes
-        found.texts[source.name] = Repeated(sample.documents, count, shown=f"source {source.name}")
-        found.notes.append(
+        texts[source.name] = Repeated(sample.documents, count, shown=f"source {source.name}")
+        notes.append(
             f"source {source.name}: not written yet; its {asked.tokens:,} tokens would take about"
             f" {datetime.timedelta(seconds=round(takes))}, by one batch of {sample.written} documents, of which"
             f" {len(sample.documents)} were kept and stand for all"
         )
-    return Imagined(found.texts, seconds, found.notes)
+    return Imagined(texts, seconds, notes)

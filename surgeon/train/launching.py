@@ -41,20 +41,6 @@ def sharding_asked(config: TrainConfig) -> Sharding | None:
     return Sharding(reshard=os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false")
 
 
-def join_ranks(device: str) -> None:
-    """Let the processes that torchrun started send to each other, as the trainer will have them do it; once is enough.
-
-    `device` is "cpu" or "cuda".
-    """
-    import datetime
-
-    import accelerate
-    import transformers
-
-    seconds = transformers.TrainingArguments.ddp_timeout
-    accelerate.PartialState(cpu=device == "cpu", timeout=datetime.timedelta(seconds=seconds))
-
-
 def _check_launcher() -> None:
     if _says_yes("ACCELERATE_USE_DEEPSPEED"):
         raise BadInput(
