@@ -183,7 +183,8 @@ def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pass
     finally:
         handle.remove()
-    return kept[0].float()
+    # Under gradient checkpointing embeddings ask for a gradient, and this is none's to train.
+    return kept[0].detach().float()
 
 
 def _lengths(positions: Tensor) -> Tensor:
