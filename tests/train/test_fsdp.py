@@ -39,7 +39,7 @@ operations:
 """
 
 # Runs of two processes that are compared with those of one.
-ALONE = ("native", "everything", "unsharded", "gated")
+ALONE = ("native", "everything", "unsharded")
 RESUMED = {"steps": 12, "save_every": 3, "evaluate_every": 6}
 
 # What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
@@ -83,8 +83,8 @@ class Launched:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """A class of transformers' own; all grafts on tied weights; one unsharded; one behind a gate that is fitted; one to
-    be resumed; a wild one; one whose own text somebody changed."""
+    """A class of transformers' own; all grafts on tied weights; one unsharded; one to be resumed; a wild one; one whose
+    own text somebody changed."""
     folder = tmp_path_factory.mktemp("launched")
     base_of(folder, num_hidden_layers=8, dtype="float32")
     add_tokenizer(tiny.checkpoint(folder / "tied-base", "gemma2", dtype="float32"))
@@ -105,7 +105,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "everything": (str(folder / "everything.yaml"), "tied-base", shared | {"cross_entropy": "chunked"}),
         "unsharded": ("control-llm", "base", {**shared, "micro_batch": 2, "sharding": "none"}),
         "resumed": ("mixture-of-control", "small-base", RESUMED | {"sharding": "fsdp"}),
-        "gated": ("domain-gate", "base", shared | {"checkpointing": True}),
         "wild": ("mixture-of-control", "small-base", wild),
         "spoiled": ("mixture-of-control", "small-base", RESUMED | written),
     }
