@@ -17,7 +17,6 @@ from tests.runtime.grafting import (
     every_graft_in,
     everything,
     experts,
-    gated,
     grafted,
     inserted,
     perturbed,
@@ -135,14 +134,12 @@ def test_threads_do_not_meet() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "graft, training",
-    [("lerp and adapters behind a gate", False), ("adapted branch", True), ("experts", True)],
+    [("lerp and adapters", False), ("adapted branch", True), ("experts", True)],
 )
 def test_compiles_without_a_graph_break(graft: str, training: bool) -> None:
     """Of two layers, as compiling takes its time for each."""
     surgeries = {
-        "lerp and adapters behind a gate": gated(
-            adapters("relu", layers=(0, 1), l1=0.1) | control(layers=(1,), trunk=2)
-        ),
+        "lerp and adapters": adapters("relu", layers=(0, 1), l1=0.1) | control(layers=(1,), trunk=2),
         "adapted branch": adapters("sigmoid", layers=(0, 1, 2), l1=0.5, cross_entropy=0.25)
         | control("moe", layers=(1,), trunk=2),
         "experts": experts(threshold=1, groups=(0, 1), task_id=0.5, trunk=2),
