@@ -6,7 +6,7 @@ import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.errors import SurgeonError
@@ -47,6 +47,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    # torch's, where it is another than the default one.
+    group: Any = None
 
     @classmethod
     def of_environment(cls) -> Ranks:
@@ -67,12 +69,12 @@ class Ranks:
     def send(self, message: Any) -> None:
         """From rank 0 to all others."""
         if self.size > 1:
-            _distributed().broadcast_object_list([message], src=0)
+            _distributed().broadcast_object_list([message], src=0, group=self.group)
 
     def receive(self) -> Any:
         """What rank 0 sends; where that is an error, it is raised."""
         box: list[Any] = [None]
-        _distributed().broadcast_object_list(box, src=0)
+        _distributed().broadcast_object_list(box, src=0, group=self.group)
         return _opened(box[0])
 
     def gather(self, report: Report) -> list[Report]:
@@ -81,7 +83,7 @@ class Ranks:
             reports = [report]
         else:
             reports = [report] * self.size
-            _distributed().all_gather_object(reports, report)
+            _distributed().all_gather_object(reports, report, group=self.group)
         for found in reports:
             if found.error is not None:
                 raise Elsewhere(found.error, found.exit_code, momentary=found.momentary)
@@ -113,6 +115,17 @@ def joined() -> Iterator[Ranks]:
         yield ranks
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def waiting(ranks: Ranks) -> Iterator[Ranks]:
+    """Ranks that have joined, able inside to wait for one another longer than what they joined for lets them."""
+    distributed = _distributed()
+    group = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+    try:
+        yield replace(ranks, group=group)
+    finally:
+        distributed.destroy_process_group(group)
 
 
 def _distributed() -> Any:

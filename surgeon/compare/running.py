@@ -23,7 +23,8 @@ from surgeon.errors import Mistakes, SurgeonError
 from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
 from surgeon.families.twin import one_thread
-from surgeon.train.session import memory_folder, work_folder
+from surgeon.train.itself import memory_folder
+from surgeon.train.session import work_folder
 from surgeon.train.train import train
 from surgeon.train.trainer import Diverged
 

@@ -198,6 +198,33 @@ def stamps(files: Sequence[Path]) -> list[Any]:
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
+class Repeated:
+    """As many documents as are said to be there, of which some are: these, over and over."""
+
+    def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
+        self.blank = 0
+        self._documents = list(documents)
+        self._count = count
+        self._shown = shown
+
+    @property
+    def shown(self) -> str:
+        """The name that errors use."""
+        return self._shown
+
+    def __len__(self) -> int:
+        """The number of documents that are said to be there."""
+        return self._count
+
+    def read(self, number: int) -> Document:
+        """One document."""
+        return self._documents[number % len(self._documents)]
+
+    def identity(self) -> list[Any]:
+        """No run is continued on documents that are only some of a text's."""
+        raise NotImplementedError
+
+
 def is_blank(document: Document) -> bool:
     """Whether a text has no word in it."""
     return isinstance(document, str) and not document.strip()

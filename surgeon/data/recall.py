@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
 from surgeon.common.tables import FittedTable
+from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
@@ -190,6 +192,48 @@ def recalled(
         sync(target.parent)
         work.remove(last=_RECORD)
     return made
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Documents of the first batch that were kept; how many were `written`, and the kept ones' tokens.
+
+    `seconds` are those of the writing, without loading the model.
+    """
+
+    documents: list[Document]
+    written: int
+    tokens: int
+    seconds: float
+
+
+def sampled(
+    folder: CheckpointFolder,
+    asked: GenerateSpec,
+    *,
+    seed: int,
+    dtype: str,
+    device: str,
+    say: Callable[[str], None],
+) -> Sampled:
+    """The first batch of what `recalled` would write, timed; nothing is written to disk.
+
+    Raises BadInput as it does, and where no document of the batch could be kept.
+    """
+    settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
+    writer = _writer(folder, settings)
+    writer.load(devices.resolve(device), say)
+    begun = time.perf_counter()
+    batch = writer.write(0)
+    seconds = time.perf_counter() - begun
+    part = _Part(Path(), "", Counts(), hashlib.sha256())
+    lines = _kept(part, batch, settings["tokens"]).splitlines()
+    if not lines:
+        raise _nearly_nothing(part.counts, settings)
+    chat, shown = settings["prompts"] == TEMPLATE, printable(str(folder.path))
+    documents = [document_of(json.loads(line), shown, key=None, chat=chat) for line in lines]
+    # Of the last batch not all may be needed.
+    return Sampled(documents, part.counts.written, part.counts.tokens, seconds * part.counts.written / len(batch))
 
 
 def _there(asked: Recalled, beside: Path) -> Recalled:
@@ -380,11 +424,15 @@ def _key(line: bytes) -> bytes:
 def _judge(counts: Counts, settings: dict[str, Any]) -> None:
     """BadInput where nearly nothing of what the model writes can be kept."""
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
-        temperature = settings["temperature"]
-        other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
-        why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
-        advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
-        raise BadInput(f"{_filtered(counts)}, since {why}; {advice}")
+        raise _nearly_nothing(counts, settings)
+
+
+def _nearly_nothing(counts: Counts, settings: dict[str, Any]) -> BadInput:
+    temperature = settings["temperature"]
+    other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
+    why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
+    advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
+    return BadInput(f"{_filtered(counts)}, since {why}; {advice}")
 
 
 def _filtered(counts: Counts) -> str:

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
@@ -39,7 +39,7 @@ from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.mixture import Mixture, groups_of, mixtures
 from surgeon.families.names import Names, match
 from surgeon.families.own_classes import code_of, like, trusted, written
-from surgeon.families.proof import layer_axis, prove
+from surgeon.families.proof import layer_axis, prove, run_cached
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences, some_tokens
@@ -236,7 +236,12 @@ class _Found(Derivation):
         from torch import nn
 
         modules = self.derived.skeleton.layers[layer].named_modules()
-        return {name: tuple(each.weight.shape) for name, each in modules if isinstance(each, nn.Linear)}
+        elsewhere = _of_other_tokens(json.dumps(self.config, sort_keys=True), self.derived.heads)[layer]
+        return {
+            name: tuple(each.weight.shape)
+            for name, each in modules
+            if isinstance(each, nn.Linear) and name not in elsewhere
+        }
 
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
@@ -390,6 +395,42 @@ def _prove_grafts(told: str) -> None:
     """Once for what preview and apply ask alike."""
     trunk, grafted, heads = json.loads(told)
     prove_grafts(trunk, grafted, heads=heads)
+
+
+@lru_cache(maxsize=8)
+def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
+    """Of each layer the linear modules that a twin runs on other tokens than the layer's own, by their path in it.
+
+    Attention over a compressed cache (MLA) expands at every step what earlier tokens left there; experts see some of
+    the tokens. What is decided for each token of a layer says nothing of those.
+    """
+    import torch
+    from torch import nn
+
+    twin = twin_of(json.loads(kept), heads=heads)
+    found: list[set[str]] = [set() for _ in twin.layers]
+    handles = []
+    for layer, others in zip(twin.layers, found, strict=True):
+        own = [0]
+
+        def begins(_: nn.Module, given: Any, named: Any, own: list[int] = own) -> None:
+            own[0] = (given[0] if given else named["hidden_states"]).shape[:-1].numel()
+
+        def runs(_: nn.Module, given: Any, named: Any, own: Any, name: str, others: set[str]) -> None:
+            if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
+                others.add(name)
+
+        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                hook = partial(runs, own=own, name=name, others=others)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    # What cannot be run with a cache is found out, and refused, elsewhere.
+    with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+        run_cached(twin, some_tokens(twin))
+    for handle in handles:
+        handle.remove()
+    return tuple(map(frozenset, found))
 
 
 @lru_cache(maxsize=8)

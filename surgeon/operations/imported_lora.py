@@ -133,8 +133,8 @@ def _place(name: str, module: str, draft: Draft, homes: Mapping[int, int]) -> tu
     shapes = draft.linear(homes[layer])
     if target not in shapes:
         raise BadInput(
-            f"{printable(name)}: the adapter adapts {printable(target)}, no linear module of a layer here; there are"
-            f" {', '.join(shapes)}: it is for another base"
+            f"{printable(name)}: the adapter adapts {printable(target)}, no linear module of a layer here that runs on"
+            f" all of the layer's tokens and on no others; there are {', '.join(shapes)}: it is for another base"
         )
     return layer, target
 

@@ -38,6 +38,7 @@ _QUERY_VALUE = re.compile(
     r"(to_)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|in_proj(_qkvz?)?",
     re.IGNORECASE,
 )
+_LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
 
 
 class RouterLoss(Spec):
@@ -263,8 +264,8 @@ class PMoEExperts(Operation):
         unknown = [name for name in self.targets if name not in names and name not in paths]
         if unknown:
             raise BadInput(
-                f"`targets` names {printable(repr(unknown[0]))}, no linear module of a layer here; there are"
-                f" {', '.join(names)}"
+                f"`targets` names {printable(repr(unknown[0]))}, no linear module of a layer here that runs on all of"
+                f" the layer's tokens and on no others; there are {', '.join(names)}"
             )
         if len(set(self.targets)) != len(self.targets):
             raise BadInput("`targets` names a module twice")
@@ -348,7 +349,12 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
     if {"query", "value"} <= {role for path in chosen for role in known[path]}:
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
-    return tuple(path for path in linear if path.startswith(f"{block}.") and _QUERY_VALUE.fullmatch(_last(path)))
+    here = [path for path in linear if path.startswith(f"{block}.")]
+    found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path)))
+    if not any(_last(path) == "kv_b_proj" for path in here):
+        # Where a module expands values from a cache of latents, on other tokens: what makes the latents.
+        found += tuple(path for path in here if _LATENTS.fullmatch(_last(path)))
+    return found
 
 
 def _columns(draft: Draft) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ class WithSlots(nn.Module):
         if self.routed:
             if frame is None or frame.routing is None:
                 raise RuntimeError("a module with PMoE slots was called outside its layer, which brings the routing")
-            routing = frame.routing
+            routing = _as_in(x, frame.routing)
         grown = output
         for group in self.groups:
             grown = grown + self._product(x, group, routing)
@@ -69,6 +69,18 @@ class WithSlots(nn.Module):
         elif group[0].scale != 1.0:
             narrow = narrow * group[0].scale
         return F.linear(narrow, up)
+
+
+def _as_in(x: Tensor, routing: Tensor) -> Tensor:
+    """The routing of every token in the form in which a module gets tokens: … S. RuntimeError where it gets others."""
+    if routing.shape[:-1] == x.shape[:-1]:
+        return routing
+    if routing.shape[:-1].numel() != x.shape[:-1].numel():
+        raise RuntimeError(
+            "a module with PMoE slots runs on other tokens than its layer (a compressed cache that it expands, say),"
+            " whose routing is not known; leave it out of `targets`"
+        )
+    return routing.reshape(*x.shape[:-1], routing.shape[-1])
 
 
 class ExpertLinear(WithSlots, nn.Linear):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from surgeon.checkpoint.working import sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, SourceStream, batch_of
 from surgeon.errors import BadInput
 
@@ -120,7 +121,8 @@ def fit_gate(
         safetensors.torch.save_file(
             {name: p.detach().cpu().contiguous() for name, p in tensors.items()}, work / GATE_FILE
         )
-        (work / FIGURES_FILE).write_text(json.dumps(figures.to_json()), encoding="utf-8")
+        sync(work / GATE_FILE)
+        write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
     return figures
 
 
@@ -181,7 +183,8 @@ def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pass
     finally:
         handle.remove()
-    return kept[0].float()
+    # Under gradient checkpointing embeddings ask for a gradient, and this is none's to train.
+    return kept[0].detach().float()
 
 
 def _lengths(positions: Tensor) -> Tensor:

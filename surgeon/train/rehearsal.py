@@ -15,6 +15,7 @@ from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.packing import Batches, SourceStream, generator
 from surgeon.errors import BadInput
+from surgeon.train.itself import Imagined
 from surgeon.train.session import (
     Run,
     fused_head,
@@ -59,7 +60,8 @@ class Sample:
 class Rehearsal:
     """What a run would train, on what, and an estimate of its cost.
 
-    `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints;
+    `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints, and
+    without `seconds_writing` before it, in which the model writes its sources with `generate`;
     `peak_memory` is in bytes, that of the micro-batches and `optimizer_bytes` for AdamW's state, which is made at the
     first step.
     """
@@ -73,6 +75,7 @@ class Rehearsal:
     samples: tuple[Sample, ...]
     seconds_a_step: float
     seconds: float
+    seconds_writing: float
     tokens: int
     optimizer_bytes: int
     peak_memory: int
@@ -94,8 +97,11 @@ class Rehearsal:
         }
 
 
-def measured(run: Run) -> Rehearsal:
-    """Count and show the data, then time micro-batches. Raises BadInput as a run does, and where memory is short."""
+def measured(run: Run, imagined: Imagined) -> Rehearsal:
+    """Count and show the data, then time micro-batches; `imagined` are texts that the model has yet to write.
+
+    Raises BadInput as a run does, and where memory is short.
+    """
     settings, encoder, listener = run.settings, run.encoder, run.listener
     mixture = run.data.mixture
     streams = list(zip(mixture.streams, mixture.shares, strict=True))
@@ -130,10 +136,11 @@ def measured(run: Run) -> Rehearsal:
         samples=tuple(samples),
         seconds_a_step=seconds,
         seconds=seconds * settings.steps,
+        seconds_writing=imagined.seconds,
         tokens=total,
         optimizer_bytes=optimizer,
         peak_memory=peak_memory(run.device) + optimizer,
-        notes=(*run.out.notes, *run.notes, *run.data.notes),
+        notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
     )
 
 

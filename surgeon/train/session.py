@@ -28,10 +28,9 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
+from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Batches
-from surgeon.data.recall import recalled
-from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.compose import BaseId, without_surgery
@@ -54,6 +53,7 @@ from surgeon.train.checkpoints import (
 from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.fitting import FIGURES_FILE, fit_gate
+from surgeon.train.itself import memory_folder, write_sources
 from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.preserving import Preserving
@@ -72,7 +72,7 @@ from surgeon.train.trainer import (
     training_arguments,
     unfreeze,
 )
-from surgeon.train.training_data import TrainingData, written_source
+from surgeon.train.training_data import TrainingData
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -81,11 +81,6 @@ WHOLE_FOLDER = "whole"
 def work_folder(target: Path) -> Path:
     """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
     return target.with_name(f".{target.name}.training")
-
-
-def memory_folder(target: Path) -> Path:
-    """Where texts that the model writes for its own training lie until the run is published: `.NAME.memory`."""
-    return target.with_name(f".{target.name}.memory")
 
 
 def run_training(
@@ -108,8 +103,7 @@ def run_training(
     PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that. With `link` shards in which nothing trained are linked to `out`'s.
     """
-    if any(source.generate is not None for source in loaded.config.sources):
-        write_sources(out, loaded, target, device=device, listener=listener)
+    write_sources(out, loaded, target, device=device, listener=listener)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = _check_as_left(out, manifest, listener)
@@ -184,8 +178,9 @@ def opened_run(
     device: str,
     listener: Listener,
     prepared: Prepared | None,
+    imagined: Mapping[str, Corpus] | None = None,
 ) -> Run:
-    """A run whose texts are opened and read through. Raises BadInput."""
+    """A run whose texts are opened and read through; `imagined` are those that are not there. Raises BadInput."""
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
     if prepared is None:
@@ -199,7 +194,7 @@ def opened_run(
     named = loaded.config.chat_template
     template = None if named is None else TEMPLATES[named]
     encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
-    data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target))
+    data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target), imagined=imagined)
     notes = prepared.notes
     if prepared.settled_for is not None:
         settings, more = prepared.settled_for(data.steps_of(loaded, settings, say))
@@ -223,39 +218,6 @@ def opened_run(
         encoder,
         notes,
     )
-
-
-def write_sources(
-    out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener
-) -> None:
-    """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`."""
-    folder = memory_folder(target)
-    for number, source in enumerate(loaded.config.sources):
-        if (asked := source.generate) is None:
-            continue
-        if Ranks.of_environment().size > 1:
-            raise BadInput(
-                f"{loaded.where('sources', number, 'generate')}source {source.name}: `generate` writes by one process,"
-                " and torchrun started several; have `surgeon recall` write it, and name its file as `path`"
-            )
-        prompts = source.prompts
-        if prompts not in (BEGIN, TEMPLATE):
-            prompts = str(loaded.resolve(prompts))
-        listener.say(f"source {source.name}: the model writes {asked.tokens:,} tokens")
-        with writing(folder), WorkFolder(folder, target=target):
-            # It is ours, and nothing in it is a link.
-            pass
-        recalled(
-            out,
-            asked.model_copy(update={"prompts": prompts}),
-            written_source(folder, source),
-            shown=str(out.path),
-            seed=loaded.config.seed,
-            dtype=loaded.config.dtype,
-            device=device,
-            listener=listener,
-            once=True,
-        )
 
 
 def _train(run: Run) -> Trained:

@@ -88,27 +88,31 @@ def rehearse(
 ) -> Rehearsal:
     """What `train` of the same arguments would see, and about what it would cost; nothing is written.
 
-    The texts are read through and tokens counted, a few micro-batches are run and timed. Raises BadInput as `train`,
-    and where a micro-batch does not fit into memory.
+    The texts are read through and tokens counted, a few micro-batches are run and timed; of a text that the model has
+    yet to write, one batch of documents is. Raises BadInput as `train`, and where a micro-batch does not fit into
+    memory.
     """
     asked = _asked(out, config, to, overrides, device, trust_remote_code)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
 
+    from surgeon.train.itself import imagined_sources
     from surgeon.train.rehearsal import measured
     from surgeon.train.session import opened_run
 
-    return measured(
-        opened_run(
-            asked.out,
-            asked.manifest,
-            asked.loaded,
-            asked.target,
-            device=device,
-            listener=listener or Quiet(),
-            prepared=asked.prepared,
-        )
+    listener = listener or Quiet()
+    imagined = imagined_sources(asked.out, asked.loaded, asked.target, device=device, say=listener.say)
+    run = opened_run(
+        asked.out,
+        asked.manifest,
+        asked.loaded,
+        asked.target,
+        device=device,
+        listener=listener,
+        prepared=asked.prepared,
+        imagined=imagined.texts,
     )
+    return measured(run, imagined)
 
 
 class _Asked(NamedTuple):
@@ -211,6 +215,9 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     )
     whole = datetime.timedelta(seconds=round(rehearsal.seconds))
     facts.add_row("time", f"about {whole} for {settings['steps']:,} steps, {rehearsal.tokens:,} tokens")
+    if rehearsal.seconds_writing:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_writing))
+        facts.add_row("before", f"about {before} for the text that the model writes")
     facts.add_row(
         "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,14 @@ def written_source(memory: Path, source: SourceSpec) -> Path:
 
 
 def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> SourceSpec:
-    """The source with the path of its text. Raises BadInput where the model has not written it yet."""
+    """The source with the path of its text. Raises BadInput where that is not there."""
     if source.generate is None:
         return source
     path = None if memory is None else written_source(memory, source)
     if path is None or not path.is_file():
         raise BadInput(
-            f"{printable(str(loaded.source))}: source {source.name}: the model has not written this text yet, and a dry"
-            " run writes nothing; have `surgeon recall` write it, and name its file as `path`"
+            f"{printable(str(loaded.source))}: source {source.name}: the text that the first process wrote"
+            f" ({printable(str(path))}) is not there for this one; train to a folder that all processes see"
         )
     return source.model_copy(update={"path": str(path.absolute()), "generate": None})
 
@@ -65,9 +65,11 @@ class TrainingData:
         say: Callable[[str], None],
         *,
         memory: Path | None = None,
+        imagined: Mapping[str, Corpus] | None = None,
     ) -> TrainingData:
         """Open every source of the config; texts that the model wrote are in the folder `memory`, where there are any.
 
+        `imagined` are texts, by source, that the model has yet to write.
         Raises BadInput for one that cannot be read or that holds out too little.
         """
         config = loaded.config
@@ -82,7 +84,10 @@ class TrainingData:
         for source in config.sources:
             if source.repo_id is not None:
                 say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-            opened = open_source(_as_file(source, memory, loaded), loaded)
+            if source.name in (imagined or {}):
+                opened = OpenedSource((imagined or {})[source.name])
+            else:
+                opened = open_source(_as_file(source, memory, loaded), loaded)
             found._note(source, opened)
             documents = opened.text
             share = source.validation if isinstance(source.validation, float) else 0.0

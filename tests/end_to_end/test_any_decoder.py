@@ -31,6 +31,8 @@ from tests.decoders import tiny_decoder
 from tests.end_to_end.conftest import WITHOUT_SURGEON, same_bytes, weights
 from tests.pictures import add_processor
 from tests.quantised import quantised
+from tests.runtime.grafting import perturbed
+from tests.runtime.test_born import left_padded, prefill_and_decode
 from tests.train.texts import corpus
 from tests.warm import warm
 
@@ -267,6 +269,46 @@ def test_every_way_to_grow_and_to_undo(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights(base)[name]) for name, value in weights(tmp_path / "none").items())
     surgeon.report(twice, html=tmp_path / "report.html")
     assert "qwen3_moe" in (tmp_path / "report.html").read_text()
+
+
+BEHIND_A_GATE = (
+    "{op: insert_layers, where: {after: [2]}, count: 1, init: {kind: copy}}",
+    "{op: gated_adapters, layers: [2, 3], size: 8, gate: none}",
+    "{op: pmoe_experts, threshold: 2, slots: 2}",
+    "{op: mixture_of_control, layers: [2, 3], rank: 4}",
+    "{op: domain_gate, units: 4}",
+)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next", "gemma3"])
+def test_behind_a_closed_gate_and_switched_off_it_is_the_base(model_type: str, plan: Path, tmp_path: Path) -> None:
+    """Padded, with and without a cache, whatever what was added became. Open, a cache changes nothing either: slots
+    stand at no module that runs on other tokens, as a latent cache's does."""
+    base = tiny_decoder(tmp_path / "base", model_type, LAYOUTS[model_type][0])
+    plan.write_text("surgeon: 1\noperations:\n" + "".join(f"  - {operation}\n" for operation in BEHIND_A_GATE))
+    surgeon.apply(plan, str(base), tmp_path / "out")
+    native, model = load_model(base), load_model(tmp_path / "out")
+    for parameter in model.parameters():
+        # Mapped from the file.
+        parameter.data = parameter.data.clone()
+    perturbed(model)
+    (threshold,) = (value for name, value in model.named_parameters() if name.endswith("domain_gate.threshold"))
+    ids, mask = left_padded()
+    expected = prefill_and_decode(native, ids, mask)
+
+    def is_the_base() -> bool:
+        found = prefill_and_decode(model, ids, mask)
+        real = [mask.bool(), *[torch.ones(2, 1, dtype=torch.bool)] * 4]
+        return all(torch.equal(one[at], other[at]) for one, other, at in zip(found, expected, real, strict=True))
+
+    threshold.data.fill_(1e9)
+    assert is_the_base()
+    threshold.data.fill_(-1e9)
+    whole, *steps = prefill_and_decode(model, ids, mask)
+    assert not (whole == expected[0]).all(dim=-1)[mask.bool()].any()
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole[:, -4:], rtol=1e-3, atol=1e-3)
+    with model.grafts(enabled=False):
+        assert is_the_base()
 
 
 @pytest.mark.parametrize("model_type", ["smollm3", "olmo3", "granite"])

@@ -81,6 +81,9 @@ for auto, base, out in (line.split() for line in sys.stdin):
     moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert moved <= chosen | set(info["missing_keys"])
     assert {name for name in chosen if name.endswith("lora_B")} <= moved
+    with torch.inference_mode(), model.grafts(enabled=False):
+        # Trained, and switched off.
+        assert torch.equal(*(each.eval().base_model(ids, attention_mask=mask)[0] for each in (native, model)))
     with tempfile.TemporaryDirectory() as saved, torch.inference_mode():
         model.eval().save_pretrained(saved)
         again = Auto.from_pretrained(saved, trust_remote_code=True).eval()

@@ -21,7 +21,7 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, PromiseBroken
 from tests.injection.command import Command
 from tests.injection.commands import COMMANDS, inputs
-from tests.injection.trials import at_random, injected
+from tests.injection.trials import at_random, injected, killed_at
 
 # Of what runs without a model, and so in milliseconds: from which call on, and every how many. The last request of a
 # push is its commit.
@@ -40,6 +40,25 @@ def test_killed_and_failed(command: Command, made: Path, tmp_path: Path) -> None
     # An ordinary push writes nothing here.
     assert all(found.trials for found in table.values() if found.calls)
     assert [sentence for found in table.values() for sentence in found.wrong] == []
+
+
+# Half of a batch's lines are there; all of them, without the record of it; the text is whole, without its name. Of a
+# checkpoint half of one file; all of it, without the record that counts it. The gate's tensors, without its figures.
+PLACES = {
+    "recall": ("write part.jsonl 2", "replace run.json 2", "rename memory.jsonl 1"),
+    "train, preserve": ("write part.jsonl 2", "rename known.jsonl 1", "save optimizer.pt 2"),
+    "train, all of it, preserve": ("replace run.json 4",),
+    "train, gate": ("replace gate.json 1",),
+}
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.name in PLACES], ids=list(PLACES))
+def test_killed_where_a_file_is_there_and_its_stamp_is_not(command: Command, made: Path, tmp_path: Path) -> None:
+    """Then the same command ends byte for byte as if it had never been killed."""
+    places = PLACES[command.name]
+    found = killed_at(command, made, tmp_path, places)
+    assert found.wrong == []
+    assert found.absent == found.trials == len(places)
 
 
 def test_killed_at_random_and_two_at_once(made: Path, tmp_path: Path) -> None:

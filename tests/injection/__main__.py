@@ -5,7 +5,8 @@ of `push` each request too: not sent, answer lost, refused, killed before and af
 complete; the same command again ends well, byte-equal, and leaves nothing beside. Of a push the result is the
 repository on a stand-in for the Hub: at its old commit, or one complete commit on.
 
-Prints a table of commands, calls and faults; `--every N` takes every Nth call, a command's name that command alone.
+Prints a table of commands, calls and faults; `--every N` takes every Nth call, a command's name that
+command alone; with `--killed` no call fails.
 `--random N` kills each command N times at random moments instead, beside two processes that keep disk and processor
 busy, and N times as one of two runs at once.
 """
@@ -29,6 +30,7 @@ def main() -> int:
     )
     parser.add_argument("--every", type=int, help="take every Nth call (default: each command's own)")
     parser.add_argument("--begin", type=int, default=1, metavar="K", help="begin with call K")
+    parser.add_argument("--killed", action="store_true", help="kill at a call, and let none fail")
     parser.add_argument("--random", type=int, metavar="N", help="kill at N random moments, under load")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="commands, by name (default: all)")
@@ -56,7 +58,8 @@ def main() -> int:
                 with load(Path(folder)):
                     table = at_random(command, made, Path(folder), asked.random, asked.seed)
             else:
-                table = injected(command, made, Path(folder), asked.every or command.every, asked.begin)
+                only = ("killed",) if asked.killed else ()
+                table = injected(command, made, Path(folder), asked.every or command.every, asked.begin, only=only)
             seconds = f"{time.perf_counter() - began:.0f}"
             for fault, found in table.items():
                 calls = "" if found.calls is None else found.calls

@@ -17,12 +17,14 @@ from tests.injection.faults import DISK, Child, Ended, Injection, digests
 class Command:
     """A command that writes: `run(inputs, work)` makes `work / result`, of inputs that it only reads.
 
-    `again`: the same command ends well on what is complete too (others say that it exists).
+    `beside` is what else it leaves in `work`, not later than the result. `again`: the same command ends well on what is
+    complete too (others say that it exists).
     """
 
     name: str
     run: Callable[[Path, Path], object]
     result: str = "out"
+    beside: tuple[str, ...] = ()
     # Trials of these take seconds each: every Nth call is enough where not asked otherwise.
     every: int = 1
     again: bool = False
@@ -67,14 +69,18 @@ class Place:
 
     def there(self) -> dict[str, str] | None:
         """What the command made; None where nothing is there."""
-        return digests(self.work / self.command.result)
+        made = digests(self.work / self.command.result)
+        if made is None:
+            return None
+        return made | {name: str(digests(self.work / name)) for name in self.command.beside}
 
     def left(self) -> list[str]:
-        """What lies beside the result."""
-        return sorted(path.name for path in self.work.iterdir() if path.name != self.command.result)
+        """What lies beside the result and is no part of it."""
+        expected = (self.command.result, *self.command.beside)
+        return sorted(path.name for path in self.work.iterdir() if path.name not in expected)
 
-    def disturbed(self, fault: str, at: int) -> Ended:
-        """Run it, with this fault at the call `at` (0: never)."""
+    def disturbed(self, fault: str, at: int | str) -> Ended:
+        """Run it, with this fault at the call `at` (0: never; see `Injection`)."""
         return Child(self.run, Injection(at, DISK[fault])).ended()
 
     def at_once(self, moments: Sequence[float | None]) -> list[Ended]:

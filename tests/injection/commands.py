@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import surgeon
@@ -10,8 +11,12 @@ from tests.injection.command import Command
 from tests.injection.pushing import Push
 
 
-def _train(inputs: Path, work: Path) -> None:
-    surgeon.train(inputs / "deeper", inputs / "train.yaml", work / "out", device="cpu")
+def _recall(inputs: Path, work: Path) -> None:
+    surgeon.recall(inputs / "base", tokens=200, length=16, batch=6, to=work / "memory.jsonl", device="cpu")
+
+
+def _training(name: str, of: str = "deeper") -> Callable[[Path, Path], object]:
+    return lambda inputs, work: surgeon.train(inputs / of, inputs / f"{name}.yaml", work / "out", device="cpu")
 
 
 def _continual(inputs: Path, work: Path) -> None:
@@ -41,7 +46,14 @@ COMMANDS = (
     Push("push, new", _push, new=True),
     Push("push --delta", lambda _, work: surgeon.push(work / "out", "user/model", delta=True)),
     Command("merge", lambda inputs, work: surgeon.merge(inputs / "branched", work / "out", windows=1), every=5),
-    Command("train", _train, every=9),
+    Command("recall", _recall, result="memory.jsonl", beside=("memory.jsonl.recall",)),
+    Command("train", _training("train"), every=9),
+    # The model writes the text on which the base within it teaches; what else the base has said is there already, and
+    # a frozen copy of it teaches.
+    Command("train, preserve", _training("preserve"), every=9),
+    Command("train, all of it, preserve", _training("all"), every=9),
+    # The gate is fitted, and taken up as it was.
+    Command("train, gate", _training("gate", "gated"), every=9),
     Command("continual", _continual, every=25),
 )
 
@@ -52,13 +64,30 @@ def inputs(folder: Path) -> Path:
     from tests.train.texts import add_tokenizer, corpus
 
     base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=8))
-    for plan, name in (("llama-pro", "deeper"), ("pmoe", "slots"), ("control-llm", "branched")):
+    plans = {"deeper": "llama-pro", "slots": "pmoe", "branched": "control-llm", "gated": "domain-gate"}
+    for name, plan in plans.items():
         surgeon.apply(plan, str(base), folder / name)
     surgeon.make_delta(folder / "deeper", folder / "delta")
     corpus(folder / "text.jsonl", documents=20)
+    for number, name in enumerate(("fr", "en")):
+        corpus(folder / f"{name}.jsonl", documents=60, seed=number, first=50 * number, count=50)
     training = {"steps": 2, "batch": 2, "length": 16, "save_every": 1, "evaluate_every": 2, "validation_sequences": 2}
     source = {"name": "text", "path": "text.jsonl", "share": 1.0, "validation": 0.2}
-    (folder / "train.yaml").write_text(json.dumps({"surgeon_train": 1, **training, "sources": [source]}))
+    new = source | {"share": 0.5}
+    known = {"name": "known", "share": 0.5, "role": "original", "validation": 0}
+    itself = known | {"generate": {"tokens": 100, "length": 16, "batch": 4}}
+    for name, changes in {
+        "train": {"sources": [source]},
+        "preserve": {"preserve": {"loss": "kl"}, "sources": [new, itself]},
+        "gate": {
+            "sources": [
+                new | {"name": "fr", "path": "fr.jsonl"},
+                known | {"name": "en", "path": "en.jsonl", "validation": 0.2},
+            ]
+        },
+        "all": {"what": "all", "preserve": {"loss": "kl"}, "sources": [new, known | {"path": "text.jsonl"}]},
+    }.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"surgeon_train": 1, **training, **changes}))
     del training["validation_sequences"]
     tasks = [{"name": name, "sources": [{"path": "text.jsonl", "validation": 0.2}]} for name in "ab"]
     plan = {"rank": 2, "threshold": 2}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 from surgeon.errors import SurgeonError
 
 DISK = {"killed": 0, "no space": errno.ENOSPC, "input/output error": errno.EIO}
-_CALLS = ("write", "pwrite", "fsync", "ftruncate", "truncate", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
+_CALLS = ("fsync", "ftruncate", "truncate", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
 _LIBRARIES = (("safetensors.torch", "save_file"), ("torch", "save"), ("surgeon.train.publishing", "save_file"))
 # Seconds after which a run that hangs is ended, by a signal that no trial expects.
 _PATIENCE = 300
@@ -28,20 +30,26 @@ _PATIENCE = 300
 
 @dataclass
 class Injection:
-    """Counts the calls that change a disk; at call `at` (from 1) the process is killed, or the call fails."""
+    """Counts the calls that change a disk; at call `at` the process is killed, or the call fails.
 
-    at: int = 0
+    `at` is the call's number, from 1, or what it does to which file for the how manieth time: `replace run.json 2`.
+    """
+
+    at: int | str = 0
     fault: int = 0
     calls: int = 0
+    places: Counter[str] = field(default_factory=Counter)
     patched: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Injection:
         for name in _CALLS:
             self._patch(os, name, self._counted(getattr(os, name)))
+        for name in ("write", "pwrite"):
+            self._patch(os, name, self._written(getattr(os, name)))
         if hasattr(os, "copy_file_range"):
             self._patch(os, "copy_file_range", self._counted(os.copy_file_range))
         self._patch(os, "open", self._counted(os.open, when=lambda given: given[1] & os.O_CREAT))
-        opened = self._counted(io.open, when=lambda given: any(c in (given[1:] or ("r",))[0] for c in "wax+"))
+        opened = self._opened(io.open)
         self._patch(io, "open", opened)
         self._patch(builtins, "open", opened)
         for home, name in _LIBRARIES:
@@ -60,8 +68,34 @@ class Injection:
     def _counted(self, real: Any, when: Callable[[Any], Any] = lambda _: True) -> Any:
         def call(*given: Any, **named: Any) -> Any:
             if when(given):
-                self._step()
+                self._step(real.__name__, given[-1] if real.__name__ in ("rename", "replace") else given[0])
             return real(*given, **named)
+
+        return call
+
+    def _written(self, real: Any) -> Any:
+        """Of a write half is there when it goes wrong."""
+
+        def call(handle: int, data: Any, *at: int) -> Any:
+            nbytes = memoryview(data).nbytes
+            self._step(real.__name__, handle, lambda: real(handle, memoryview(data).cast("B")[: nbytes // 2], *at))
+            return real(handle, data, *at)
+
+        return call
+
+    def _opened(self, real: Any) -> Any:
+        """Files that are written to: that they are opened is a call, and so is each write of theirs."""
+
+        def call(file: Any, mode: str = "r", buffering: int = -1, *given: Any, **named: Any) -> Any:
+            if not set(mode) & set("wax+"):
+                return real(file, mode, buffering, *given, **named)
+            self._step("open", file)
+            how = dict(zip(("encoding", "errors", "newline", "closefd", "opener"), given, strict=False)) | named
+            raw = _Written(file, mode, how.pop("closefd", True), how.pop("opener", None), step=self._step)
+            if buffering == 0:
+                return raw
+            binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return binary if "b" in mode else io.TextIOWrapper(binary, **how, line_buffering=buffering == 1)
 
         return call
 
@@ -69,20 +103,39 @@ class Injection:
         """A library's own writing, one call to us: half of a file is there when it goes wrong."""
 
         def call(value: Any, to: Any, *given: Any, **named: Any) -> Any:
-            real(value, to, *given, **named)
-            if self.calls + 1 == self.at:
+            def half() -> None:
                 with contextlib.suppress(OSError, TypeError):
                     os.truncate(to, Path(to).stat().st_size // 2)
-            self._step()
+
+            real(value, to, *given, **named)
+            self._step(real.__name__, to, half)
 
         return call
 
-    def _step(self) -> None:
+    def _step(self, name: str, file: Any, half: Callable[[], object] = lambda: None) -> None:
+        """One call more, to a file (or its handle); `half` is what is done of the one that goes wrong."""
         self.calls += 1
-        if self.calls == self.at:
+        place = f"{name} {file if isinstance(file, int) else Path(os.fsdecode(file)).name}"
+        self.places[place] += 1
+        if self.at in (self.calls, f"{place} {self.places[place]}"):
+            half()
             if not self.fault:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(self.fault, os.strerror(self.fault))
+
+
+class _Written(io.FileIO):
+    """A file whose every write is a call."""
+
+    def __init__(self, file: Any, mode: str, closefd: bool, opener: Any, *, step: Callable[..., None]) -> None:
+        super().__init__(file, mode.replace("b", "").replace("t", ""), closefd, opener)
+        self._step = functools.partial(step, "write", file)
+
+    def write(self, data: Any, /) -> int:
+        """Half of it, where this is the call that goes wrong."""
+        nbytes = memoryview(data).nbytes
+        self._step(lambda: super(_Written, self).write(memoryview(data).cast("B")[: nbytes // 2]))
+        return super().write(data)
 
 
 def digests(path: Path) -> dict[str, str] | None:

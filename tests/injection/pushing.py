@@ -81,8 +81,8 @@ class _PushPlace(Place):
     def left(self) -> list[str]:
         return super().left() + sorted(path.name for path in self.temporary.iterdir())
 
-    def disturbed(self, fault: str, at: int) -> Ended:
-        if fault in DISK:
+    def disturbed(self, fault: str, at: int | str) -> Ended:
+        if fault in DISK or isinstance(at, str):
             with serve(self.hub, join=True):
                 return super().disturbed(fault, at)
         meddling = _Meddling(fault, at)

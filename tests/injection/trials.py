@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Process
@@ -32,13 +32,16 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
 
-def injected(command: Command, inputs: Path, parent: Path, every: int, begin: int = 1) -> dict[str, Found]:
-    """Every `every`th call of a command (of a push, its requests too), once with each fault.
+def injected(
+    command: Command, inputs: Path, parent: Path, every: int, begin: int = 1, *, only: Collection[str] = ()
+) -> dict[str, Found]:
+    """Every `every`th call of a command (of a push, its requests too), once with each fault, or with `only` these.
 
     From the call `begin` on: from 1, or counted from the end where it is negative.
     """
     table: dict[str, Found] = defaultdict(Found)
-    for faults in command.kinds:
+    kinds = [tuple(fault for fault in faults if not only or fault in only) for faults in command.kinds]
+    for faults in filter(None, kinds):
         expected, calls, _ = _undisturbed(command, inputs, parent, faults[0])
         for fault in faults:
             table[fault].calls = calls
@@ -47,6 +50,16 @@ def injected(command: Command, inputs: Path, parent: Path, every: int, begin: in
                 with command.place(inputs, parent) as place:
                     _trial(place, expected, at=at, fault=fault, found=table[fault])
     return table
+
+
+def killed_at(command: Command, inputs: Path, parent: Path, places: Sequence[str]) -> Found:
+    """Kill a command at calls that are named (see `Injection`), each of which must come."""
+    expected, _, _ = _undisturbed(command, inputs, parent)
+    found = Found()
+    for at in places:
+        with command.place(inputs, parent) as place:
+            _trial(place, expected, at=at, fault="killed", found=found)
+    return found
 
 
 def at_random(command: Command, inputs: Path, parent: Path, trials: int, seed: int = 0) -> dict[str, Found]:
@@ -82,10 +95,10 @@ def _undisturbed(command: Command, inputs: Path, parent: Path, fault: str = "kil
     return expected, ended.calls, seconds
 
 
-def _trial(place: Place, expected: _State, *, at: int, fault: str, found: Found) -> None:
+def _trial(place: Place, expected: _State, *, at: int | str, fault: str, found: Found) -> None:
     """One call of one run goes wrong, and the same command runs again."""
     ended = place.disturbed(fault, at)
-    if ended.code == 0 and ended.calls < at:
+    if isinstance(at, int) and ended.code == 0 and ended.calls < at:
         # Threads write in pieces that differ a little from run to run: this one was done before that call.
         return
     where = f"{place.command.name}, call {at}, {fault}"

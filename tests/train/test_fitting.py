@@ -53,7 +53,7 @@ def train(made: Path, out: str, to: str, **changes: Any) -> Any:
 
 
 def test_a_run_fits_the_gate_and_keeps_original_text(made: Path) -> None:
-    trained = train(made, "out", "run")
+    trained = train(made, "out", "run", checkpointing=True)
     figures = trained.manifest.training[-1].gate
     assert figures is not None and figures["original"] <= 0.05 < 0.7 < figures["new"]
     assert figures["accuracy"] == pytest.approx((1 - figures["original"] + figures["new"]) / 2)

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.train.checkpoints import newest_checkpoint
+from surgeon.train.itself import memory_folder
 from surgeon.train.publishing import Trained
 from surgeon.train.session import work_folder
 from tests import tiny
 from tests.train import sharded_runs
-from tests.train.test_train import base_of, config, digests, grown
+from tests.train.test_train import CONFIG, base_of, config, digests, grown
 from tests.train.texts import add_tokenizer
 from tests.warm import warm
 
@@ -37,6 +38,8 @@ operations:
   - {op: mixture_of_control, rank: 4}
 """
 
+# Runs of two processes that are compared with those of one.
+ALONE = ("native", "everything", "unsharded")
 RESUMED = {"steps": 12, "save_every": 3, "evaluate_every": 6}
 
 # What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
@@ -80,7 +83,8 @@ class Launched:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """A class of transformers' own; all grafts on tied weights; one unsharded; one to be resumed; a wild one."""
+    """A class of transformers' own; all grafts on tied weights; one unsharded; one to be resumed; a wild one; one whose
+    own text somebody changed."""
     folder = tmp_path_factory.mktemp("launched")
     base_of(folder, num_hidden_layers=8, dtype="float32")
     add_tokenizer(tiny.checkpoint(folder / "tied-base", "gemma2", dtype="float32"))
@@ -91,33 +95,39 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     # The base teaches, in rounds in which only one process has text of its own.
     shared = {"steps": 3, "micro_batch": 1, "batch": 4, "sharding": "fsdp", "validation_sequences": 3}
     shared |= {"preserve": {"loss": "kl"}}
+    # What the model writes for itself, the first process writes.
+    itself = {"name": "en", "generate": {"tokens": 300, "length": 16, "batch": 8}, "share": 0.25, "role": "original"}
+    written = {"sources": [CONFIG["sources"][0], itself | {"validation": 0.1}]}
     wild = {"sharding": "fsdp", "save_every": 1, "optimizer": {"lr": 1e30, "warmup": 2, "clip": 0}}
     runs: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "native": ("llama-pro", "base", shared),
+        "native": ("llama-pro", "base", shared | written),
         # The head's weights are whole only inside the model's forward, where the fused loss takes them.
         "everything": (str(folder / "everything.yaml"), "tied-base", shared | {"cross_entropy": "chunked"}),
         "unsharded": ("control-llm", "base", {**shared, "micro_batch": 2, "sharding": "none"}),
         "resumed": ("mixture-of-control", "small-base", RESUMED | {"sharding": "fsdp"}),
         "wild": ("mixture-of-control", "small-base", wild),
+        "spoiled": ("mixture-of-control", "small-base", RESUMED | written),
     }
     alone = {}
     for name, (plan, base, changes) in runs.items():
         (folder / name).mkdir()
         surgeon.apply(plan, str(folder / base), folder / name / "out")
         config(folder, **changes).rename(folder / f"{name}.yaml")
-        if name not in ("resumed", "wild"):
+        if name in ALONE:
             one = surgeon.train(folder / name / "out", folder / f"{name}.yaml", folder / name / "alone", device="cpu")
             assert one is not None
             alone[name] = one
-    # What diverges first, so that what comes after shows that the group goes on.
-    order = sorted(runs, key=lambda name: name != "wild")
+    memory_folder(folder / "spoiled" / "together").mkdir()
+    (memory_folder(folder / "spoiled" / "together") / "en.jsonl").write_text("{}")
+    # What ends early first, so that what comes after shows that the group goes on.
+    order = sorted(runs, key=lambda name: name not in ("spoiled", "wild"))
     ran = launch(sharded_runs.__file__, str(folder), *(f"{name}={name}.yaml" for name in order))
     assert ran.returncode == 0, ran.stderr[-3000:]
     return Launched(folder, alone)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, base", [("native", "base"), ("everything", "tied-base"), ("unsharded", "base")])
+@pytest.mark.parametrize("name, base", [(name, "tied-base" if name == "everything" else "base") for name in ALONE])
 def test_two_processes_learn_what_one_learns(launched: Launched, name: str, base: str) -> None:
     """Loss, gradient norm, held-out losses and every trained tensor, for every graft; one without logits."""
     one, told = launched.alone[name], launched.told(name)
@@ -143,10 +153,15 @@ def test_two_processes_learn_what_one_learns(launched: Launched, name: str, base
 
 
 @pytest.mark.slow
-def test_what_diverges_stops_every_process_alike(launched: Launched) -> None:
-    stopped = [(launched.folder / "wild" / f"stopped{rank}.txt").read_text() for rank in (0, 1)]
-    assert stopped[0] == stopped[1]
-    assert re.match(r"step \d+: the (loss|gradient's norm) is (nan|inf); .* the checkpoint of step \d", stopped[0])
+def test_what_one_process_finds_stops_every_process_alike(launched: Launched) -> None:
+    for name, told in {
+        "wild": r"step \d+: the (loss|gradient's norm) is (nan|inf); .* the checkpoint of step \d",
+        # The first process alone looked at it.
+        "spoiled": r".*en\.jsonl: not what this model writes by these settings; remove",
+    }.items():
+        stopped = [(launched.folder / name / f"stopped{rank}.txt").read_text() for rank in (0, 1)]
+        assert stopped[0] == stopped[1]
+        assert re.match(told, stopped[0])
 
 
 @pytest.mark.slow

@@ -1,0 +1,145 @@
+"""Sources with `generate`: the text that a model writes for its own training, before the first step.
+
+Of several processes the first writes it while the others wait. A dry run has a batch of documents written, in memory,
+and takes them for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelerate
+import transformers
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.working import WorkFolder
+from surgeon.common import devices
+from surgeon.common.distributed import Ranks, waiting
+from surgeon.common.listener import Listener
+from surgeon.data.documents import Corpus, Repeated
+from surgeon.data.recall import recalled, sampled
+from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
+from surgeon.train.config import LoadedConfig
+from surgeon.train.training_data import written_source
+
+
+def memory_folder(target: Path) -> Path:
+    """Where texts that the model writes for its own training lie until the run is published: `.NAME.memory`."""
+    return target.with_name(f".{target.name}.memory")
+
+
+def write_sources(
+    out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener
+) -> None:
+    """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`.
+
+    Of several processes the first one does, and an error of its is raised in all.
+    """
+    asked = list(_asked(loaded))
+    ranks = Ranks.of_environment()
+    if not asked:
+        return
+    if ranks.size == 1:
+        _write(asked, out, loaded, target, device, listener)
+        return
+    _join(devices.resolve(device))
+    with waiting(ranks) as ranks:
+        if not ranks.leads:
+            ranks.receive()
+            return
+        with ranks.leading():
+            _write(asked, out, loaded, target, device, listener)
+
+
+def _join(device: str) -> None:
+    """Let the processes that torchrun started send to each other, as the trainer will have them do it; once is enough.
+
+    `device` is "cpu" or "cuda".
+    """
+    seconds = transformers.TrainingArguments.ddp_timeout
+    accelerate.PartialState(cpu=device == "cpu", timeout=datetime.timedelta(seconds=seconds))
+
+
+def _asked(loaded: LoadedConfig) -> Iterator[tuple[SourceSpec, GenerateSpec]]:
+    """The sources that the model writes, and what is asked of it."""
+    for source in loaded.config.sources:
+        if source.generate is not None:
+            prompts = source.prompts
+            if prompts not in (BEGIN, TEMPLATE):
+                prompts = str(loaded.resolve(prompts))
+            yield source, source.generate.model_copy(update={"prompts": prompts})
+
+
+def _write(
+    sources: list[tuple[SourceSpec, GenerateSpec]],
+    out: CheckpointFolder,
+    loaded: LoadedConfig,
+    target: Path,
+    device: str,
+    listener: Listener,
+) -> None:
+    folder = memory_folder(target)
+    for source, asked in sources:
+        listener.say(f"source {source.name}: the model writes {asked.tokens:,} tokens")
+        with writing(folder), WorkFolder(folder, target=target):
+            # It is ours, and nothing in it is a link.
+            pass
+        recalled(
+            out,
+            asked,
+            written_source(folder, source),
+            shown=str(out.path),
+            seed=loaded.config.seed,
+            dtype=loaded.config.dtype,
+            device=device,
+            listener=listener,
+            once=True,
+        )
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """Texts that are not written yet: by source as many documents as it will have, of those that were written to see.
+
+    `seconds` is how long all of it takes, by the time of these; `notes` say so for each source.
+    """
+
+    texts: dict[str, Corpus]
+    seconds: float
+    notes: list[str]
+
+
+def imagined_sources(
+    out: CheckpointFolder,
+    loaded: LoadedConfig,
+    target: Path,
+    *,
+    device: str,
+    say: Callable[[str], None],
+) -> Imagined:
+    """What `write_sources` would write, from one batch of documents of each source. Raises BadInput as it does.
+
+    Nothing is written to disk. A text that a run has written already is not imagined.
+    """
+    texts: dict[str, Corpus] = {}
+    notes: list[str] = []
+    seconds = 0.0
+    for source, asked in _asked(loaded):
+        if written_source(memory_folder(target), source).is_file():
+            continue
+        say(f"source {source.name}: the model writes a batch of documents, to see what and how fast")
+        sample = sampled(out, asked, seed=loaded.config.seed, dtype=loaded.config.dtype, device=device, say=say)
+        count = max(1, round(asked.tokens * len(sample.documents) / sample.tokens))
+        takes = sample.seconds * asked.tokens / sample.tokens
+        seconds += takes
+        texts[source.name] = Repeated(sample.documents, count, shown=f"source {source.name}")
+        notes.append(
+            f"source {source.name}: not written yet; its {asked.tokens:,} tokens would take about"
+            f" {datetime.timedelta(seconds=round(takes))}, by one batch of {sample.written} documents, of which"
+            f" {len(sample.documents)} were kept and stand for all"
+        )
+    return Imagined(texts, seconds, notes)
