@@ -50,6 +50,12 @@ class Prompts(Spec):
         list[Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]],
         Field(description="for each expert prompts of what it is for"),
     ]
+    negative_prompts: Annotated[
+        list[list[Annotated[str, Field(min_length=1)]]] | None,
+        Field(
+            description="for each expert prompts of what it is not for, none with `[]`; what these have is taken away"
+        ),
+    ] = None
 
 
 class UpcycleExperts(Operation):
@@ -136,6 +142,12 @@ class UpcycleExperts(Operation):
         if isinstance(self.router, Prompts) and len(self.router.prompts) != self._count:
             raise ValueError(
                 f"`prompts` has {len(self.router.prompts)} lists for {self._count} experts; give one for each"
+            )
+        against = self.router.negative_prompts if isinstance(self.router, Prompts) else None
+        if against is not None and len(against) != self._count:
+            raise ValueError(
+                f"`negative_prompts` has {len(against)} lists for {self._count} experts; give one for each, `[]` for"
+                " none"
             )
         if self.drop is not None and self.init != "drop_upcycling":
             raise ValueError(f"`drop` has no meaning with `init: {self.init}`")
@@ -280,9 +292,10 @@ class UpcycleExperts(Operation):
         rows, columns = made.shape
         if isinstance(self.router, Prompts):
             prompts = tuple(map(tuple, self.router.prompts))
+            against = tuple(map(tuple, self.router.negative_prompts or ()))
             assert layer.base is not None
             whole: Recipe = Prompted(
-                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns)
+                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns), against
             )
         elif self.form == "shared":
             return Random(key, self.router_std, dtype, made.shape)
