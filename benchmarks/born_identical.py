@@ -1,11 +1,11 @@
 """Every family × every graft × every interpolator or gate, and × every native operation: born identical, as one page.
 
-    python benchmarks/born_identical.py [--families llama …] [--table grafts natives encoders]
+    python benchmarks/born_identical.py [--families llama …] [--table grafts natives encoders] [--rows NAME …]
 
 Each cell is a real `surgeon apply` of a plan on a tiny checkpoint of the family (biases, sliding windows, query/key
 norms, post-norms, fused projections, tied embeddings where the family has them) and a `surgeon verify` of the output:
 prefill and cached decode in bfloat16 and float32, bit by bit. Results go to benchmarks/results/born_identical.md, of
-which tables that are not asked for stay as they are; the exit code is 1 where a cell is not what was promised.
+which tables and rows that are not asked for stay as they are; the exit code is 1 where a cell is not what was promised.
 
 Of operations whose output is a class of transformers some promise *rounding*: there a cell that is not identical has
 the largest difference of logits, in float32 and in bfloat16, and `verify` has checked it against its bound.
@@ -218,10 +218,23 @@ def sections(page: Path) -> dict[str, list[str]]:
     return found
 
 
+def joined(old: list[str], new: list[str], names: list[str]) -> list[str]:
+    """A table with the rows of a new one in the place of its own, in the order of `names`, and reasons likewise."""
+    head, rows, reasons = new[:2], {}, {}
+    for lines in (old, new):
+        for name in names:
+            if row := [line for line in lines if line.startswith(f"| {name} |")]:
+                rows[name] = row
+                reasons[name] = [line for line in lines if line.startswith(f"- {name}, ")]
+    given = [line for name in names for line in reasons.get(name, ())]
+    return [*head, *(line for name in names for line in rows.get(name, ())), *(["", *given] if given else [])]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--table", nargs="*", default=list(TITLES), choices=list(TITLES))
+    parser.add_argument("--rows", nargs="*", help="of the tables asked for; default: all")
     asked = parser.parse_args()
     rows: dict[str, dict[str, Row]] = {
         "grafts": {name: row_of(operations) for name, operations in grafts().items()}
@@ -238,7 +251,9 @@ def main() -> int:
     found, all_hold = sections(page), True
     for name in asked.table:
         families = list(tiny.ENCODERS) if name == "encoders" else asked.families
-        found[name], holds = table(rows[name], families)
+        asked_rows = {row: made for row, made in rows[name].items() if asked.rows is None or row in asked.rows}
+        lines, holds = table(asked_rows, families)
+        found[name] = joined(found.get(name, []), lines, list(rows[name]))
         all_hold = all_hold and holds
     if asked.families == list(FAMILIES):
         RESULTS.mkdir(exist_ok=True)
