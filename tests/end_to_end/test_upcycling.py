@@ -478,10 +478,14 @@ def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
 REFUSED = [
     ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
     ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
-    ("gemma2", {}, {}, "can grow it"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
-    ("olmo2", {}, {}, r"use `form: copies` \(flex_olmo\)"),
-    ("qwen2", {"use_sliding_window": True, "num_hidden_layers": 4}, {}, "some of its layers have an attention window"),
+    ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "num_hidden_layers": 4},
+        {"form": "copies"},
+        "some of its layers have an attention window",
+    ),
     ("llama", {}, {"target": "mixtral"}, "has no `form: shared`; use one of glm4_moe"),
     ("llama", {}, {"balance": 0.1}, "Glm4MoeForCausalLM has no balancing loss"),
     ("llama", {}, {"form": "copies", "top_k": 1, "balance": 0.0}, "the router would never get a gradient"),
