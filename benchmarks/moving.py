@@ -1,6 +1,6 @@
 """Bytes that need not move, and bytes that must: `apply` and `revert` beside `cp`, by way and file system.
 
-    python benchmarks/moving.py --work DIR [--rounds 3] [--name ext4]
+    python benchmarks/moving.py --work DIR [--rounds 3] [--name ext4] [--grown]
 
 Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shards) in DIR, and grafts adapters onto it:
 copied, or reflinked where DIR's file system has that; and hard-linked, with the base's digests to be found, and
@@ -8,12 +8,17 @@ remembered from the time before. Beside each stand `cp -r`, `cp -r --reflink=aut
 the same output. surgeon runs in a process whose imports are done: start-up is start_up.py's. Wall and processor s;
 candidates in turn. The floor of hashing is sha256 of the same bytes on all cores. Results go to
 benchmarks/results/moving*.md.
+
+`--grown`: instead, the surgeries whose output is much larger or whose embeddings grow, each beside `cp -r` of its own
+output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more tokens. The peak of memory there is what
+`apply` adds to that of a process that has imported torch and transformers and drawn the preview (needs 40 GB).
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -28,10 +33,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from depth_growth import make_base, warm
-from measuring import in_a_process, machine
+from measuring import in_a_process, machine, peak_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PLAN = "surgeon: 1\noperations:\n  - {op: gated_adapters, layers: {every: 8}, size: 64}\n"
+_ADAPTERS = "{op: gated_adapters, layers: {every: 8}, size: 64}"
+GROWN = {
+    "upcycle_experts, 8 experts": "{op: upcycle_experts, experts: 8}",
+    "grow_vocabulary, 33,792 tokens": "{op: grow_vocabulary, tokens: words.txt}",
+}
+# Words of three of these, and the pairs that they begin with, are 32³ + 32² new tokens.
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
 
 @dataclass
@@ -42,9 +53,15 @@ class Measured:
     walls: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     said: str = ""
+    peak: int = 0
 
 
-def inner(what: str, base: str, out: str) -> None:
+def plan_of(operation: str) -> str:
+    """A plan of one operation."""
+    return f"surgeon: 1\noperations:\n  - {operation}\n"
+
+
+def inner(what: str, base: str, out: str, operation: str = _ADAPTERS) -> None:
     """One surgery (or its undoing) in a process of its own, timed without its imports."""
     import torch
     import transformers
@@ -54,43 +71,63 @@ def inner(what: str, base: str, out: str) -> None:
     from surgeon.rework import revert
 
     assert torch and transformers and compute and revert
-    plan = surgeon.parse_plan(PLAN)
+    plan: Path | None = None
     if what != "revert":
+        plan = Path(base).parent / "plan.yaml"
+        plan.write_text(plan_of(operation))
+        blueprint = surgeon.preview(plan, base).blueprint
         # What the classes of this type import comes before the clock too.
-        preflight.check_skeleton(surgeon.preview(plan, base).blueprint)
+        if not blueprint.native:
+            preflight.check_skeleton(blueprint)
+    before = forget_peak()
     began, spent = time.perf_counter(), time.process_time()
-    if what == "revert":
+    if plan is None:
         moved = surgeon.revert(base, out, link=True).moved
     else:
-        moved = surgeon.apply(plan, base, out, link=what == "link", device="cpu").moved
+        read_back = what != "trust"
+        moved = surgeon.apply(plan, base, out, link=what == "link", device="cpu", read_back=read_back).moved
     seconds = {"wall": time.perf_counter() - began, "processor": time.process_time() - spent}
-    print(json.dumps({**seconds, "said": moved.text or f"{moved.written / 1e9:.2f} GB written"}))
+    peak = peak_memory() - before
+    print(json.dumps({**seconds, "peak": peak, "said": moved.text or f"{moved.written / 1e9:.2f} GB written"}))
 
 
-def command(line: str) -> Callable[[], tuple[float, float, str]]:
+def forget_peak() -> int:
+    """Have Linux count this process's peak of memory from now on; the memory that it has now, in bytes."""
+    reset = Path("/proc/self/clear_refs")
+    if reset.exists():
+        reset.write_text("5")
+    return peak_memory()
+
+
+# Wall and processor seconds, bytes of memory, and what it says of itself.
+Found = tuple[float, float, int, str]
+Run = Callable[[], Found]
+
+
+def command(line: str) -> Run:
     """A shell's command, timed."""
 
-    def run() -> tuple[float, float, str]:
+    def run() -> Found:
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(["sh", "-c", line], check=True)
         wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, ""
+        return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 0, ""
 
     return run
 
 
-def surgery(what: str, base: Path, out: Path, cache: str) -> Callable[[], tuple[float, float, str]]:
+def surgery(what: str, base: Path, out: Path, cache: str, operation: str = _ADAPTERS) -> Run:
     """surgeon, in a process of its own with this cache."""
 
-    def run() -> tuple[float, float, str]:
+    def run() -> Found:
         os.environ["SURGEON_CACHE"] = cache
-        found = in_a_process(__file__, what, base, out)
-        return found["wall"], found["processor"], found["said"]
+        found = in_a_process(__file__, what, base, out, operation)
+        return found["wall"], found["processor"], found["peak"], found["said"]
 
     return run
 
 
-def hashing(base: Path) -> tuple[float, float, str]:
+def hashing(base: Path) -> Found:
     """sha256 of the base's shards, in pieces, on as many threads as there are cores."""
 
     def digest(task: tuple[Path, int, int]) -> None:
@@ -107,7 +144,7 @@ def hashing(base: Path) -> tuple[float, float, str]:
     began, spent = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(digest, parts))
-    return time.perf_counter() - began, time.process_time() - spent, ""
+    return time.perf_counter() - began, time.process_time() - spent, 0, ""
 
 
 def measure(work: Path, rounds: int) -> list[Measured]:
@@ -115,7 +152,7 @@ def measure(work: Path, rounds: int) -> list[Measured]:
     base, out, made, cache = (work / name for name in ("base-1b", "out", "made", "cache"))
     shutil.rmtree(cache, ignore_errors=True)
     copied = f"cp -r '{made}' '{out}'"
-    candidates: list[tuple[str, Callable[[], tuple[float, float, str]]]] = [
+    candidates: list[tuple[str, Run]] = [
         ("surgeon apply (copied, or reflinked where that can be)", surgery("apply", base, out, "off")),
         ("surgeon apply --link, base not read before", surgery("link", base, out, "off")),
         ("surgeon apply --link, base read before", surgery("link", base, out, str(cache))),
@@ -139,12 +176,52 @@ def measure(work: Path, rounds: int) -> list[Measured]:
                 shutil.rmtree(first, ignore_errors=True)
                 surgery("link", base, first, str(cache))()
             os.sync()
-            wall, processor, said = run()
-            measured.walls.append(wall)
-            measured.processor.append(processor)
-            measured.said = said
+            note(measured, run())
     for folder in (out, made, work / "before"):
         shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def note(measured: Measured, found: Found) -> None:
+    """Keep what one round found."""
+    wall, processor, measured.peak, measured.said = found[0], found[1], max(measured.peak, found[2]), found[3]
+    measured.walls.append(wall)
+    measured.processor.append(processor)
+
+
+def tokenizer_for(base: Path) -> None:
+    """A tokenizer of bytes for the base, and the words that it is to learn, beside it."""
+    if not (base / "tokenizer.json").exists():
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        from tests import vocabularies
+
+        vocabularies.byte_level(base, size=260, texts=())
+    words = ["".join(letters) for letters in itertools.product(_LETTERS, repeat=3)]
+    (base.parent / "words.txt").write_text("\n".join(words) + "\n")
+
+
+def measure_grown(work: Path, rounds: int) -> list[Measured]:
+    """Each of GROWN beside copies of its output, in turn, `rounds` times."""
+    base, out, made = (work / name for name in ("base-1b", "out", "made"))
+    tokenizer_for(base)
+    found: list[Measured] = []
+    for name, operation in GROWN.items():
+        candidates: list[tuple[Measured, Run]] = [
+            (Measured(f"surgeon apply {name}"), surgery("apply", base, made, "off", operation)),
+            (Measured(f"… without reading back ({name})"), surgery("trust", base, out, "off", operation)),
+            (Measured("cp -r of its output"), command(f"cp -r '{made}' '{out}'")),
+            (Measured("cp -r of its output, and sync"), command(f"cp -r '{made}' '{out}' && sync '{out}'/*")),
+        ]
+        for _ in range(rounds):
+            shutil.rmtree(made, ignore_errors=True)
+            for measured, run in candidates:
+                shutil.rmtree(out, ignore_errors=True)
+                warm(base)
+                os.sync()
+                note(measured, run())
+        found += [measured for measured, _ in candidates]
+        for folder in (out, made):
+            shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
@@ -153,13 +230,16 @@ def table(found: list[Measured]) -> str:
     lines = [
         f"Machine: {machine()}; Python {platform.python_version()}.",
         "",
-        "| candidate | wall s (best) | all rounds | processor s (best) | load at the end | what moved |",
-        "|---|---|---|---|---|---|",
+        "| candidate | wall s (best) | all rounds | processor s (best) | memory added, MB | load at the end |"
+        " what moved |",
+        "|---|---|---|---|---|---|---|",
     ]
     load = f"{os.getloadavg()[0]:.1f}"
     for m in found:
         rounds = ", ".join(f"{wall:.2f}" for wall in m.walls)
-        lines.append(f"| {m.name} | {min(m.walls):.2f} | {rounds} | {min(m.processor):.2f} | {load} | {m.said} |")
+        peak = f"{m.peak / 1e6:.0f}" if m.peak else ""
+        best = f"{min(m.walls):.2f} | {rounds} | {min(m.processor):.2f}"
+        lines.append(f"| {m.name} | {best} | {peak} | {load} | {m.said} |")
     return "\n".join(lines)
 
 
@@ -168,13 +248,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (needs 10 GB)")
     parser.add_argument("--name", default="", help="file system of DIR, for the result's name")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--grown", action="store_true", help="experts and a larger vocabulary instead")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     make_base(arguments.work / "base-1b")
-    text = table(measure(arguments.work, arguments.rounds))
+    grown = "_grown" if arguments.grown else ""
+    text = table((measure_grown if arguments.grown else measure)(arguments.work, arguments.rounds))
     print(text)
-    suffix = f"_{arguments.name}" if arguments.name else ""
-    title = f"# Bytes that move, 1B shape, adapters in two layers{', on ' + arguments.name if arguments.name else ''}"
+    suffix = f"{grown}_{arguments.name}" if arguments.name else grown
+    what = "8 experts, and 33,792 more tokens" if arguments.grown else "adapters in two layers"
+    title = f"# Bytes that move, 1B shape, {what}{', on ' + arguments.name if arguments.name else ''}"
     (RESULTS / f"moving{suffix}.md").write_text(f"{title}\n\n{text}\n")
 
 

@@ -138,6 +138,8 @@ def base_for(plan: str, folder: Path) -> Path:
 
         surgeon.apply("pmoe", str(base_for("pmoe", folder / "before")), folder / "base")
         return folder / "base"
+    if plan == "upcycle-experts/beside":
+        return checkpoint(folder / "base", "gemma2")
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
     if plan.startswith(("grow-vocabulary", "recipes/language")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def write_text(path: Path, documents: list[str], *, times: int = 1) -> Path:
     return path
 
 
-def byte_level(folder: Path, *, size: int = 300, above: tuple[str, ...] = (), **options: Any) -> Path:
+def byte_level(
+    folder: Path, *, size: int = 300, above: tuple[str, ...] = (), texts: Sequence[str] = ENGLISH * 3, **options: Any
+) -> Path:
     """Byte-level BPE of `size` tokens, special ones among them; those of `above` stand behind it, as in Llama 3."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -39,11 +42,11 @@ def byte_level(folder: Path, *, size: int = 300, above: tuple[str, ...] = (), **
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(ENGLISH * 3, trainer)
+    made.train_from_iterator(texts, trainer)
     return _saved(made, folder, above=above)
 
 
-def sentencepiece_like(folder: Path, *, size: int = 330) -> Path:
+def sentencepiece_like(folder: Path, *, size: int = 330, texts: Sequence[str] = ENGLISH * 3) -> Path:
     """BPE of characters with a mark for white space and a fallback on bytes, which nothing cuts into words."""
     from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
@@ -61,17 +64,17 @@ def sentencepiece_like(folder: Path, *, size: int = 330) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[*SPECIAL, *byte_tokens], show_progress=False, max_token_length=8
     )
-    words = [f"▁{word}" for text in ENGLISH for word in text.split()]
+    words = (f"▁{word}" for text in texts for word in text.split())
     # Words one by one: no piece reaches across white space, as SentencePiece has it.
     bare = Tokenizer(made.model)
-    bare.train_from_iterator(words * 3, trainer)
+    bare.train_from_iterator(words, trainer)
     data = json.loads(made.to_str())
     data["model"] = json.loads(bare.to_str())["model"]
     data["added_tokens"] = [entry for entry in json.loads(bare.to_str())["added_tokens"] if entry["content"] in SPECIAL]
     return _saved(Tokenizer.from_str(json.dumps(data)), folder)
 
 
-def word_piece(folder: Path, *, size: int = 90) -> Path:
+def word_piece(folder: Path, *, size: int = 90, texts: Sequence[str] = ENGLISH * 3) -> Path:
     """WordPiece, as BERT's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -82,7 +85,7 @@ def word_piece(folder: Path, *, size: int = 90) -> Path:
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator(ENGLISH * 3, trainer)
+    made.train_from_iterator(texts, trainer)
     return _saved(made, folder)
 
 

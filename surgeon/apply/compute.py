@@ -77,6 +77,9 @@ _PACKED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8"
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
 
+# Lists of prompts, one an expert.
+_Prompts = tuple[tuple[str, ...], ...]
+
 # More would save reading the base again, and cost memory for attention.
 _WINDOWS_AT_ONCE = 16
 
@@ -107,7 +110,7 @@ class Workshop:
         self._maps: dict[str, TransportMap] = {}
         # The lower layer's rows after T_in: the cost needs them and so does the fusion.
         self._aligned: dict[str, Tensor] = {}
-        self._read_by_mlps: dict[tuple[tuple[str, ...], ...], list[Tensor]] = {}
+        self._read_by_mlps: dict[tuple[_Prompts, _Prompts], list[Tensor]] = {}
         self._fired: dict[TextSupport, dict[str, Tensor]] = {}
         # Tensors of all experts that were computed, for the output under way: one expert after the other is taken.
         self._whole: dict[Recipe, Tensor] = {}
@@ -144,6 +147,15 @@ class Workshop:
             )
         self.skip(output)
         return made.view(-1).view(torch.uint8).numpy().data
+
+    def make_in_pieces(self, output: Output) -> Iterator[memoryview]:
+        """The bytes of a tensor with more rows, in order: the base's as they are, then the new ones.
+
+        Embeddings may take gigabytes, so they are never in memory as a whole. BadInput names what stands in the way.
+        """
+        assert isinstance(output.recipe, Extended), output.name
+        yield from _extended(self.base, output.recipe)
+        self.skip(output)
 
     def skip(self, output: Output) -> None:
         """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
@@ -212,7 +224,7 @@ class Workshop:
             case Imported():
                 return self._imported(recipe).to(stored_dtype(recipe.dtype))
             case Prompted(prompts, layer, norm):
-                return self._prompted(prompts)[layer].mul(norm).to(stored_dtype(recipe.dtype))
+                return self._prompted(prompts, recipe.against)[layer].mul(norm).to(stored_dtype(recipe.dtype))
             case Taken(model, tensor, start, stop):
                 info = self.models[model].tensors[tensor]
                 with self.stopwatch.stage("read"):
@@ -220,8 +232,6 @@ class Workshop:
                 return _finite(raw, info, info.shape)[start:stop].to(stored_dtype(recipe.dtype))
             case Dequantised():
                 return self._dequantise(recipe).to(stored_dtype(recipe.dtype))
-            case Extended(of, made_of):
-                return _extended(self._read(of.source), made_of)
             case Average(first, second):
                 lower, upper = self._working(first), self._working(second)
                 return lower.add_(upper).mul_(0.5).to(stored_dtype(recipe.dtype))
@@ -231,6 +241,8 @@ class Workshop:
                 return self._one_expert(recipe)
             case PerLayer():
                 raise AssertionError("moved as bytes, and nothing is made of it")
+            case Extended():
+                raise AssertionError("made in pieces, and nothing is made of it")
             case Joined(pieces):
                 rows = [self._read(piece.of.source)[piece.start : piece.stop] for piece in pieces]
                 return torch.cat([each.flatten() for each in rows]).view(recipe.shape)
@@ -275,13 +287,13 @@ class Workshop:
                 self._generator(key).shuffle(bits)
                 return flat.view(recipe.shape)
 
-    def _prompted(self, prompts: tuple[tuple[str, ...], ...]) -> list[Tensor]:
+    def _prompted(self, prompts: _Prompts, against: _Prompts) -> list[Tensor]:
         """Of every layer the rows of a router by prompts, of length 1; the base is run once for all of them."""
-        if prompts not in self._read_by_mlps:
+        if (prompts, against) not in self._read_by_mlps:
             with self.stopwatch.stage("run the base"):
-                found = read_by_mlps(self.base, prompts, device=self.device)
-            self._read_by_mlps[prompts] = [rows / rows.norm(dim=-1, keepdim=True) for rows in found]
-        return self._read_by_mlps[prompts]
+                found = read_by_mlps(self.base, prompts, against, device=self.device)
+            self._read_by_mlps[prompts, against] = [rows / rows.norm(dim=-1, keepdim=True) for rows in found]
+        return self._read_by_mlps[prompts, against]
 
     def _redraw(self, recipe: Redrawn) -> Tensor:
         """Drop-upcycling of one matrix (Nakamura et al., 2025, section 3.1)."""
@@ -516,24 +528,30 @@ class Workshop:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def _finite(raw: bytearray, info: TensorInfo, shape: tuple[int, ...], begins: tuple[int, ...] = ()) -> Tensor:
-    """The numbers of a tensor, or of what begins in it at `begins`. Raises BadInput where one is not finite."""
+def _finite(
+    raw: bytearray, info: TensorInfo, shape: tuple[int, ...], begins: tuple[int, ...] = (), *, first: int = 0
+) -> Tensor:
+    """The numbers of a tensor, or of what begins in it at `begins`, or of its rows from `first` on.
+
+    Raises BadInput where one is not finite.
+    """
     dtype = stored_dtype(info.dtype)
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(raw, dtype=dtype).view(shape)
     finite = torch.isfinite(tensor)
     if not bool(finite.all()):
-        where = [int(i) for i in (~finite).nonzero()[0]]
+        at = [int(i) for i in (~finite).nonzero()[0]]
+        where = [*begins, at[0] + first, *at[1:]]
         raise BadInput(
-            f"{printable(info.name)} ({printable(info.file)}): holds {tensor[tuple(where)].item()} at"
-            f" {[*begins, *where]}; new layers cannot be computed from it (a copy of this layer would be as broken)"
+            f"{printable(info.name)} ({printable(info.file)}): holds {tensor[tuple(at)].item()} at"
+            f" {where}; new layers cannot be computed from it (a copy of this layer would be as broken)"
         )
     return tensor
 
 
 def _read_whole(recipe: Recipe) -> Iterator[str]:
-    """The tensors of the base that a recipe takes as a whole; others are read an expert at a time, where needed.
+    """The tensors of the base that a recipe takes as a whole; others are read a part at a time, where needed.
 
     Of a stack only the two neighbours: a network that is to be learnt reads all of it, one layer after the other.
     """
@@ -542,7 +560,7 @@ def _read_whole(recipe: Recipe) -> Iterator[str]:
     elif isinstance(recipe, Predicted):
         for neighbour in recipe.stack[recipe.below : recipe.below + 2]:
             yield from _read_whole(neighbour)
-    elif not (isinstance(recipe, OneExpert) and isinstance(recipe.of, Copy)):
+    elif not (isinstance(recipe, Extended) or (isinstance(recipe, OneExpert) and isinstance(recipe.of, Copy))):
         for source in sources(recipe):
             yield from _read_whole(source)
 
@@ -555,17 +573,35 @@ def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
         yield from _networks(source)
 
 
-# Rows that are added up in float64 at once.
-_ROWS_AT_ONCE = 8192
+# Rows of embeddings in memory at once.
+_ROWS_AT_ONCE = 1024
 
 
-def _extended(rows: Tensor, made_of: Sequence[Sequence[int]]) -> Tensor:
-    """`rows` with more below: each the mean of those named, or of all; in float64, rounded once."""
-    total = sum(part.double().sum(0) for part in torch.split(rows, _ROWS_AT_ONCE))
-    assert isinstance(total, Tensor)
-    everything = (total / len(rows)).to(rows.dtype)
-    made = [rows[list(named)].double().mean(0).to(rows.dtype) if named else everything for named in made_of]
-    return torch.cat([rows, torch.stack(made)]) if made else rows
+def _extended(base: CheckpointFolder, recipe: Extended) -> Iterator[memoryview]:
+    """The rows of a tensor of the base, then the mean of those named, or of all; in float64, rounded once."""
+    info, count = base.tensors[recipe.of.source], recipe.of.shape[0]
+    total = torch.zeros(info.shape[1:], dtype=torch.float64)
+    for begin in range(0, count, _ROWS_AT_ONCE):
+        raw, rows = _rows(base, info, begin, min(begin + _ROWS_AT_ONCE, count))
+        total += rows.double().sum(0)
+        yield memoryview(raw)
+    everything = (total / count).to(stored_dtype(info.dtype))
+    for begin in range(0, len(recipe.made_of), _ROWS_AT_ONCE):
+        named = recipe.made_of[begin : begin + _ROWS_AT_ONCE]
+        held = {number: _rows(base, info, number, number + 1)[1][0] for number in {n for each in named for n in each}}
+        means = [_mean([held[n] for n in each]) if each else everything for each in named]
+        yield torch.stack(means).view(-1).view(torch.uint8).numpy().data
+
+
+def _rows(base: CheckpointFolder, info: TensorInfo, begin: int, end: int) -> tuple[bytearray, Tensor]:
+    """The bytes of rows of a tensor, and their numbers. Raises BadInput where one is not finite."""
+    width = info.nbytes // info.shape[0]
+    raw = base.read_part(info.name, slice(begin * width, end * width))
+    return raw, _finite(raw, info, (end - begin, *info.shape[1:]), first=begin)
+
+
+def _mean(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(rows)).double().mean(0).to(rows[0].dtype)
 
 
 def activations(

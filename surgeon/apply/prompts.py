@@ -1,6 +1,7 @@
 """Routers from prompts: the mean of what an MLP reads while the base reads prompts of an expert's own topic.
 
-As mergekit's `gate_mode: hidden` does. The base runs once for all prompts, in the memory of one layer.
+As mergekit's `gate_mode: hidden` does; of negative prompts the mean is taken away. The base runs once for all prompts,
+in the memory of one layer.
 """
 
 from __future__ import annotations
@@ -22,19 +23,49 @@ from surgeon.models.tokens import check_ids
 _MLP = "mlp"
 
 
-def read_by_mlps(base: CheckpointFolder, prompts: Sequence[Sequence[str]], *, device: torch.device) -> list[Tensor]:
+# Of the longer of two means, what a difference of them is at least, else it is no direction.
+_LEAST = 1e-4
+
+
+def read_by_mlps(
+    base: CheckpointFolder,
+    prompts: Sequence[Sequence[str]],
+    against: Sequence[Sequence[str]] = (),
+    *,
+    device: torch.device,
+) -> list[Tensor]:
     """For every layer a row for each list of prompts: the mean input of its MLP over their tokens, float32.
 
-    A token counts once, so longer prompts count more. Raises BadInput for a base without tokenizer, or prompts without
-    a token.
+    Less the mean over the tokens of the list in `against` of the same number, where that has any. A token counts once,
+    so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token, and lists that
+    leave nothing of each other.
     """
+    negative = [number for number, listed in enumerate(against) if listed]
+    means = _means(base, [*prompts, *(against[number] for number in negative)], len(prompts), device=device)
+    found = [rows[: len(prompts)].clone() for rows in means]
+    for layer, (rows, whole) in enumerate(zip(found, means, strict=True)):
+        for nth, number in enumerate(negative, len(prompts)):
+            rows[number] -= whole[nth]
+            if float(rows[number].norm()) <= _LEAST * float(torch.maximum(whole[number].norm(), whole[nth].norm())):
+                raise BadInput(
+                    f"`router`: layer {layer} reads the same of the prompts and the negative prompts of expert"
+                    f" {number}, so its row would be zero; give others"
+                )
+    return found
+
+
+def _means(
+    base: CheckpointFolder, prompts: Sequence[Sequence[str]], experts: int, *, device: torch.device
+) -> list[Tensor]:
+    """For every layer the mean input of its MLP for each list; those from number `experts` on are negative ones."""
     tokenizer, why_not = open_tokenizer(base.path)
     if tokenizer is None:
         raise BadInput(f"{printable(str(base.path))}: {why_not}, and routers are made of prompts; add its files")
     texts = [(number, tokenizer.ids(text, special=True)) for number, listed in enumerate(prompts) for text in listed]
     empty = next((number for number, ids in texts if not ids), None)
     if empty is not None:
-        raise BadInput(f"`router`: the prompts of expert {empty} have one without a token; write at least a word")
+        whose = f"the prompts of expert {empty}" if empty < experts else "the negative prompts"
+        raise BadInput(f"`router`: {whose} have one without a token; write at least a word")
     rows = dissect(base.config, base.tensors).sizes.vocabulary
     check_ids([token for _, ids in texts for token in ids], tokenizer, rows=rows)
     length = max(len(ids) for _, ids in texts)

@@ -23,7 +23,7 @@ from surgeon.apply.parts import parts_in_order
 from surgeon.apply.readback import OpenShards, ReadBack, Way
 from surgeon.apply.unmoved import Moved, Unmoved, bytes_to_move, way_to
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, PerLayer, is_computed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
 from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
@@ -364,6 +364,12 @@ def _write_tensor(
             if not is_hole(output):
                 write_all(target, constant_bytes(output.recipe), begin)
                 run.listener.advance(end - begin)
+        case Extended():
+            for piece in run.workshop.make_in_pieces(output):
+                with run.stopwatch.stage("wait for writing"):
+                    behind.write(piece, begin)
+                begin += len(piece)
+            assert begin == end, output.name
         case _:
             made = run.workshop.make(output)
             with run.stopwatch.stage("wait for writing"):

@@ -194,13 +194,17 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """A row for each list of `prompts`: what layer `layer`'s MLP reads of them on average, scaled to length `norm`."""
+    """A row for each list of `prompts`: what layer `layer`'s MLP reads of them on average, scaled to length `norm`.
+
+    Before that, what it reads on average of the list in `against` of the same number, if there are any, is taken away.
+    """
 
     prompts: tuple[tuple[str, ...], ...]
     layer: int
     norm: float
     dtype: str
     shape: tuple[int, ...]
+    against: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,7 +671,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         case Imported(adapter, tensor):
             return {"imported": tensor, "adapter": adapter}
         case Prompted(prompts, layer, norm):
-            return {"prompted": layer, "prompts": [len(listed) for listed in prompts], "norm": norm}
+            told = {"prompted": layer, "prompts": [len(listed) for listed in prompts], "norm": norm}
+            return told | ({"against": [len(listed) for listed in recipe.against]} if recipe.against else {})
         case Taken(model, tensor, start, stop):
             return {"taken": tensor, "model": model, "from": start, "to": stop}
         case Average(first, second):

@@ -468,19 +468,29 @@ TARGETS: tuple[Target, ...] = (
 )
 
 
+class NoTarget(BadInput):
+    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
+
+
+def dense_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> Dense:
+    """A base whose layers have tensors of these shapes, by suffix. Raises BadInput where its MLP makes no experts."""
+    dense = _dense(json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True))
+    if dense.width % mixture.segments:
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP; give a divisor"
+        )
+    return dense
+
+
 def target_for(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture, named: str | None = None
 ) -> tuple[Target, Dense]:
     """The class that holds a base as such a mixture, and the base; `named` is the one that a plan chooses.
 
-    `shapes` are of one layer, by suffix. Raises BadInput where none of them does, with the reason of each.
+    `shapes` are of one layer, by suffix. Raises NoTarget where none of them does, with the reason of each.
     """
     told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
-    dense = _dense(*told)
-    if dense.width % mixture.segments:
-        raise BadInput(
-            f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP; give a divisor"
-        )
+    dense = dense_of(config, shapes, mixture)
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
     reasons: list[str] = []
     for target in asked:
@@ -493,11 +503,11 @@ def target_for(
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
     others = (t for t in TARGETS if t not in asked and not _why_not(*told, t.model_type, mixture.segments))
     other = next(others, None)
-    raise BadInput(
+    raise NoTarget(
         f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
         f" experts in the place of its MLP ({'; '.join(reasons)}); "
         + (
-            "`insert_layers` or adapters can grow it"
+            "use `form: shared` without `target`, which brings modules of its own"
             if other is None
             else f"use `form: {other.form}` ({other.model_type})"
         )

@@ -176,8 +176,7 @@ class NewTensor(StoredTensor):
         """Where in it tensors of the base lie that do not train with it; those of grafts do."""
         spans: list[tuple[int, int]] = []
         for begin, part in zip(self.begins, self.joined, strict=True):
-            place = None if part.source is None else layer_of(part.source)
-            if part.source is not None and (place is None or owner_of(place[2]) is None):
+            if part.source is not None and not _of_graft(part.source):
                 spans.append((begin, begin + part.size))
         return tuple(spans)
 
@@ -655,11 +654,14 @@ class Piece:
 def pieces_of(manifest: Surgery) -> dict[str, tuple[Piece, ...]]:
     """Of the base's tensors that the output holds under other names, where it does: one piece after the other.
 
-    Of several places those that stay as they are come first, then the first.
+    Of several places those that stay as they are come first, then the first. What a graft begins as stands in the
+    base's own place too.
     """
     tensors = manifest.base.tensors
     found: dict[str, dict[int, tuple[int, Piece]]] = {}
     for name, made in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].still):
+        if _of_graft(name):
+            continue
         at = 0
         for of, start, stop in made.rows:
             end = at + (stop - start) * _row(tensors[of])
@@ -675,6 +677,12 @@ def pieces_of(manifest: Surgery) -> dict[str, tuple[Piece, ...]]:
         if at == tensors[of].shape[0]:
             whole[of] = tuple(pieces)
     return whole
+
+
+def _of_graft(name: str) -> bool:
+    """Whether a tensor is of a graft, by its name."""
+    place = layer_of(name)
+    return place is not None and owner_of(place[2]) is not None
 
 
 def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:

@@ -155,9 +155,13 @@ class _New:
     tokens: list[NewToken] = field(default_factory=list)
     made_of: list[tuple[int, ...]] = field(default_factory=list)
     contents: set[str] = field(default_factory=set)
+    # The number of the token that a merge makes, counted from 0.
+    merges: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, token: NewToken, made_of: tuple[int, ...]) -> None:
         """One more."""
+        if token.merge is not None:
+            self.merges[token.merge] = len(self.tokens)
         self.tokens.append(token)
         self.made_of.append(made_of)
         self.contents.add(token.content)
@@ -361,13 +365,12 @@ def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:
         score = sum(old.read.scores.get(old.contents[number], 0.0) for number in ids) + _BETTER
         new.add(NewToken(word, None, score), tuple(ids))
         return
-    known = {token.merge: old.rows + nth for nth, token in enumerate(new.tokens) if token.merge is not None}
     while len(ids) > 1:
         pairs = [(maker.content(one), maker.content(other)) for one, other in pairwise(ids)]
         # As the tokenizer will: an earlier new merge is applied before a later one.
-        there = [at for at, pair in enumerate(pairs) if pair in known]
+        there = [at for at, pair in enumerate(pairs) if pair in new.merges]
         if there:
-            at = min(there, key=lambda at: known[pairs[at]])
+            at = min(there, key=lambda at: new.merges[pairs[at]])
         else:
             number = old.rows + len(new.tokens)
             # A pair whose content is a token of other pieces already cannot make another token of that content.
@@ -378,8 +381,7 @@ def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:
                     " joined to a token that is not there already; leave it out"
                 )
             at = found
-            known[pairs[at]] = number
-        ids[at : at + 2] = [known[pairs[at]]]
+        ids[at : at + 2] = [old.rows + new.merges[pairs[at]]]
 
 
 def _bytes_of(old: _Old, character: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import (
     Columns,
     Constant,
@@ -34,8 +35,11 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, Take, Target, target_for
-from surgeon.operations.operation import OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, NoTarget, Take, Target, dense_of, target_for
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.sites import select_sites
+from surgeon.runtime.composition import FFN
+from surgeon.runtime.routed_rules import ROUTED
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.
@@ -50,6 +54,12 @@ class Prompts(Spec):
         list[Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]],
         Field(description="for each expert prompts of what it is for"),
     ]
+    negative_prompts: Annotated[
+        list[list[Annotated[str, Field(min_length=1)]]] | None,
+        Field(
+            description="for each expert prompts of what it is not for, none with `[]`; what these have is taken away"
+        ),
+    ] = None
 
 
 class UpcycleExperts(Operation):
@@ -74,6 +84,8 @@ class UpcycleExperts(Operation):
         ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
+    grafts: ClassVar[tuple[str, ...]] = ("routed_experts",)
+    legend: ClassVar[Mapping[str, Legend]] = {"E": Legend("routed experts beside the FFN (sparse upcycling)", 0)}
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({}, {"form": "copies"})
 
     op: Literal["upcycle_experts"]
@@ -137,6 +149,12 @@ class UpcycleExperts(Operation):
             raise ValueError(
                 f"`prompts` has {len(self.router.prompts)} lists for {self._count} experts; give one for each"
             )
+        against = self.router.negative_prompts if isinstance(self.router, Prompts) else None
+        if against is not None and len(against) != self._count:
+            raise ValueError(
+                f"`negative_prompts` has {len(against)} lists for {self._count} experts; give one for each, `[]` for"
+                " none"
+            )
         if self.drop is not None and self.init != "drop_upcycling":
             raise ValueError(f"`drop` has no meaning with `init: {self.init}`")
         return self
@@ -155,7 +173,12 @@ class UpcycleExperts(Operation):
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         shapes = _layer_shapes(draft)
         mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
-        target, dense = target_for(draft.config, shapes, mixture, self.target)
+        try:
+            target, dense = target_for(draft.config, shapes, mixture, self.target)
+        except NoTarget:
+            if self.form == "copies" or self.target is not None:
+                raise
+            return self._as_grafts(draft, dense_of(draft.config, shapes, mixture), mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
         made = target.layer(dense, mixture)
         for index, layer in enumerate(draft.layers):
@@ -170,6 +193,29 @@ class UpcycleExperts(Operation):
             matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
             f" {target.architecture} (also in {target.engines}){self._amended(target, mixture)}",
             claim=self._claim(target, dense),
+            trains="new",
+        )
+
+    def _as_grafts(self, draft: Draft, dense: Dense, mixture: Mixture, number: int) -> OperationRecord:
+        """Routed experts beside every MLP, by modules that ship with the weights."""
+        model_type = printable(str(draft.config.get("model_type")))
+        if self.balance:
+            raise BadInput(
+                f"`balance`: no class of transformers holds this {model_type} with experts, and the modules that do"
+                " have no balancing loss; leave it out"
+            )
+        made = routed_tensors(dense, mixture)
+        entry = {"experts": mixture.count, "size": dense.width // mixture.segments, "top_k": mixture.chosen}
+        for index in select_sites(draft, "all", FFN):
+            layer = draft.layers[index]
+            tensors = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
+            layer.grafts.append(Graft("routed_experts", dict(entry), tensors, number))
+        alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
+        return OperationRecord(
+            op=self.op,
+            matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
+            f" MLP by modules of surgeon's own, as no class of transformers holds a {model_type} with experts{alone}",
+            claim=Claim("exact", "routed experts add exactly zero beside the base's MLP, whatever the router says"),
             trains="new",
         )
 
@@ -280,15 +326,32 @@ class UpcycleExperts(Operation):
         rows, columns = made.shape
         if isinstance(self.router, Prompts):
             prompts = tuple(map(tuple, self.router.prompts))
+            against = tuple(map(tuple, self.router.negative_prompts or ()))
             assert layer.base is not None
             whole: Recipe = Prompted(
-                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns)
+                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns), against
             )
         elif self.form == "shared":
             return Random(key, self.router_std, dtype, made.shape)
         else:
             whole = Random(key, self.router_std, dtype, (rows // self.fine_grained, columns))
         return whole if self.fine_grained == 1 else Repeated(whole, self.fine_grained)
+
+
+def routed_tensors(dense: Dense, mixture: Mixture) -> list[Made]:
+    """The tensors of a layer's routed experts, each all experts' in one."""
+    size = dense.width // mixture.segments
+    gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
+    inner = (mixture.count, size, dense.hidden)
+    numbers = [expert % mixture.segments for expert in range(mixture.count)]
+    return [
+        Made(f"{ROUTED}router", (mixture.count, dense.hidden), "router"),
+        *(
+            Made(f"{ROUTED}{name}", inner, "inner", tuple(take.part(n, mixture.segments) for n in numbers))
+            for name, take in (("gate_proj", gate), ("up_proj", up))
+        ),
+        Made(f"{ROUTED}down_proj", (mixture.count, dense.hidden, size), "down", (down,) * mixture.count),
+    ]
 
 
 def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Joined:

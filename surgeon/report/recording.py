@@ -35,7 +35,7 @@ def observer_of(
     observer = Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
         raise BadInput(
-            f"{printable(str(folder.path))}: its grafts have neither router nor gate, so there is nothing to record;"
+            f"{printable(str(folder.path))}: its grafts have neither router nor gate whose choices are recorded;"
             " give another output"
         )
     return observer

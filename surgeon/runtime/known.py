@@ -17,6 +17,7 @@ from .experts_rules import ExpertRules
 from .gate_rules import GateRules
 from .natives import NATIVES as BUILT_IN_NATIVES
 from .natives import PREFIX, Native
+from .routed_rules import RoutedRules
 from .rules import GraftRules, Kind
 from .states_rules import StatesRules
 
@@ -47,7 +48,14 @@ GRAFTS: Registry[GraftRules] = Registry(
     GROUP,
     {
         rules.name: rules
-        for rules in (ControlRules(INTERPOLATORS), AdapterRules(), ExpertRules(), StatesRules(), GateRules())
+        for rules in (
+            ControlRules(INTERPOLATORS),
+            AdapterRules(),
+            RoutedRules(),
+            ExpertRules(),
+            StatesRules(),
+            GateRules(),
+        )
     },
     _of(GraftRules, "name"),
 )

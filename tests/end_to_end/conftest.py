@@ -12,11 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from surgeon.plan import shipped
+from surgeon.plan.plan import load_plan
 from tests import tiny
 from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANS = ROOT / "plans"
+
+
+def attaches_grafts(name: str) -> bool:
+    """Whether a shipped plan attaches a graft to the base on which it is tried.
+
+    Experts do so beside an MLP that no class of transformers holds with them.
+    """
+    operations = load_plan(shipped.find_plan(name)).plan.operations
+    return any(op.grafts and (op.op != "upcycle_experts" or name.endswith("/beside")) for op in operations)
 
 
 @pytest.fixture

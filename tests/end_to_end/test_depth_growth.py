@@ -17,13 +17,14 @@ from surgeon.families import FAMILIES
 from surgeon.plan import shipped
 from surgeon.plan.plan import load_plan
 from tests import tiny
-from tests.end_to_end.conftest import load_elsewhere, weights
+from tests.end_to_end.conftest import attaches_grafts, load_elsewhere, weights
 
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.
 DEPTH_PLANS = [
     name
     for name in shipped.names()
-    if not any(op.grafts or op.op == "merge_branches" for op in load_plan(shipped.find_plan(name)).plan.operations)
+    if not attaches_grafts(name)
+    and not any(op.op == "merge_branches" for op in load_plan(shipped.find_plan(name)).plan.operations)
 ]
 
 

@@ -21,25 +21,19 @@ from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
 from surgeon.operations import merge_branches
 from surgeon.plan import shipped
-from surgeon.plan.plan import load_plan
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import AdapterSpec
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.control_rules import InterpolatorRule, InterpolatorSpec
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
+from tests.end_to_end.conftest import WITHOUT_SURGEON, attaches_grafts, load_elsewhere, run_elsewhere, weights
 from tests.runtime.test_interpolators import CLASSES
 from tests.test_api import check_json
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
-GRAFT_PLANS = [
-    name
-    for name in shipped.names()
-    if name not in NOT_EXACT
-    and any(operation.grafts for operation in load_plan(shipped.find_plan(name)).plan.operations)
-]
+GRAFT_PLANS = [name for name in shipped.names() if name not in NOT_EXACT and attaches_grafts(name)]
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
 EXPERTS: dict[str, Any] = {"op": "pmoe_experts", "slots": 2}

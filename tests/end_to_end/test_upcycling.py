@@ -391,10 +391,15 @@ def test_fine_tunes_as_experts(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "segments"), [("shared", 1), ("copies", 2)])
 def test_routers_by_prompts(form: str, segments: int, tmp_path: Path) -> None:
-    """Rows point where the mean of what each layer's MLP reads of an expert's prompts points, by transformers."""
+    """Rows point where the mean of what each layer's MLP reads of an expert's prompts points, by transformers.
+
+    Less the mean of what it reads of negative prompts, where an expert has any.
+    """
     base = add_tokenizer(base_of(tmp_path, "llama"))
-    prompts = [["The river runs.", "a boat"], ["def f(x): return x"]]
-    options: dict[str, Any] = {"experts": 2, "top_k": 1, "fine_grained": segments, "router": {"prompts": prompts}}
+    prompts = [["w1 w2 w3", "w4 w5"], ["w6 w7 w8 w9"]]
+    against: list[list[str]] = [[], ["w30 w31 w32", "w4 w5"] if form == "copies" else []]
+    router = {"prompts": prompts, "negative_prompts": against} if form == "copies" else {"prompts": prompts}
+    options: dict[str, Any] = {"experts": 2, "top_k": 1, "fine_grained": segments, "router": router}
     out = upcycled(tmp_path, base, form=form, **options)
     proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
     assert proof.holds and proof.promise == ("exact" if form == "shared" else "none")
@@ -405,13 +410,17 @@ def test_routers_by_prompts(form: str, segments: int, tmp_path: Path) -> None:
             lambda _, given, index=index: read.setdefault(index, []).append(given[0][0])
         )
     rows: list[list[torch.Tensor]] = [[], []]
-    for texts in prompts:
-        read.clear()
-        with torch.no_grad():
-            for text in texts:
-                model(input_ids=tokenizer(text, return_tensors="pt").input_ids)
-        for index, found in read.items():
-            rows[index].append(torch.cat(found).mean(0))
+    for texts, others in zip(prompts, against, strict=True):
+        means: list[list[torch.Tensor]] = [[], []]
+        for each in (texts, others):
+            read.clear()
+            with torch.no_grad():
+                for text in each:
+                    model(input_ids=tokenizer(text, return_tensors="pt").input_ids)
+            for index, found in read.items():
+                means[index].append(torch.cat(found).mean(0))
+        for index, (mean, *less) in enumerate(means):
+            rows[index].append(mean - less[0] if less else mean)
     after = weights(out)
     for index in range(2):
         wanted = torch.stack([0.02 * 32**0.5 * row / row.norm() for row in rows[index]]).repeat_interleave(segments, 0)
@@ -419,6 +428,10 @@ def test_routers_by_prompts(form: str, segments: int, tmp_path: Path) -> None:
             v for n, v in after.items() if n.startswith(f"model.layers.{index}.") and n.endswith(".gate.weight")
         )
         assert float((found.float() - wanted).abs().max()) < 1e-3
+    same = options | {"router": {"prompts": prompts, "negative_prompts": [prompts[0], []]}}
+    with pytest.raises(BadInput, match="reads the same of the prompts and the negative prompts of expert 0"):
+        surgeon.apply(plan_of(tmp_path, form=form, **same), base, tmp_path / "nothing", device="cpu")
+    assert not (tmp_path / "nothing").exists()
     (base / "tokenizer.json").unlink()
     (base / "tokenizer_config.json").unlink()
     with pytest.raises(BadInput, match="no tokenizer, and routers are made of prompts"):
@@ -465,10 +478,14 @@ def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
 REFUSED = [
     ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
     ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
-    ("gemma2", {}, {}, "can grow it"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
-    ("olmo2", {}, {}, r"use `form: copies` \(flex_olmo\)"),
-    ("qwen2", {"use_sliding_window": True, "num_hidden_layers": 4}, {}, "some of its layers have an attention window"),
+    ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "num_hidden_layers": 4},
+        {"form": "copies"},
+        "some of its layers have an attention window",
+    ),
     ("llama", {}, {"target": "mixtral"}, "has no `form: shared`; use one of glm4_moe"),
     ("llama", {}, {"balance": 0.1}, "Glm4MoeForCausalLM has no balancing loss"),
     ("llama", {}, {"form": "copies", "top_k": 1, "balance": 0.0}, "the router would never get a gradient"),

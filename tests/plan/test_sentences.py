@@ -78,6 +78,10 @@ OPERATIONS = [
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
     ("op: upcycle_experts, experts: 3, router: {prompts: [[a], [b]]}", "`prompts` has 2 lists for 3 experts; give one"),
+    (
+        "op: upcycle_experts, experts: 2, router: {prompts: [[a], [b]], negative_prompts: [[c]]}",
+        "`negative_prompts` has 1 lists for 2 experts; give one for each, `[]` for none",
+    ),
     ("op: upcycle_experts, noise: 0.1", "`noise` has no meaning with `init: copy`"),
     ("op: upcycle_experts, init: noise, drop: 0.1", "`drop` has no meaning with `init: noise`"),
     ("op: drop_layers", "give either `layers` (which go) or `count` (how many, chosen on `text`)"),

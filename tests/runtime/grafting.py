@@ -68,6 +68,12 @@ def both() -> dict[str, Any]:
     return surgery
 
 
+def routed(*, layers: tuple[int, ...] = (1, 4), count: int = 4, size: int = 8, top_k: int = 2) -> dict[str, Any]:
+    """A surgery of routed experts at `layers`."""
+    entry = {"experts": count, "size": size, "top_k": top_k}
+    return {"trunk_layers": TRUNK, "routed_experts": [entry | {"layer": layer} for layer in layers]}
+
+
 def experts(
     *,
     threshold: int = 3,
@@ -124,6 +130,7 @@ def gated(surgery: dict[str, Any], **said: Any) -> dict[str, Any]:
     for key, name in (
         ("control", "control"),
         ("adapters", "adapters"),
+        ("routed_experts", "routed"),
         ("experts", "experts"),
         ("control_states", "states"),
     ):
@@ -141,6 +148,7 @@ def everything() -> dict[str, Any]:
     }
     twin = next(entry for entry in surgery["experts"] if entry["layer"] == 4)
     surgery["experts"].append(twin | {"layer": TRUNK + 1})
+    surgery["routed_experts"] = routed(layers=(0, 4, TRUNK + 1))["routed_experts"]
     return surgery | {name: value for name, value in states(top_k=2).items() if name != "trunk_layers"}
 
 
@@ -153,6 +161,8 @@ def every_graft() -> dict[str, dict[str, Any]]:
     named["experts"] = experts()
     named["experts-in-groups"] = experts(groups=(0, 0, 1, 2), ranks=(3, 3, 2, 4))
     named["experts-from-the-bottom"] = experts(threshold=0)
+    named["routed"] = routed()
+    named["routed-alone"] = routed(top_k=1)
     named["states"] = states()
     named["states-by-kind"] = states(shared="by_kind", top_k=2, gate="cosine", projection=6)
     named["states-apart"] = states(shared="none", top_k=3, inference_routing="token")

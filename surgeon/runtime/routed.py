@@ -1,0 +1,105 @@
+"""Routed experts beside the FFN: the base's FFN as the expert that every token passes, others that a router chooses.
+
+Sparse upcycling (Komatsuzaki et al., 2023) with a shared expert, routed as in DeepSeek-V3 (arXiv:2412.19437, section
+2.1.2) without its bias: for model types that no class of transformers with experts holds.
+
+Shapes: B batch, T tokens, D hidden size, S neurons of an expert, E experts, N all tokens of a batch.
+
+What experts add joins the FFN's output inside the MLP module, as adapters' output does: where a family normalises
+what the FFN adds (Gemma 2 and 3, GLM-4), it is normalised together with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from .graft import Frame, Graft
+from .newborn import Newborn, at_least_fp32
+from .routed_rules import Routed, RoutedRules, RoutedSpec
+from .rules import Surgery
+
+# Against a sum of zero, as the classes of transformers have it.
+_LEAST = 1e-20
+
+
+class RoutedExperts(Newborn):
+    """Σ over the chosen experts e of w_e · W_down,e (σ(W_gate,e x) ⊙ W_up,e x), σ being the backbone's activation.
+
+    Scores are sigmoids of the router's rows; the weights w_e are the scores of those chosen divided by their sum, and
+    with one expert a token its score itself, else the router would get no gradient.
+    """
+
+    router: nn.Parameter
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, spec: RoutedSpec, width: int, activation: str) -> None:
+        super().__init__()
+        self.bear(spec.births(width))
+        self.top_k = spec.top_k
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the experts add to the FFN's output for x, B T D both."""
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.route(tokens)
+        added = torch.zeros_like(tokens)
+        for number, (gate, up, down) in enumerate(self.experts()):
+            mine = torch.where(chosen == number, weights, 0.0).sum(-1, keepdim=True).to(tokens.dtype)
+            if torch.compiler.is_compiling():
+                # How many tokens an expert gets is not known to a compiler: it computes all of them.
+                added = added + torch.where(mine > 0, mine * self.expert(tokens, gate, up, down), 0.0)
+            else:
+                # None too: then the expert gets gradients of zero, as other processes may wait for some.
+                rows = (chosen == number).any(-1).nonzero().squeeze(-1)
+                made = mine[rows] * self.expert(tokens[rows], gate, up, down)
+                added = added.index_add(0, rows, made)
+        return added.view_as(x)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """N D to the numbers of the chosen experts and their weights, N top_k both; scores are in fp32."""
+        scores = F.linear(at_least_fp32(tokens), at_least_fp32(self.router)).sigmoid()
+        weights, chosen = torch.topk(scores, self.top_k, dim=-1, sorted=False)
+        if self.top_k > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
+        return chosen, weights
+
+    def experts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Gate, up and down of one expert after the other."""
+        return zip(self.gate_proj, self.up_proj, self.down_proj, strict=True)
+
+    def expert(self, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """What one expert makes of tokens, N D both."""
+        return F.linear(self.act_fn(F.linear(tokens, gate)) * F.linear(tokens, up), down)
+
+
+class RoutedGraft(Graft, RoutedRules):
+    """Routed experts."""
+
+    def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
+        """The MLP."""
+        return ("mlp",) if index in surgery.of[self.name].by_layer else ()
+
+    def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
+        """The experts stand in the MLP."""
+        found: Routed = surgery.of[self.name]
+        if index in found.by_layer:
+            activation = getattr(config, layer.mlp.activation_field)
+            layer.mlp.routed = RoutedExperts(found.by_layer[index], config.hidden_size, activation)
+        return index in found.by_layer
+
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+        """FFN(x) + experts(x)."""
+        added: Tensor = block.routed(x)
+        return output + added
+
+    def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
+        """Experts of layers."""
+        return {"layers with routed experts": (RoutedExperts, len(surgery.of[self.name].by_layer))}

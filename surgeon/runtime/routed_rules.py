@@ -1,0 +1,96 @@
+"""Routed experts beside the FFN (sparse upcycling with the base's FFN as a shared expert): config entries, births.
+
+    "routed_experts": [{"layer": 0, "experts": 8, "size": 2048, "top_k": 2}]
+
+The `layer` may be of the trunk or of the tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .births import Birth, Fill, Normal
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
+
+ROUTED = "mlp.routed."
+# What a model begins with that is made without a checkpoint.
+_STD = 0.02
+
+
+@dataclass(frozen=True)
+class RoutedSpec:
+    """The experts of one layer: how many, how many neurons each has, and how many of them a token takes."""
+
+    layer: int
+    experts: int
+    size: int
+    top_k: int
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"config.surgery: routed_experts of layer {self.layer} take {self.top_k} of {self.experts} experts of"
+                f" {self.size} neurons; at least one neuron is needed, and no more experts than there are"
+            )
+
+    def births(self, width: int) -> dict[str, Birth]:
+        """Its tensors for a stream of `width`, all experts' in one; what writes is zero."""
+        inner = Normal((self.experts, self.size, width), _STD)
+        return {
+            "router": Normal((self.experts, width), _STD),
+            "gate_proj": inner,
+            "up_proj": inner,
+            "down_proj": Fill((self.experts, width, self.size)),
+        }
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The routed experts of a model, by layer of trunk or tail."""
+
+    by_layer: Mapping[int, RoutedSpec] = field(default_factory=dict)
+
+
+class RoutedKind(Kind):
+    """Routed experts beside a layer's FFN."""
+
+    key = "routed_experts"
+    mark = "E"
+    in_twin = "copied"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`8 experts of 2048, top 2`."""
+        return f"{entry['experts']} experts of {entry['size']}{where}, top {entry['top_k']}"
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `mlp.routed`."""
+        return suffix.removeprefix(BRANCH).startswith(ROUTED)
+
+
+class RoutedRules(GraftRules):
+    """Routed experts."""
+
+    name = "routed"
+    kinds = (RoutedKind(),)
+    part = "surgeon.runtime.routed"
+    module = "RoutedGraft"
+
+    def read(self, raw: Mapping[str, Any]) -> Routed:
+        """Experts by layer."""
+        specs = [built(RoutedSpec, entry, "routed_experts") for entry in raw.get("routed_experts", ())]
+        return Routed(by_layer(specs, "routed_experts"))
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Layers exist."""
+        check_layers(surgery.of[self.name].by_layer, surgery.layers, "routed_experts")
+
+    def trains(self, surgery: Surgery) -> list[str]:
+        """All that are not frozen."""
+        return [
+            f"layers.{surgery.place(spec.layer)}.{ROUTED}"
+            for spec in surgery.of[self.name].by_layer.values()
+            if not spec.frozen
+        ]
