@@ -35,13 +35,19 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
-from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, kept_name, kept_tensors
+from surgeon.manifest.run_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS_FILE,
+    KEPT_FOLDER,
+    kept_name,
+    kept_tensors,
+)
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.config import LoraSpec
@@ -228,10 +234,10 @@ def publishing_job(
     kept = [name for name in out.tensors if kept_name(name) in beside_origins]
     if final.adapter is not None:
         ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
-        file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
-        beside = (*beside, Shard(file, tuple(copied(info.name, info) for info in ordered), None))
+        outputs = tuple(copied(info.name, info) for info in ordered)
+        beside = (*beside, Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
         beside_origins |= {info.name: Origin(made, info) for info in ordered}
-        added = {**added, f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": final.adapter}
+        added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
     # What surgery put there, and no other file of code that the user trusts.
     ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
     code = {name: content for name in ours if (content := out.read_code(name)) is not None}
