@@ -197,7 +197,7 @@ def _origin_beside(delta: Delta, name: str, in_base: Mapping[str, Origin]) -> Or
     if name in delta.tensors:
         return Origin(delta.source, delta.tensors[name])
     place = name_of_kept(name)
-    if place not in in_base:
+    if place is None or place not in in_base:
         raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
     return in_base[place]
 

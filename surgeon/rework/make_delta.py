@@ -278,7 +278,7 @@ def make_delta_of(
     beside = Beside.of(folder, manifest)
     brought = beside.lacked_by(base_at)
     digests |= beside.digests
-    files = _small_files(folder, manifest) | beside.files
+    files = {**_small_files(folder, manifest), **beside.files}
     from_base = _side_files(folder, base, manifest, files)
     index = _index(folder, (*shards, *brought), files, from_base, digests, beside)
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
@@ -294,7 +294,7 @@ def make_delta_of(
 
     job = Job(
         shards=(*shards, *brought),
-        origins=origins_in(folder, shards) | beside.origins,
+        origins={**origins_in(folder, shards), **beside.origins},
         twins=twins_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,
