@@ -89,7 +89,9 @@ class TrainingData:
             documents = opened.text
             domain = config.domain_of(source)
             packer = partial(Packer, packing=config.packing, domain=domain)
-            streams.append(SourceStream(source.name, documents, kept, encoder, packer(settings.length), seed=config.seed))
+            streams.append(
+                SourceStream(source.name, documents, kept, encoder, packer(settings.length), seed=config.seed)
+            )
             hold = partial(_held, aside, numbers, encoder, packer)
             sequences = hold(config.validation_sequences, settings.length)
             if sequences:
