@@ -124,7 +124,7 @@ import json, sys, torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 run, rows = sys.argv[1:]
 model = AutoModelForSequenceClassification.from_pretrained(run, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(run)
+tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=True)
 named = []
 for line in open(rows):
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("source 'fr' is of the kind text, others have labels; one run trains one task", low, high, sources=mixed)
     refused("`preserve` holds next tokens to the base's", preserve={"loss": "kl"})
     refused("`lora` is for language models", lora={"rank": 2})
-    refused("has 135 positions, a window has 136 tokens", *[low, high] * 4, length=136)
+    refused("has 134 positions, a window has 136 tokens", *[low, high] * 4, length=136)
     decoder = add_tokenizer(tiny.checkpoint(tmp_path / "decoder", "llama"))
     refused(r"`kind: labels` trains .*is a decoder \(llama\); have it write the labels", model=decoder, what="all")
     masked = add_tokenizer(tiny.checkpoint(tmp_path / "masked", "roberta"))
