@@ -473,9 +473,7 @@ def recall(
 @app.command()
 def evaluate(
     ctx: typer.Context,
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL…", help="folders or Hub ids (user/name[@revision]) of causal models")
-    ],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="folders or Hub ids (user/name[@revision])")],
     data: Annotated[
         list[str],
         typer.Option(
@@ -495,6 +493,9 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="windows at a time")] = 8,
     most: Annotated[int, typer.Option(min=0, help="documents of each source; 0 takes all")] = 500,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="the texts have labels, and the models a classification head")
+    ] = False,
     dtype: Annotated[
         str, typer.Option(help="run the models in auto (the checkpoint's), float32, bfloat16 or float16")
     ] = "auto",

@@ -81,7 +81,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.checkpoint(folder / "base-model", "llama", num_hidden_layers=8, vocab_size=300)
     byte_tokenizer(folder / "base-model", eos=True)
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
-    tiny.checkpoint(folder / "base-encoder", "roberta")
+    tiny.checkpoint(folder / "base-encoder", "roberta", vocab_size=300)
+    byte_tokenizer(folder / "base-encoder", eos=True)
     for number, name in enumerate(("french", "german")):
         _adapter(folder / "base-model", folder / "adapters" / name, seed=number)
     words = "It was a bright cold day, and the clocks were striking.\n"

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import first_line
-from surgeon.data.layouts import Document, columns_of, document_of
+from surgeon.data.layouts import Document, Labelled, columns_of, document_of
 from surgeon.errors import BadInput, printable
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -42,7 +42,7 @@ class Corpus(Protocol):
         """The number of documents."""
 
     def read(self, number: int) -> Document:
-        """One document: its text, or the messages of a chat. Raises BadInput where it cannot be read."""
+        """One document: its text, with its label, or the messages of a chat. Raises BadInput if it cannot be read."""
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
@@ -51,15 +51,21 @@ class Corpus(Protocol):
 class Documents:
     """The documents of files, by number. A parquet file stays open until another one is read."""
 
-    def __init__(self, path: Path, *, key: str | None, chat: bool) -> None:
+    def __init__(self, path: Path, *, key: str | None, chat: bool, labels: bool = False) -> None:
         """Index `path` (a file, or a folder of files); `key` holds the text or messages (None: as `layouts` has it).
 
-        Raises BadInput for a missing, unreadable or empty file and for the first line that is not a document.
+        With `labels` each text has one, which plain text files do not hold. Raises BadInput for a missing, unreadable
+        or empty file and for the first line that is not a document.
         """
         self.path = path
         self.key = key
         self.chat = chat
+        self.labels = labels
         self.files = files_of(path)
+        if labels and (plain := next((file for file in self.files if file.suffix == ".txt"), None)) is not None:
+            raise BadInput(
+                f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
+            )
         self.blank = 0
         pieces = [self._index(number, file) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
@@ -187,10 +193,10 @@ class Documents:
         return stamps(self.files)
 
     def _columns(self, opened: Any, file: Path) -> list[str]:
-        return columns_of(opened.schema_arrow.names, self.key, chat=self.chat, where=str(file))
+        return columns_of(opened.schema_arrow.names, self.key, chat=self.chat, where=str(file), labels=self.labels)
 
     def _document(self, entry: Any, where: str) -> Document:
-        return document_of(entry, where, key=self.key, chat=self.chat)
+        return document_of(entry, where, key=self.key, chat=self.chat, labels=self.labels)
 
 
 def stamps(files: Sequence[Path]) -> list[Any]:
@@ -227,7 +233,8 @@ class Repeated:
 
 def is_blank(document: Document) -> bool:
     """Whether a text has no word in it."""
-    return isinstance(document, str) and not document.strip()
+    text = document.text + (document.pair or "") if isinstance(document, Labelled) else document
+    return isinstance(text, str) and not text.strip()
 
 
 def files_of(path: Path) -> list[Path]:

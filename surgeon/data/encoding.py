@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from surgeon.data.layouts import Document, Message
+from surgeon.data.layouts import Document, Labelled, Message
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import open_tokenizer
@@ -47,6 +47,7 @@ class Encoder:
         Raises BadInput for a token that is no row of the embedding, for a chat template that cannot be masked or
         refuses the chat, and where template or tokenizer reach a limit of time or memory.
         """
+        assert not isinstance(document, Labelled), "an ExampleEncoder's"
         ids, counted = self._text(document) if isinstance(document, str) else self._chat(document)
         check_ids(ids, self.tokenizer, rows=self.vocabulary)
         return ids, counted

@@ -1,7 +1,8 @@
-"""How an entry of a data file holds a text or a chat: the layouts that people use, recognised by their keys.
+"""How an entry of a data file holds a text, a chat or a labelled text: the layouts that people use, by their keys.
 
-`text`; and of chats: messages (`role` and `content`, as OpenAI and TRL have it), ShareGPT (`conversations` of `from`
-and `value`), Alpaca (`instruction`, `input`, `output`), and prompt with completion (texts, or lists of messages).
+`text`; with a label, `text` (and `text_pair`) and `label`; and of chats: messages (`role` and `content`, as OpenAI and
+TRL have it), ShareGPT (`conversations` of `from` and `value`), Alpaca (`instruction`, `input`, `output`), and prompt
+with completion (texts, or lists of messages).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from surgeon.errors import BadInput, printable
 
 TEXT = "text"
+# Of a text with a label: what the label stands under, and a second text.
+LABEL, PAIR = "label", "text_pair"
 _FIELD = "`field:` of the source names another key"
 # Who speaks, as ShareGPT's exports call it.
 _SPEAKERS = {
@@ -37,7 +40,16 @@ class Message:
     content: str
 
 
-Document = str | tuple[Message, ...]
+@dataclass(frozen=True)
+class Labelled:
+    """A text, or two, and what it is to be called: a label's name, or its number."""
+
+    text: str
+    pair: str | None
+    label: str | int
+
+
+Document = str | tuple[Message, ...] | Labelled
 
 
 @dataclass(frozen=True)
@@ -93,20 +105,22 @@ def layout_of(keys: Collection[str], key: str | None) -> Layout | None:
     return next((layout for layout in CHATS if set(layout.needs) <= set(keys)), None)
 
 
-def columns_of(names: Sequence[str], key: str | None, *, chat: bool, where: str) -> list[str]:
+def columns_of(names: Sequence[str], key: str | None, *, chat: bool, where: str, labels: bool = False) -> list[str]:
     """The columns of a table that hold the documents. Raises BadInput where they are not there."""
     if not chat:
         key = key or TEXT
         if key not in names:
             raise BadInput(f"{printable(where)}: no column `{printable(key)}`; {_instead(names, key)}")
-        return [key]
+        if labels and LABEL not in names:
+            raise BadInput(f"{printable(where)}: no column `{LABEL}`; {_LABEL_MISSING}")
+        return [key, *(name for name in (PAIR, LABEL) if labels and name in names)]
     layout = layout_of(names, key)
     if layout is None:
         raise BadInput(f"{printable(where)}: {_no_chat(names, key, 'column')}")
     return [name for name in names if name in (*layout.needs, *layout.may)]
 
 
-def document_of(entry: Any, where: str, *, key: str | None, chat: bool) -> Document:
+def document_of(entry: Any, where: str, *, key: str | None, chat: bool, labels: bool = False) -> Document:
     """An entry of a file, or a row of a table, as a document. Raises BadInput, which begins with `where`."""
     if not isinstance(entry, Mapping):
         raise BadInput(
@@ -117,7 +131,8 @@ def document_of(entry: Any, where: str, *, key: str | None, chat: bool) -> Docum
         if key not in entry:
             raise BadInput(f"{printable(where)}: no key `{printable(key)}`; {_instead(list(entry), key)}")
         if isinstance(entry[key], str):
-            return checked_text(entry[key], where)
+            text = checked_text(entry[key], where)
+            return _labelled(text, entry, where) if labels else text
         shown = printable(repr(entry[key]), 40)
         raise BadInput(f"{printable(where)}: `{printable(key)}` is {shown}, not a text; {_FIELD}")
     layout = layout_of(entry, key)
@@ -129,6 +144,22 @@ def document_of(entry: Any, where: str, *, key: str | None, chat: bool) -> Docum
             f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
         )
     return tuple(messages)
+
+
+_LABEL_MISSING = "each text of the kind `labels` needs one, a name or a number; add it"
+
+
+def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
+    """The text with its label, and the second text where there is one."""
+    label, pair = entry.get(LABEL), entry.get(PAIR)
+    if label is None:
+        raise BadInput(f"{printable(where)}: no key `{LABEL}`; {_LABEL_MISSING}")
+    if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
+        raise BadInput(
+            f"{printable(where)}: `{LABEL}` is {printable(repr(label), 40)}, neither a name nor a whole number; classes"
+            " are trained, no amounts: name the class"
+        )
+    return Labelled(text, None if pair is None else _text(pair, PAIR, where), label)
 
 
 def _instead(names: Sequence[str], key: str) -> str:

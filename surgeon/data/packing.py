@@ -7,9 +7,9 @@ and a credit for each; no buffer is kept, so a checkpoint of the data is a few h
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +121,7 @@ class SourceStream:
             if teaches:
                 return taken
 
-    def tokens(self) -> int:
+    def amount(self) -> int:
         """How many tokens one pass has; every document is tokenised."""
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
 
@@ -145,24 +145,48 @@ class SourceStream:
         return self._current[1]
 
 
-class Mixture:
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Stream(Protocol[_T_co]):
+    """What comes from one source without end, resumable between any two."""
+
+    name: str
+
+    def next(self) -> _T_co:
+        """The next one."""
+
+    def amount(self) -> int:
+        """How much one pass has: tokens, or examples."""
+
+    def state(self) -> list[int]:
+        """The position between two."""
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go to the position `state`."""
+
+
+class Mixture(Generic[_T]):
     """Sequences of several sources by their shares: the source that is furthest behind its share comes next."""
 
-    def __init__(self, streams: Sequence[SourceStream], shares: Sequence[float], *, seed: int) -> None:
-        self.streams = list(streams)
+    def __init__(self, streams: Sequence[Stream[_T]], shares: Sequence[float], *, seed: int) -> None:
+        # Some of those who make mixtures of text look at its packers.
+        self.streams: list[Any] = list(streams)
         total = sum(shares)
         self.shares = [share / total for share in shares]
         # The first source is drawn by the seed, so that runs of other seeds differ in it too.
         self.credits = [float(credit) for credit in generator(seed, "mixture", 0).random(len(self.streams))]
         self.taken = [0] * len(self.streams)
 
-    def next(self) -> PackedSequence:
+    def next(self) -> _T:
         """The next sequence."""
         self.credits = [credit + share for credit, share in zip(self.credits, self.shares, strict=True)]
         owed = max((index for index, share in enumerate(self.shares) if share), key=lambda index: self.credits[index])
         self.credits[owed] -= 1
         self.taken[owed] += 1
-        return self.streams[owed].next()
+        taken: _T = self.streams[owed].next()
+        return taken
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON data."""
@@ -180,27 +204,27 @@ class Mixture:
 
 
 @dataclass(eq=False)
-class Batches:
-    """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences.
+class Batches(Generic[_T]):
+    """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
 
     Nothing is prefetched, so after a step the mixture's position is exactly behind that step's sequences.
     """
 
-    mixture: Mixture
+    mixture: Mixture[_T]
     micro_batch: int
     process: int
     processes: int
-    domains: bool
+    make: Callable[[Sequence[_T]], dict[str, Tensor]]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """This process's batches, made by `batch_of`."""
+        """This process's batches."""
         while True:
             taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
             begin = self.process * self.micro_batch
-            yield batch_of(taken[begin : begin + self.micro_batch], domains=self.domains)
+            yield self.make(taken[begin : begin + self.micro_batch])
 
 
-def batch_of(sequences: Sequence[PackedSequence], *, domains: bool) -> dict[str, Tensor]:
+def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
     """`input_ids`, `labels` and `position_ids` (sequences, length), and where asked `domain_ids` (sequences); int64."""
     import torch
 

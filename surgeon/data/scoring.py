@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import Document
+from surgeon.data.layouts import Document, Labelled
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
@@ -81,6 +81,7 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
+    assert not isinstance(document, Labelled), "a classifier's scores are `judging`'s"
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document if message.role == "assistant")
     tokenizer = encoder.tokenizer

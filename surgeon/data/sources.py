@@ -83,24 +83,24 @@ def absent(path: Path, key: str) -> str:
 
 def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
     """Open a source of `named_by` and read it through. Raises BadInput where it cannot be read or is empty."""
-    key, chat = source.key, source.kind == "chat"
+    key, chat, labels = source.key, source.kind == "chat", source.kind == "labels"
     aside: str | None = None
     held_out: Corpus | None = None
     if isinstance(source, SourceSpec):
         aside = source.validation_split
         if isinstance(source.validation, str) and aside is None:
-            held_out = Documents(named_by.resolve(source.validation), key=key, chat=chat)
+            held_out = Documents(named_by.resolve(source.validation), key=key, chat=chat, labels=labels)
     if source.repo_id is not None:
         dataset = HubDataset(source.repo_id, config=source.config, revision=source.revision)
-        text: Corpus = dataset.table(source.split, key=key, chat=chat)
+        text: Corpus = dataset.table(source.split, key=key, chat=chat, labels=labels)
         if aside is not None:
-            held_out = dataset.table(aside, key=key, chat=chat)
+            held_out = dataset.table(aside, key=key, chat=chat, labels=labels)
         return OpenedSource(text, held_out, dataset.commit)
     path = named_by.resolve(source.path)
     if is_saved(path):
-        text = saved_table(path, source.split, key=key, chat=chat)
+        text = saved_table(path, source.split, key=key, chat=chat, labels=labels)
         if aside is not None:
-            held_out = saved_table(path, aside, key=key, chat=chat)
+            held_out = saved_table(path, aside, key=key, chat=chat, labels=labels)
         return OpenedSource(text, held_out)
     if source.split is not None or aside is not None:
         named = "split" if source.split is not None else "validation: split:…"
@@ -108,7 +108,7 @@ def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
             f"{printable(str(named_by.source))}: source {source.name}: `{named}` is for datasets of the Hub and folders"
             f" that `datasets` saved, and {printable(str(path))} is neither; leave it out"
         )
-    return OpenedSource(Documents(path, key=key, chat=chat), held_out)
+    return OpenedSource(Documents(path, key=key, chat=chat, labels=labels), held_out)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class HeldOut:
 class Table:
     """The rows of one split as documents, by number."""
 
-    def __init__(self, rows: Any, *, shown: str, identity: list[Any], key: str | None, chat: bool) -> None:
+    def __init__(
+        self, rows: Any, *, shown: str, identity: list[Any], key: str | None, chat: bool, labels: bool = False
+    ) -> None:
         """Index `rows`, a `datasets.Dataset`, by column `key`, or the columns of a known layout.
 
         Raises BadInput where they are missing or have no text.
@@ -132,8 +134,10 @@ class Table:
         self._identity = identity
         self.key = key
         self.chat = chat
+        self.labels = labels
         self.blank = 0
-        self._rows = rows.select_columns(columns_of(rows.column_names, key, chat=chat, where=shown)).with_format(None)
+        columns = columns_of(rows.column_names, key, chat=chat, where=shown, labels=labels)
+        self._rows = rows.select_columns(columns).with_format(None)
         self._numbers = self._index()
         if not len(self._numbers):
             raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
@@ -169,7 +173,7 @@ class Table:
         return found
 
     def _document(self, entry: Any, row: int) -> Document:
-        return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat)
+        return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat, labels=self.labels)
 
 
 def is_saved(folder: Path) -> bool:
@@ -179,7 +183,7 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool) -> Table:
+def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
     """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
     library = _library(str(folder))
     with _quiet(library):
@@ -206,7 +210,7 @@ def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool)
             f"{printable(str(folder))}: state.json names other files than are there ({first_line(error)}); save it"
             " again"
         ) from None
-    return Table(found, shown=shown, identity=identity, key=key, chat=chat)
+    return Table(found, shown=shown, identity=identity, key=key, chat=chat, labels=labels)
 
 
 class HubDataset:
@@ -241,7 +245,7 @@ class HubDataset:
             )
         self.commit = str(self._builder.hash)
 
-    def table(self, split: str | None, *, key: str | None, chat: bool) -> Table:
+    def table(self, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
         """One split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
@@ -251,7 +255,7 @@ class HubDataset:
         except Exception as error:
             raise BadInput(_no_split(shown, split, list(self._builder.info.splits or {}))) from error
         identity = ["dataset", self.repo_id, self._builder.config.name, self.commit, split, len(rows)]
-        return Table(rows, shown=f"{shown} (split {split})", identity=identity, key=key, chat=chat)
+        return Table(rows, shown=f"{shown} (split {split})", identity=identity, key=key, chat=chat, labels=labels)
 
 
 def _no_split(shown: str, split: str, there: list[str]) -> str:

@@ -35,10 +35,10 @@ class TextSpec(Entry):
         ),
     ]
     kind: Annotated[
-        Literal["text", "chat"],
+        Literal["text", "chat", "labels"],
         Field(
-            description="text, or chat: loss on the assistant's words alone; messages, ShareGPT, Alpaca and prompt"
-            " with completion are recognised"
+            description="text; chat: loss on the assistant's words alone, messages, ShareGPT, Alpaca and prompt with"
+            " completion are recognised; labels: `text` (and `text_pair`) with a `label`, for a classification head"
         ),
     ] = "text"
     field: Annotated[
@@ -114,6 +114,8 @@ class SourceSpec(TextSpec):
             raise ValueError("give either `path` or `generate`")
         if self.generate is not None and (self.field or self.split or isinstance(self.validation, str)):
             raise ValueError("`field`, `split` and files of `validation` are for texts that are there, not `generate`")
+        if self.generate is not None and self.kind == "labels":
+            raise ValueError("`generate` writes texts without labels; give a `path`")
         if self.generate is not None and (self.prompts == TEMPLATE) != (self.kind == "chat"):
             raise ValueError("`prompts: template` makes chats (`kind: chat`), all else texts; change one of them")
         if self.role not in (ORIGINAL, NEW) and not (self.role.startswith("task:") and self.role[5:].strip()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,9 +19,42 @@ from surgeon.evaluate.sources import open_sources
 
 if TYPE_CHECKING:
     from surgeon.data.scoring import Ratio
+    from surgeon.evaluate.labels import LabelEvaluation
     from surgeon.evaluate.models import Evaluation, SourceScores
 
 
+@overload
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    base: str | Path | None = ...,
+    sources: Sequence[str] | None = ...,
+    length: int | None = ...,
+    batch: int = ...,
+    most: int = ...,
+    labels: Literal[False] = ...,
+    dtype: str = ...,
+    device: str = ...,
+    trust_remote_code: bool = ...,
+    listener: Listener | None = ...,
+) -> Evaluation: ...
+@overload
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    base: str | Path | None = ...,
+    sources: Sequence[str] | None = ...,
+    length: int | None = ...,
+    batch: int = ...,
+    most: int = ...,
+    labels: Literal[True],
+    dtype: str = ...,
+    device: str = ...,
+    trust_remote_code: bool = ...,
+    listener: Listener | None = ...,
+) -> LabelEvaluation: ...
 def evaluate(
     models: str | Path | Sequence[str | Path],
     data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
@@ -31,18 +64,21 @@ def evaluate(
     length: int | None = None,
     batch: int = 8,
     most: int = 500,
+    labels: bool = False,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
-) -> Evaluation:
+) -> Evaluation | LabelEvaluation:
     """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
 
     A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
     gives a name), a data file, a training config (its held-out text), or files by name. The first row is `base` if it
     is given; the others are compared with it, document by document. It takes at most `most` documents of each source
-    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time. Raises
-    BadInput for an option out of range, for models and texts that cannot be opened, and for encoders.
+    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time.
+
+    With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. Raises
+    BadInput for an option out of range, for models and texts that cannot be opened, and for models of another kind.
     """
     listener = listener or Quiet()
     for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
@@ -55,13 +91,14 @@ def evaluate(
     given_models = [*([base] if base is not None else []), *given_models]
     for model in given_models:
         check_model(model, trust_remote_code=trust_remote_code)
-    held = open_sources(data, only=sources or (), most=most, say=listener.say)
+    held = open_sources(data, only=sources or (), most=most, say=listener.say, labels=labels)
 
+    from surgeon.evaluate.labels import evaluate_labels
     from surgeon.evaluate.models import Candidate, evaluate_models
 
     device = devices.resolve(device)
     candidates = [Candidate.open(model, trust_remote_code=trust_remote_code) for model in given_models]
-    return evaluate_models(
+    return (evaluate_labels if labels else evaluate_models)(
         candidates,
         held,
         length=length,
@@ -81,8 +118,12 @@ def check_model(model: str | Path, *, trust_remote_code: bool) -> None:
         check_id(name.partition("@")[0])
 
 
-def evaluation_view(evaluation: Evaluation) -> RenderableType:
+def evaluation_view(evaluation: Evaluation | LabelEvaluation) -> RenderableType:
     """One row for each source and model: scores with intervals, and differences to the first model."""
+    from surgeon.evaluate.labels import LabelEvaluation, labels_view
+
+    if isinstance(evaluation, LabelEvaluation):
+        return labels_view(evaluation)
     compared = len(evaluation.models) > 1
     table = FittedTable("source", "model", names=2)
     for column in ("loss", "perplexity", "bits/byte", "right"):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.labels import is_classifier
 from surgeon.common.listener import Listener
 from surgeon.data.encoding import Encoder
 from surgeon.data.scoring import Ratio, Scores, Windows, difference, ratio, score, windows_of
@@ -100,7 +101,7 @@ class Evaluation:
                             "documents": found.documents,
                             "tokens": found.tokens,
                             "bytes": found.nbytes,
-                            **{name: _ratio(getattr(found, name)) for name in ratios},
+                            **{name: as_data(getattr(found, name)) for name in ratios},
                         }
                         for found in row.sources
                     },
@@ -111,14 +112,16 @@ class Evaluation:
         }
 
 
-def _ratio(found: Ratio | None) -> dict[str, Any] | None:
+def as_data(found: Ratio | None) -> dict[str, Any] | None:
+    """A mean and its interval as JSON data."""
     if found is None:
         return None
     low, high = found.interval or (None, None)
-    return {"value": _number(found.value), "low": _number(low), "high": _number(high)}
+    return {"value": number_of(found.value), "low": number_of(low), "high": number_of(high)}
 
 
-def _number(value: float | None) -> float | str | None:
+def number_of(value: float | None) -> float | str | None:
+    """A number as JSON data; NaN and infinity as strings."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -141,18 +144,25 @@ class Candidate:
 
     @classmethod
     def open(cls, model: str | Path, *, trust_remote_code: bool) -> Candidate:
-        """Open a folder, or `user/name[@revision]` on the Hub. Raises BadInput where it cannot be, or is an encoder."""
+        """Open a folder, or `user/name[@revision]` on the Hub. Raises BadInput where it cannot be."""
         name = str(model)
         repo_id, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
         located = locate(repo_id, revision=revision or None, code=trust_remote_code)
         folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-        if native_config(folder.config).get("model_type") in ENCODERS:
-            raise BadInput(f"{printable(name)}: an encoder, which predicts no next token; give causal language models")
         manifest = None
         if folder.manifest is not None:
             manifest = parse(folder.manifest, file=str(located.path / MANIFEST_FILE))
         encoder = Encoder(located.path, vocabulary=_count(folder.config.get("vocab_size"), least=1))
         return cls(name, folder, located.repo_id, manifest, encoder)
+
+    def check_predicts(self) -> None:
+        """BadInput for an encoder, and for a classification model."""
+        encoder = native_config(self.folder.config).get("model_type") in ENCODERS
+        if encoder or is_classifier(self.folder.config):
+            raise BadInput(
+                f"{printable(self.name)}: {'an encoder' if encoder else 'a classifier'}, which predicts no next token;"
+                " give causal language models, or classification models and texts with labels (--labels)"
+            )
 
     @property
     def context(self) -> int:
@@ -195,6 +205,8 @@ def evaluate_models(
         notes.append(line)
         listener.say(line)
 
+    for candidate in candidates:
+        candidate.check_predicts()
     window = _window(candidates, length, note)
     for candidate in candidates:
         for line in candidate.folder.notes:

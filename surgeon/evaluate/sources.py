@@ -60,17 +60,19 @@ def open_sources(
     only: Sequence[str] = (),
     most: int = 0,
     say: Callable[[str], None] = lambda _line: None,
+    labels: bool = False,
 ) -> list[HeldOut]:
     """Open every source of `data`, or those named in `only`, with at most `most` documents each (0: all).
 
     `data` is one or more of: a text file or folder, `NAME=FILE`, a data file (.yaml with `surgeon_data: 1`), a training
     config, for the text that `train` holds out; or files by their names. It takes a fixed random choice of a source
-    with more documents. Raises BadInput where a file cannot be read, two sources share a name, or nothing is held out.
+    with more documents. With `labels` each text has one. Raises BadInput where a file
+    cannot be read, two sources share a name, some have labels and are not to, or nothing is held out.
     """
     found: dict[str, HeldOut] = {}
     known: list[str] = []
     for name, path in _entries(data):
-        for source, open_it in _sources(name, path, say):
+        for source, open_it in _sources(name, path, say, labels):
             if source in known:
                 raise BadInput(
                     f"{printable(str(path))}: the name {source} is used twice; give this source another: NAME=FILE"
@@ -104,19 +106,23 @@ def _entries(data: str | Path | Sequence[str | Path] | Mapping[str, str | Path])
     return entries
 
 
-def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[tuple[str, _Opener]]:
+def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: bool) -> list[tuple[str, _Opener]]:
     """The sources of one entry of the data: names, and how to open each."""
+    kind: Literal["text", "labels"] = "labels" if labels else "text"
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
-        return [(called, _opener(_whole, TextSpec(name=called, path=str(path)), _Named(Path("--data")), say))]
+        spec = TextSpec(name=called, path=str(path), kind=kind)
+        return [(called, _opener(_whole, spec, _Named(Path("--data")), say))]
     content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
     if name is not None:
         raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
     if "surgeon_train" in content:
         config = load_config(path)
+        _check_kinds(config.config.sources, path, labels)
         return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
     known_keys = keys_by_section(DataConfig, {"sources": TextSpec})
     texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
+    _check_kinds(texts.sources, path, labels)
     wrong = [
         where(("sources", number, key), lines, str(path)) + why
         for number, spec in enumerate(texts.sources)
@@ -125,6 +131,14 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None]) -> list[t
     if wrong:
         raise bad_input(wrong)
     return [(spec.name, _opener(_whole, spec, _Named(path), say)) for spec in texts.sources]
+
+
+def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:
+    """BadInput where labels are asked for and a source has none, or the other way round."""
+    for spec in specs:
+        if (spec.kind == "labels") is not labels:
+            there, do = ("labels", "give --labels") if spec.kind == "labels" else ("no labels", "leave --labels out")
+            raise BadInput(f"{printable(str(path))}: source {spec.name} has {there} (`kind: {spec.kind}`); {do}")
 
 
 def _opener(function: Callable[..., HeldOut | None], *arguments: Any) -> _Opener:

@@ -212,7 +212,8 @@ class TrainingEntry(Entry):
     """One training run of this surgery's output: by which config and settings, for how long, what it changed.
 
     `kept` are the tensors whose values from before all training lie in `base-tensors/` of this run's output.
-    `published_step` is the step that was published, where that is the best one on a source.
+    `published_step` is the step that was published, where that is the best one on a source. `scores` are, by source,
+    what else was measured of a classification head: accuracy, and F1 and Matthews' correlation where there are any.
     """
 
     tool: Tool
@@ -227,6 +228,7 @@ class TrainingEntry(Entry):
     published_step: int | None = None
     # What was measured of a domain gate that the run fitted.
     gate: dict[str, Any] | None = None
+    scores: dict[str, dict[str, float]] = {}
 
 
 class ImportedAdapter(Entry):

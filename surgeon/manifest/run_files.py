@@ -1,6 +1,6 @@
 """What a training run puts beside its weights, in folders of its own: the base's own values, and a PEFT adapter.
 
-No loader looks there, and no other command carries it along: it stays with the run.
+No loader looks there. It stays with the run, and goes into the run's delta; no other command carries it along.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from surgeon.manifest.manifest import AdapterEntry, StoredTensor
 
 KEPT_FOLDER = "base-tensors"
 ADAPTER_FOLDER = "adapter"
+ADAPTER_WEIGHTS_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
+ADAPTER_CONFIG_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
 
 # An output has one tensor of each name: what one was before training is written under another.
 _BEFORE = "before."
@@ -33,12 +35,17 @@ def kept_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
     files = _in(out, KEPT_FOLDER, ".safetensors")
     headers = out.source.headers(files)
     tensors = {
-        (name := info.name.removeprefix(_BEFORE)): dataclasses.replace(info, name=name)
+        name: dataclasses.replace(info, name=name)
         for header in headers.values()
         for info in header.tensors
-        if info.name.startswith(_BEFORE)
+        if (name := name_of_kept(info.name)) is not None
     }
     return dataclasses.replace(out, tensors=tensors, headers=headers, shards=tuple(files)) if tensors else None
+
+
+def name_of_kept(name: str) -> str | None:
+    """The tensor of which this one, in `base-tensors/`, holds the earlier value; None for another name."""
+    return name.removeprefix(_BEFORE) if name.startswith(_BEFORE) else None
 
 
 def with_kept(out: CheckpointFolder, kept: CheckpointFolder) -> CheckpointFolder:
@@ -47,21 +54,37 @@ def with_kept(out: CheckpointFolder, kept: CheckpointFolder) -> CheckpointFolder
     return dataclasses.replace(out, tensors=found, headers={**out.headers, **kept.headers})
 
 
+def adapter_tensors(out: CheckpointFolder) -> CheckpointFolder | None:
+    """The output with the tensors of the adapter in `adapter/` alone; None where there is none. Raises BadInput."""
+    if ADAPTER_WEIGHTS_FILE not in files_beside(out):
+        return None
+    headers = out.source.headers([ADAPTER_WEIGHTS_FILE])
+    tensors = {info.name: info for info in headers[ADAPTER_WEIGHTS_FILE].tensors}
+    return dataclasses.replace(out, tensors=tensors, headers=headers, shards=(ADAPTER_WEIGHTS_FILE,))
+
+
 def adapter_beside(out: CheckpointFolder) -> AdapterEntry | None:
     """What a manifest says of the adapter in `adapter/` as it is; None where there is none. Raises BadInput."""
-    weights, config = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}", f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"
-    if not {weights, config} <= {*_in(out, ADAPTER_FOLDER, "")}:
+    found = adapter_tensors(out)
+    if found is None:
         return None
-    headers = out.source.headers([weights])
-    tensors = {info.name: info for info in headers[weights].tensors}
-    digests = digests_of(
-        dataclasses.replace(out, tensors=tensors, headers=headers, shards=(weights,)), tensors, lambda _: None
-    )
-    content = out.source.small(config, max_bytes=MAX_CONFIG_BYTES)
+    digests = digests_of(found, found.tensors, lambda _: None)
     return AdapterEntry(
-        config=hashlib.sha256(content).hexdigest(),
-        tensors={name: StoredTensor.of(info, digests[name]) for name, info in sorted(tensors.items())},
+        config=hashlib.sha256(adapter_config_beside(out)).hexdigest(),
+        tensors={name: StoredTensor.of(info, digests[name]) for name, info in sorted(found.tensors.items())},
     )
+
+
+def adapter_config_beside(out: CheckpointFolder) -> bytes:
+    """The config of the adapter in `adapter/`. Raises BadInput where it cannot be read."""
+    return out.source.small(ADAPTER_CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+
+
+def files_beside(out: CheckpointFolder) -> list[str]:
+    """The files that training put beside the weights and that a delta carries, by their names in the output."""
+    adapter = {ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE}
+    found = _in(out, ADAPTER_FOLDER, "")
+    return [*_in(out, KEPT_FOLDER, ".safetensors"), *(sorted(adapter) if adapter <= {*found} else ())]
 
 
 def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:

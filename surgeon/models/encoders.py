@@ -123,16 +123,19 @@ def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
     return model.to(model.dtype)
 
 
-def check_window(model: Any, window: int) -> None:
-    """Raise BadInput where a window of tokens is longer than the encoder's positions."""
+def positions_of(model: Any) -> int | None:
+    """How many tokens the encoder has positions for; None where nothing bounds them."""
     # RoBERTa and its like count positions from after the padding index.
     counted = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     padding = next((index for module in counted if (index := getattr(module, "padding_idx", None)) is not None), -1)
     room = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(room, int):
-        return
-    room -= padding + 1
-    if window > room:
+    return room - padding - 1 if isinstance(room, int) else None
+
+
+def check_window(model: Any, window: int) -> None:
+    """Raise BadInput where a window of tokens is longer than the encoder's positions."""
+    room = positions_of(model)
+    if room is not None and window > room:
         raise BadInput(
             f"config.json: the base has {room} positions, a window has {window} tokens; use a smaller window"
         )

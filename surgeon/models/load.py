@@ -32,6 +32,7 @@ ALIGNMENT = 64
 # Of a whole model, or of each of its parts.
 Attention = str | dict[str, str]
 DECODERS = (CAUSAL, IMAGE_TEXT)
+CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 @contextlib.contextmanager
@@ -264,16 +265,17 @@ def build_model(
     dtype: Callable[[Any], torch.dtype],
     attention: Attention | None = None,
     failure: type[SurgeonError] = BadInput,
+    auto: str | None = None,
 ) -> Any:
-    """The causal model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype by its config object.
+    """The model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype by its config object.
 
-    Its buffers are real: the ones outside the checkpoint (rotary frequencies, embedding scales) could not be recovered
-    from meta. Raises `failure` where it cannot be built.
+    It is of transformers' class `auto`; None: that of a decoder. Its buffers are real: the ones outside the checkpoint
+    (rotary frequencies, embedding scales) could not be recovered from meta. Raises `failure` where it cannot be built.
     """
     from accelerate import init_empty_weights
 
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    auto = decoder_class(folder.config)
+    auto = auto or decoder_class(folder.config)
     with _loading(folder, auto, failure, "the model cannot be built") as (_, loader):
         chosen = dtype(loader.config)
         with init_empty_weights(include_buffers=False):

@@ -76,6 +76,14 @@ class Tokenizer:
         count = len(flat) // 3
         return flat[:count], list(zip(flat[count : 2 * count], flat[2 * count :], strict=True))
 
+    def example(self, text: str, pair: str | None, most: int) -> tuple[list[int], list[int]]:
+        """The tokens of a text, or of two as the tokenizer joins them, and to which each token belongs (0 or 1).
+
+        At most `most`, the longer text cut first; special tokens are the tokenizer's own.
+        """
+        flat: list[int] = self._ask("example", text, pair, most)
+        return flat[: len(flat) // 2], flat[len(flat) // 2 :]
+
     def many(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of many texts, without those that the tokenizer adds of its own. Only where `is_fast`."""
         return _cut(self._ask("many", list(texts)))
@@ -342,6 +350,11 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             whole = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
             ids, places = whole["input_ids"], whole["offset_mapping"]
             return b"i", array("I", [*ids, *(begin for begin, _ in places), *(end for _, end in places)]).tobytes()
+        case "example", [text, pair, most]:
+            found = tokenizer(
+                text, pair, truncation="longest_first", max_length=most, return_token_type_ids=True, verbose=False
+            )
+            return b"i", array("I", [*found["input_ids"], *found["token_type_ids"]]).tobytes()
         case "many", [texts]:
             encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
             return b"i", _joined([each.ids for each in encoded])

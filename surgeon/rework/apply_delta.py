@@ -32,6 +32,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, NewTensor, StoredTensor, places_of
+from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verify.claims import manifest_differences
 from surgeon.verify.static import Drawn
@@ -121,9 +122,11 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
             f"{printable(str(delta.path / MANIFEST_FILE))}: `{printable(wrong[0])}` is not what plan and base make, so"
             " the delta was edited; get it again"
         )
-    origins = _origins(delta, base)
+    in_base = _in_base(delta, base)
+    origins = in_base | {name: Origin(delta.source, info) for name, info in delta.tensors.items()}
     shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
     _check_whole(delta, shards, origins, base.own)
+    beside = tuple(_beside(delta, file, in_base, origins) for file in delta.index.beside)
     files = dict(delta.files)
     if small_files:
         files |= _from_base(delta, base)
@@ -141,10 +144,15 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
         for name, digest in proof.digests_of(base).items():
             if manifest.base.tensors[name] != StoredTensor.of(base.tensors[name], digest):
                 raise wrong_base(manifest, name, base.source.shown)
+        for name, told in delta.told_beside.items():
+            if proof.digests[name] != told:
+                raise delta.edited(f"{printable(name)} is not what {MANIFEST_FILE} says")
         return {}
 
+    for shard in beside:
+        origins |= {output.name: _origin_beside(delta, output.name, in_base) for output in shard.outputs}
     return Job(
-        shards=shards,
+        shards=(*shards, *beside),
         origins=origins,
         twins=_twins(delta, base, shards, origins),
         files=files,
@@ -153,13 +161,45 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
     )
 
 
-def _origins(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
-    """Where each tensor of the output lies: in the delta, else in the base."""
+def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
+    """Where each tensor of the output lies in the base, of those that the base brings."""
     in_base = {place: Origin(base.source, base.tensors[name]) for name, place in places_of(delta.manifest).items()}
     for name, made in delta.manifest.new_tensors.items():
         if made.rows:
             in_base[name] = _of_rows(made, base)
-    return in_base | {name: Origin(delta.source, info) for name, info in delta.tensors.items()}
+    return in_base
+
+
+def _beside(delta: Delta, file: str, in_base: Mapping[str, Origin], origins: Mapping[str, Origin]) -> Shard:
+    """One of the files that training put beside the weights, with its tensors in the order of their bytes."""
+    infos: dict[str, TensorInfo] = {}
+    for name in delta.index.beside[file]:
+        origin = _origin_beside(delta, name, in_base)
+        if file == ADAPTER_WEIGHTS_FILE:
+            assert delta.manifest.adapter is not None
+            told = delta.manifest.adapter.tensors[name]
+            infos[name], like = origin.tensor, (told.dtype, tuple(told.shape))
+        else:
+            place = name_of_kept(name)
+            if place is None or place not in origins:
+                raise delta.edited(f"{printable(name)} is of no tensor of the output")
+            infos[name], now = (_described(delta, place, each) for each in (origin, origins[place]))
+            like = now.dtype, now.shape
+        if (infos[name].dtype, infos[name].shape) != like:
+            raise delta.edited(f"{printable(name)} is not of the dtype and shape that {MANIFEST_FILE} says")
+    if not infos:
+        raise delta.edited(f"`beside` has {printable(file)} without a tensor")
+    return Shard(file, tuple(copied(name, info) for name, info in infos.items()), None)
+
+
+def _origin_beside(delta: Delta, name: str, in_base: Mapping[str, Origin]) -> Origin:
+    """Where a tensor beside the weights lies: in the delta, else it is the base's own in the place that it names."""
+    if name in delta.tensors:
+        return Origin(delta.source, delta.tensors[name])
+    place = name_of_kept(name)
+    if place is None or place not in in_base:
+        raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
+    return in_base[place]
 
 
 def _of_rows(made: NewTensor, base: CheckpointFolder) -> Origin:
@@ -191,7 +231,8 @@ def _described(delta: Delta, name: str, origin: Origin) -> TensorInfo:
 def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin], own: OwnCode | None) -> None:
     """BadInput where the index forgets or repeats a tensor, or what it puts together is no model."""
     named = [output.name for shard in shards for output in shard.outputs]
-    if len(named) != len(set(named)) or not delta.tensors.keys() <= set(named):
+    every = [*named, *(name for names in delta.index.beside.values() for name in names)]
+    if len(every) != len(set(every)) or not delta.tensors.keys() <= set(every):
         raise delta.edited("`shards` does not name each tensor once")
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:
         raise delta.edited(f"`shards` has {SINGLE_FILE} beside others")

@@ -60,12 +60,22 @@ from surgeon.manifest.manifest import (
     places_of,
     seal_of,
 )
+from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
+from surgeon.rework.beside import Beside, other_than_trained
 
-# The output's own card, as README.md of a delta is the delta's.
-KEPT_CARD = "README.output.md"
+# What the output's own files are called in a delta, whose README.md is its own; nothing there may read as an adapter.
+_CALLED = {CARD_FILE: "README.output.md", ADAPTER_CONFIG_FILE: "adapter_config.output.json"}
 
 MAX_DELTA_BYTES = 64_000_000
 _Shard = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors$")]
+
+
+_Beside = Annotated[
+    str,
+    Field(
+        pattern=rf"^({KEPT_FOLDER}/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}\.safetensors|{re.escape(ADAPTER_WEIGHTS_FILE)})$"
+    ),
+]
 
 
 class HeldTensor(StoredTensor):
@@ -78,8 +88,8 @@ class DeltaIndex(Entry):
     """Everything that DELTA_FILE says.
 
     `files` are the output's small files that the delta brings, `from_base` those that the base does, by digests.
-    `shards` are the output's, with their tensors in the order of their bytes; of these the delta brings `tensors`.
-    `sha256` is over all of this, so that no field can be edited alone.
+    `shards` are the output's, with their tensors in the order of their bytes, and `beside` the files that training put
+    beside them; of these the delta brings `tensors`. `sha256` is over all of this, so no field can be edited alone.
     """
 
     surgeon_delta: Literal[1]
@@ -89,10 +99,15 @@ class DeltaIndex(Entry):
     from_base: dict[str, Sha256]
     shards: dict[_Shard, list[str]]
     tensors: dict[str, HeldTensor]
+    beside: dict[_Beside, list[str]] = {}  # noqa: RUF012  # pydantic copies it
+
+    def data(self) -> dict[str, Any]:
+        """As JSON data. A field that came later stays out where it says nothing: older versions read the rest."""
+        return self.model_dump(exclude_unset=True)
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,15 @@ class Delta:
         """What errors call its index."""
         return printable(str(self.path / DELTA_FILE))
 
+    @property
+    def told_beside(self) -> dict[str, str]:
+        """The digests that the manifest gives the tensors beside the weights which come back, by the names there."""
+        named = {name for names in self.index.beside.values() for name in names}
+        adapter = self.manifest.adapter
+        told = {} if adapter is None else {name: tensor.sha256 for name, tensor in adapter.tensors.items()}
+        told |= {kept_name(name): digest for name, digest in self.manifest.kept.items()}
+        return {name: digest for name, digest in told.items() if name in named}
+
     def edited(self, what: str) -> BadInput:
         """The error for an index that contradicts itself."""
         return _edited(self.shown, what)
@@ -128,15 +152,16 @@ class Delta:
         content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
-        if seal_of(index.model_dump()) != index.sha256:
+        if seal_of(index.data()) != index.sha256:
             raise BadInput(f"{shown}: not what its sha256 says, so it was edited or damaged; get the delta again")
         files: dict[str, bytes] = {}
         for name, digest in index.files.items():
             _check_name(name, shown)
-            content = source.small(KEPT_CARD if name == CARD_FILE else name, max_bytes=_most(name))
+            called = _CALLED.get(name, name)
+            content = source.small(called, max_bytes=_most(name))
             if hashlib.sha256(content).hexdigest() != digest:
                 raise BadInput(
-                    f"{printable(str(path / name))}: not what {DELTA_FILE} says, so the delta was edited or damaged;"
+                    f"{printable(str(path / called))}: not what {DELTA_FILE} says, so the delta was edited or damaged;"
                     " get it again"
                 )
             files[name] = content
@@ -160,18 +185,26 @@ class Delta:
             if (held.dtype, list(held.shape)) != (known.dtype, known.shape):
                 raise _edited(shown, f"{printable(name)} is not of the dtype and shape that it says")
         manifest = parse(data, file=str(path / MANIFEST_FILE))
+        if wrong := other_than_trained(index.beside, manifest, files):
+            raise _edited(shown, wrong)
         return cls(path, index, manifest, config, files, found, headers, source)
 
 
 def _check_name(name: str, shown: str) -> None:
-    if name in (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE) or is_side_file(name) or CODE_NAME.fullmatch(name):
+    own = (CONFIG_FILE, MANIFEST_FILE, CARD_FILE, RECORD_FILE, ADAPTER_CONFIG_FILE)
+    if name in own or is_side_file(name) or CODE_NAME.fullmatch(name):
         return
     raise _edited(shown, f"{printable(name)} is no file of an output")
 
 
 def _most(name: str) -> int:
     """Bytes that a file of this name may have."""
-    known = {CONFIG_FILE: MAX_CONFIG_BYTES, MANIFEST_FILE: MAX_MANIFEST_BYTES, CARD_FILE: MAX_CARD_BYTES}
+    known = {
+        CONFIG_FILE: MAX_CONFIG_BYTES,
+        ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES,
+        MANIFEST_FILE: MAX_MANIFEST_BYTES,
+        CARD_FILE: MAX_CARD_BYTES,
+    }
     return known.get(name, MAX_CODE_BYTES if name.endswith(".py") else MAX_SIDE_FILE_BYTES)
 
 
@@ -182,7 +215,8 @@ def _edited(shown: str, what: str) -> BadInput:
 @dataclass(frozen=True)
 class MadeDelta:
     """A delta of `out` that was written: `tensors` of the output's `whole` are in it, the rest `base` (of the output's
-    last surgery) brings, as it does the small files `from_base`."""
+    last surgery) brings, as it does the small files `from_base`. `beside` are the folders beside the output's weights,
+    `base-tensors` and `adapter`, that come back with it; `nbytes` counts what of them is in the delta."""
 
     out: Path
     path: Path
@@ -194,6 +228,7 @@ class MadeDelta:
     whole_nbytes: int
     from_base: tuple[str, ...]
     seconds: dict[str, float]
+    beside: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
@@ -210,9 +245,10 @@ def make_delta(
 ) -> MadeDelta:
     """Write what `out` has and the base of its last surgery lacks into the new folder `dest`.
 
-    That is every tensor that is not the base's byte for byte in its place, config.json, manifest, code and cards; the
-    tokenizer and other side files stay out, as the base brings them. With `base` (a folder) those that it lacks or has
-    otherwise go in. `dest` is absent or complete at any moment. Raises BadInput.
+    That is every tensor that is not the base's byte for byte in its place, config.json, manifest, code and cards, and
+    of a training run its adapter and the values of before that it kept; the tokenizer and other side files stay out,
+    as the base brings them. With `base` (a folder) those that it lacks or has otherwise go in. `dest` is absent or
+    complete at any moment. Raises BadInput.
     """
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
@@ -237,14 +273,17 @@ def make_delta_of(
     check_destination(target, folder.path)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     digests = digests_of(folder, folder.tensors, listener.advance)
-    shards = _shards(folder, manifest, digests)
-    files = _small_files(folder, manifest)
+    base_at = _brought(manifest)
+    shards = _shards(folder, base_at, digests)
+    beside = Beside.of(folder, manifest)
+    brought = beside.lacked_by(base_at)
+    digests |= beside.digests
+    files = {**_small_files(folder, manifest), **beside.files}
     from_base = _side_files(folder, base, manifest, files)
-    index = _index(folder, shards, files, from_base, digests)
+    index = _index(folder, (*shards, *brought), files, from_base, digests, beside)
     sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
     own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
-    if CARD_FILE in files:
-        files[KEPT_CARD] = files.pop(CARD_FILE)
+    files = {_CALLED.get(name, name): content for name, content in files.items()}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """BadInput where a tensor is no longer what it was when the delta's list was made."""
@@ -254,8 +293,8 @@ def make_delta_of(
         return {}
 
     job = Job(
-        shards=shards,
-        origins=origins_in(folder, shards),
+        shards=(*shards, *brought),
+        origins={**origins_in(folder, shards), **beside.origins},
         twins=twins_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,
@@ -275,15 +314,23 @@ def make_delta_of(
         whole_nbytes=sum(info.nbytes for info in folder.tensors.values()),
         from_base=tuple(from_base),
         seconds=stopwatch.seconds,
+        beside=tuple(sorted({file.partition("/")[0] for file in beside.held})),
     )
 
 
-def _shards(out: CheckpointFolder, manifest: Manifest, digests: Mapping[str, str]) -> tuple[Shard, ...]:
-    """The tensors of the output, by its shards, that are not the base's in their place, or made of its rows."""
+def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
+    """What the base brings for each tensor of the output: its own in its place, and what is made of its rows."""
     base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
     for name, made in manifest.new_tensors.items():
         if made.rows:
             base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+    return base_at
+
+
+def _shards(
+    out: CheckpointFolder, base_at: Mapping[str, StoredTensor], digests: Mapping[str, str]
+) -> tuple[Shard, ...]:
+    """The tensors of the output, by its shards, that the base does not bring."""
     own = {
         file: kept
         for file, infos in sorted(in_order(out).items())
@@ -301,6 +348,7 @@ def _index(
     files: Mapping[str, bytes],
     from_base: dict[str, str],
     digests: Mapping[str, str],
+    beside: Beside,
 ) -> DeltaIndex:
     try:
         index = DeltaIndex(
@@ -320,8 +368,9 @@ def _index(
                 for shard in shards
                 for output in shard.outputs
             },
+            **({"beside": {file: list(infos) for file, infos in beside.held.items()}} if beside.held else {}),
         )
-        return index.model_copy(update={"sha256": seal_of(index.model_dump())})
+        return index.model_copy(update={"sha256": seal_of(index.data())})
     except ValidationError as error:
         problem = printable(error.errors(include_url=False)[0]["msg"])
         raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None
@@ -374,10 +423,11 @@ def _small_files(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
 def delta_view(made: MadeDelta) -> RenderableType:
     """How much of the output the delta is, and the base it goes onto."""
     base = printable(at_revision(made.base, made.revision))
+    beside = "".join(f", {name}/" for name in made.beside)
     return Group(
         Text.assemble(
             ("done ", "bold green"),
-            f"{printable(str(made.path))}: {made.tensors} of {made.whole} tensors, {size(made.nbytes)} of"
+            f"{printable(str(made.path))}: {made.tensors} of {made.whole} tensors{beside}, {size(made.nbytes)} of"
             f" {size(made.whole_nbytes)}",
             overflow="fold",
         ),

@@ -29,6 +29,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.verify.beside import check_beside
@@ -124,7 +125,7 @@ def push(
         check_token(to)
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(HeldFolder(Path(out)))
-        folder = hold_output(held, trust_remote_code=trust_remote_code)
+        folder = hold_output(held, trust_remote_code=trust_remote_code, beside=delta)
         for note in folder.notes:
             listener.say(note)
         manifest = manifest_of(folder)
@@ -190,8 +191,11 @@ def push(
     )
 
 
-def hold_output(held: HeldFolder, *, trust_remote_code: bool) -> CheckpointFolder:
-    """Open the output in `held`, and hold every file of it that may be sent. Raises BadInput, for a link too."""
+def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = False) -> CheckpointFolder:
+    """Open the output in `held`, and hold every file of it that may be sent. Raises BadInput, for a link too.
+
+    With `beside` also what training put beside the weights, which goes into a delta alone.
+    """
     folder = CheckpointFolder.open(held.path, trust_remote_code=trust_remote_code)
     manifest, listing = manifest_of(folder), folder.source.listing()
     # The manifest names the code files, and anybody can write a manifest.
@@ -201,6 +205,7 @@ def hold_output(held: HeldFolder, *, trust_remote_code: bool) -> CheckpointFolde
     if SINGLE_FILE not in folder.shards:
         names.append(INDEX_FILE)
     names += [name for name in (RECORD_FILE, CARD_FILE) if name in listing]
+    names += files_beside(folder) if beside else ()
     for name in sorted(names):
         held.hold(name)
     # Once more, so that all that is read and checked was read while it was held.

@@ -174,7 +174,28 @@ class TrainConfig(Entry):
             self._check_keep_best(self.keep_best)
         if self.lora is not None and self.what is not None:
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
+        if self.classifies:
+            self._check_classifies()
         return self
+
+    @property
+    def classifies(self) -> bool:
+        """Whether texts with labels train a classification head, and not texts a language model."""
+        return any(source.kind == "labels" for source in self.sources)
+
+    def _check_classifies(self) -> None:
+        if other := next((source for source in self.sources if source.kind != "labels"), None):
+            raise ValueError(
+                f"source {other.name!r} is of the kind {other.kind}, others have labels; one run trains one task: give"
+                " every source `kind: labels`, or none"
+            )
+        if self.preserve is not None:
+            raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
+        if self.lora is not None:
+            raise ValueError("`lora` is for language models; with labels say `what`, or train the adapter with PEFT")
+        for key, given in (("sharding", self.sharding != "none"), ("cross_entropy", self.cross_entropy != "auto")):
+            if given:
+                raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")
 
     def _check_keep_best(self, wanted: str) -> None:
         held = {source.name: bool(source.validation) for source in self.sources}

@@ -76,7 +76,7 @@ class GateFigures:
 
 def fit_gate(
     model: Any,
-    mixture: Mixture,
+    mixture: Mixture[PackedSequence],
     held: Sequence[Callable[[int, int], list[PackedSequence]]],
     names: Sequence[str],
     *,
@@ -202,7 +202,9 @@ def _once(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
             return
 
 
-def _prefixes(model: Any, layer: nn.Module, mixture: Mixture, spec: Any, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _prefixes(
+    model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], spec: Any, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of prefixes of training text of both domains Σ ĥ / (n + k), N D, n / (n + k), N, and whether they are new, N."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     state = mixture.state()

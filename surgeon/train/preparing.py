@@ -5,6 +5,7 @@ All of it comes from headers, the manifest and the config, without torch, so tha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import QUANTISED_DTYPES
+from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
 from surgeon.data.sources import check_there
@@ -30,6 +32,8 @@ from surgeon.train.lora_targets import lora_set
 from surgeon.train.outside import missing_for_attention, missing_for_tracker
 
 _T = TypeVar("_T")
+# What reads the stack's output for the heads of some types.
+_POOLER = "pooler."
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def prepare(
     settled_for, settled, within, notes = None, None, None, []
     if wanted is not None:
         operations = wanted.operations
-        _tried(lambda: _check_trainable(out, anatomy, wanted, loaded.config.dtype), wrong)
+        _tried(lambda: _check_task(out, anatomy, loaded), wrong)
+        _tried(lambda: _check_trainable(out, wanted, loaded.config.dtype), wrong)
         _tried(lambda: _check_fixed(wanted, sharding if processes > 1 else None), wrong)
         context = out.config.get("max_position_embeddings")
         settled_for = functools.partial(settle, loaded, operations, context=context, processes=processes)
@@ -99,9 +104,23 @@ def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConf
             " whose tensors would train; say `what: all`, `what: {layers: …}` or `lora: {rank: 16}`"
         )
     try:
-        return trainable_set(out, manifest, "last" if config.what is None else config.what, anatomy)
+        found = trainable_set(out, manifest, "last" if config.what is None else config.what, anatomy)
     except BadInput as error:
         raise error if config.what is None else BadInput(f"{loaded.where('what')}`what`: {error}") from None
+    return with_head(found, out, anatomy) if config.classifies else found
+
+
+def with_head(wanted: TrainableSet, out: CheckpointFolder, anatomy: Anatomy) -> TrainableSet:
+    """The same and the classification head: what stands outside of the base model, and its pooler."""
+    head = {
+        name
+        for name in anatomy.outer
+        if not name.startswith(anatomy.prefix) or name.removeprefix(anatomy.prefix).startswith(_POOLER)
+    }
+    more = head - {*wanted.names}
+    names = tuple(name for name in out.tensors if name in more or name in wanted.names)
+    title = f"{wanted.shown} and the classification head" if more else wanted.title
+    return dataclasses.replace(wanted, names=names, of_base=wanted.of_base | more, title=title)
 
 
 def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet) -> list[str]:
@@ -230,13 +249,38 @@ def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
     return None
 
 
-def _check_trainable(out: CheckpointFolder, anatomy: Anatomy, wanted: TrainableSet, dtype: str) -> None:
-    """BadInput for an encoder, and for float16 that would be trained as it is."""
-    if anatomy.family.encoder:
+def _check_task(out: CheckpointFolder, anatomy: Anatomy, loaded: LoadedConfig) -> None:
+    """BadInput where the model does not do what the config's sources ask for: next tokens, or labels of texts."""
+    shown, model_type = printable(str(out.path)), anatomy.family.model_type
+    if not loaded.config.classifies:
+        if anatomy.family.encoder:
+            raise BadInput(
+                f"{shown}: an encoder ({model_type}), which predicts no next token; train it on labelled texts (`kind:"
+                " labels`), or on your task with transformers' Trainer after `model.freeze_base()`"
+            )
+        return
+    where = loaded.where("sources", 0, "kind")
+    if not anatomy.family.encoder:
         raise BadInput(
-            f"{printable(str(out.path))}: an encoder ({anatomy.family.model_type}); `surgeon train` trains causal"
-            " language models; train it on your task with transformers' Trainer after `model.freeze_base()`"
+            f"{where}`kind: labels` trains the classification head of an encoder, and {shown} is a decoder"
+            f" ({model_type}); have it write the labels: `kind: chat` with the label as the assistant's answer"
         )
+    if not is_classifier(out.config):
+        named = [str(name) for name in out.config.get("architectures") or ()]
+        raise BadInput(
+            f"{where}`kind: labels` trains a classification head, and config.json of {shown} names"
+            f" {printable(', '.join(named)) or 'none'}; give the base one for your labels before the surgery, with"
+            " transformers' AutoModelForSequenceClassification (docs/training.md shows how)"
+        )
+    if len(labels := label_names(out.config)) < 2:
+        raise BadInput(
+            f"{shown}: config.json: `id2label` names {len(labels)} labels, and a text is to get one of two at least;"
+            " give the base a head for your labels (docs/training.md shows how)"
+        )
+
+
+def _check_trainable(out: CheckpointFolder, wanted: TrainableSet, dtype: str) -> None:
+    """BadInput for what is quantised, and for float16 that would be trained as it is."""
     packed = next((info for name in wanted.names if (info := out.tensors[name]).dtype in QUANTISED_DTYPES), None)
     if packed is not None:
         raise BadInput(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,13 +35,19 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.plain import plain_fields
 from surgeon.errors import PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
-from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, kept_name, kept_tensors
+from surgeon.manifest.run_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS_FILE,
+    KEPT_FOLDER,
+    kept_name,
+    kept_tensors,
+)
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.config import LoraSpec
@@ -63,7 +69,8 @@ class Trained:
     """A finished training run of `out`, published at `path`.
 
     `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
-    their held-out losses in nats a token, before and after, which is after `published_step`. `log` are the trainer's
+    their held-out losses in nats a token, before and after, which is after `published_step`; of a classification head
+    they are nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` are the trainer's
     entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU
     where there is one.
     """
@@ -83,6 +90,7 @@ class Trained:
     seconds: float
     tokens_per_second: float | None
     peak_memory: int
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
@@ -122,12 +130,13 @@ def write_final(
     wanted: TrainableSet,
     lora: LoraSpec | None = None,
     base: str = "",
+    auto: str | None = None,
 ) -> Final:
     """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's.
 
     What is fixed of a tensor did not train: it is written as the output has it. A LoRA is merged, and written beside
-    it; `base` is what its config calls the model. Raises PromiseBroken where what is fixed is another in what was
-    trained.
+    it; `base` is what its config calls the model, `auto` is transformers' class of the model. Raises
+    PromiseBroken where what is fixed is another in what was trained.
     """
     adapter = None
     if lora is not None:
@@ -136,7 +145,7 @@ def write_final(
         tensors = load_file(trained)
         # Of a tied tensor that the checkpoint holds twice, one was trained.
         if tensors.keys() != set(wanted.names):
-            stored = StoredNames(build_model(out, dtype=lambda _: torch.float32), out.tensors)
+            stored = StoredNames(build_model(out, dtype=lambda _: torch.float32, auto=auto), out.tensors)
             tensors = stored.on_disk(tensors, also=wanted.names)
     changes: dict[str, Change] = {}
     for name, value in tensors.items():
@@ -228,10 +237,10 @@ def publishing_job(
     kept = [name for name in out.tensors if kept_name(name) in beside_origins]
     if final.adapter is not None:
         ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
-        file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
-        beside = (*beside, Shard(file, tuple(copied(info.name, info) for info in ordered), None))
+        outputs = tuple(copied(info.name, info) for info in ordered)
+        beside = (*beside, Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
         beside_origins |= {info.name: Origin(made, info) for info in ordered}
-        added = {**added, f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": final.adapter}
+        added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
     # What surgery put there, and no other file of code that the user trusts.
     ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
     code = {name: content for name in ours if (content := out.read_code(name)) is not None}

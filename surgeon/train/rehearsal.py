@@ -13,7 +13,7 @@ import torch
 
 from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
-from surgeon.data.packing import Batches, SourceStream, generator
+from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.itself import Imagined
 from surgeon.train.session import (
@@ -102,6 +102,11 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
 
     Raises BadInput as a run does, and where memory is short.
     """
+    if run.examples is not None:
+        raise BadInput(
+            f"{run.loaded.where('sources', 0, 'kind')}`--dry-run` counts the tokens of texts without labels; a run of"
+            " `steps: 1` shows what one with labels costs"
+        )
     settings, encoder, listener = run.settings, run.encoder, run.listener
     mixture = run.data.mixture
     streams = list(zip(mixture.streams, mixture.shares, strict=True))
@@ -176,7 +181,7 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
 def _seconds_a_micro_batch(run: Run, model: Any, say: Callable[[str], None]) -> float:
     """Mean wall seconds of forward and backward, after one that is not counted."""
     settings = run.settings
-    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, domains=True))
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, make=batch_of))
     fused = fused_head(run, model)
     preserving = preserving_by(run, model, fused)
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")

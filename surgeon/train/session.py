@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,16 @@ from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
-from surgeon.data.packing import Batches
+from surgeon.data.examples import ExampleEncoder, batch_of_examples
+from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by, written_manifest
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.manifest.within import Within
-from surgeon.models.load import load_model, stored_dtype
+from surgeon.models.encoders import check_window, load_encoder
+from surgeon.models.load import CLASSIFIER, load_model, stored_dtype
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.checkpoints import (
     KEPT,
@@ -66,8 +69,8 @@ from surgeon.train.trainer import (
     Cadence,
     SurgeonTrainer,
     check_set,
+    figures_by_source,
     hold_fixed,
-    losses_by_source,
     open_trackers,
     training_arguments,
     unfreeze,
@@ -162,6 +165,18 @@ class Run:
     say: Callable[[str], None]
     encoder: Encoder
     notes: Sequence[str]
+    # Of a classification head.
+    examples: ExampleEncoder | None = None
+
+    @property
+    def auto(self) -> str | None:
+        """transformers' class of the model; None: a decoder's."""
+        return None if self.examples is None else CLASSIFIER
+
+    @property
+    def pad(self) -> int | None:
+        """What fills a batch of examples up."""
+        return None if self.examples is None else self.examples.pad
 
     @property
     def work(self) -> Path:
@@ -193,8 +208,14 @@ def opened_run(
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
     named = loaded.config.chat_template
     template = None if named is None else TEMPLATES[named]
-    encoder = Encoder(out.path, vocabulary=prepared.anatomy.sizes.vocabulary, template=template)
-    data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target), imagined=imagined)
+    vocabulary = prepared.anatomy.sizes.vocabulary
+    encoder = Encoder(out.path, vocabulary=vocabulary, template=template)
+    if loaded.config.classifies:
+        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
+        data = TrainingData.open_examples(loaded, examples, say)
+    else:
+        examples = None
+        data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target), imagined=imagined)
     notes = prepared.notes
     if prepared.settled_for is not None:
         settings, more = prepared.settled_for(data.steps_of(loaded, settings, say))
@@ -217,6 +238,7 @@ def opened_run(
         say,
         encoder,
         notes,
+        examples,
     )
 
 
@@ -249,6 +271,11 @@ def _train(run: Run) -> Trained:
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
     seconds = time.perf_counter() - begun
     made = (settings.steps - done) * settings.batch * settings.length
+    tokens = settings.steps * settings.batch * settings.length
+    if run.examples is not None:
+        # Without padding: what was drawn, which a checkpoint remembers.
+        tokens = sum(stream.used for stream in trainer.batches.mixture.streams)
+        made = 0
     return Trained(
         out=run.out.path,
         path=run.target,
@@ -258,14 +285,21 @@ def _train(run: Run) -> Trained:
         parameters=trained_numbers(trainer.model, trainer.held),
         changes={},
         losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
-        tokens=settings.steps * settings.batch * settings.length,
+        tokens=tokens,
         published_step=published,
         log=history,
         resumed_at=done,
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
         peak_memory=peak_memory(run.device),
+        scores={} if run.examples is None else {name: _scores(last, name) for name in first},
     )
+
+
+def _scores(entry: Mapping[str, Any], source: str) -> dict[str, float]:
+    """What an evaluation says of a source beside its loss."""
+    keys = ("accuracy", "f1", "matthews")
+    return {key: float(entry[found]) for key in keys if (found := f"eval_{source}_{key}") in entry}
 
 
 def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> int:
@@ -297,15 +331,18 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         if preserving is not None and preserving.base.model is not model:
             shard(preserving.base.model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
-    run.say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
+    if run.examples is None:
+        run.say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
+    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
     batches = Batches(
         run.data.mixture,
         micro_batch=settings.micro_batch,
         process=ranks.rank,
         processes=ranks.size,
-        domains=True,
+        make=make,
     )
-    cadence = Cadence(settings, config.evaluate_every, run.say, run.listener if ranks.leads else None, done)
+    shown = run.listener if ranks.leads else None
+    cadence = Cadence(settings, config.evaluate_every, run.say, shown, done, examples=run.examples is not None)
     trainer = SurgeonTrainer(
         model,
         args,
@@ -319,6 +356,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         held=held,
         keep_best=config.keep_best,
         fitted=fitted,
+        pad=run.pad,
     )
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
@@ -354,7 +392,12 @@ def _fit(run: Run, model: Any) -> list[str]:
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
     """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
     config = run.loaded.config
-    model = load_model(run.out, dtype=config.dtype, attention=config.attention, say=run.say)
+    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": run.say}
+    if run.auto is None:
+        model = load_model(run.out, **options)
+    else:
+        model = load_encoder(run.out, auto=run.auto, **options)
+        check_window(model, run.settings.length)
     held: dict[str, Fixed] = {}
     if config.lora is not None:
         # PEFT is an extra.
@@ -407,7 +450,9 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, 
     lora = run.loaded.config.lora
     # What the adapter goes onto: the model as it is before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
-    final = write_final(run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called)
+    final = write_final(
+        run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called, auto=run.auto
+    )
     config = run.loaded.config.model_dump(mode="json")
     for source in config["sources"]:
         source["revision"] = run.data.commits.get(source["name"])
@@ -418,6 +463,8 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, 
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
+    if trained.scores:
+        entry["scores"] = trained.scores
     if run.loaded.config.keep_best is not None:
         entry["published_step"] = trained.published_step
     if run.wanted.fitted:
@@ -448,13 +495,15 @@ def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
     record = RunRecord.read(run.work)
     if record is not None and record.first is not None:
         return record.first
-    losses = losses_by_source(
+    figures = figures_by_source(
         trainer.model,
         trainer.validation,
         micro_batch=trainer.settings.micro_batch,
         process=run.ranks.rank,
         processes=run.ranks.size,
+        pad=run.pad,
     )
+    losses = {name: found["loss"] for name, found in figures.items()}
     if losses:
         run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
     if run.ranks.leads:
@@ -558,6 +607,8 @@ def _held(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterato
 
 def fused_head(run: Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
+    if run.examples is not None:
+        return None
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = run.settings.micro_batch * run.settings.length
     kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)

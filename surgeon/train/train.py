@@ -167,6 +167,8 @@ def trained_view(trained: Trained) -> RenderableType:
     facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
     speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
     facts.add_row("tokens", f"{trained.tokens:,}{speed}")
+    for name, scores in trained.scores.items():
+        facts.add_row(f"{name}, held out", ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
     if trained.published_step != trained.settings["steps"]:
         facts.add_row("published", f"step {trained.published_step:,} of {trained.settings['steps']:,}, the best")
     facts.add_row("peak memory", size(trained.peak_memory))

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
 from surgeon.common.listener import Listener
+from surgeon.data.judging import judge
 from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -61,14 +62,15 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         *,
         settings: Settings,
         names: Sequence[str],
-        batches: Batches,
-        validation: Mapping[str, Sequence[PackedSequence]],
+        batches: Batches[Any],
+        validation: Mapping[str, Sequence[Any]],
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None = None,
         preserving: Preserving | None = None,
         held: Mapping[str, Fixed] | None = None,
         keep_best: str | None = None,
         fitted: Sequence[str] = (),
+        pad: int | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -90,6 +92,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.held = dict(held or {})
         # The source whose lowest held-out loss says which checkpoint is published.
         self.keep_best = keep_best
+        # Of a classification head: what fills a batch up.
+        self.pad = pad
+        if pad is not None:
+            # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
+            self.model_accepts_loss_kwargs = False
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -125,6 +132,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; every micro-batch gets its share of what counts in all of them, over all processes."""
         samples, items = super().get_batch_samples(*args, **kwargs)
+        if self.pad is not None:
+            return samples, items
         shares = shares_of(samples, self.preserving, device=self.args.device, processes=self.args.world_size)
         for batch, share in zip(samples, shares, strict=True):
             batch[_SHARE] = share
@@ -133,6 +142,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, with the fused head and the base that teaches, where there are any."""
+        if self.pad is not None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
         share: Share = inputs.pop(_SHARE)
         with contextlib.ExitStack() as stack:
             stack.enter_context(weighed(self.model, share))
@@ -172,15 +183,19 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`."""
-        found = losses_by_source(
+        """Mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`.
+
+        Of a classification head also its other figures, as `eval_NAME_accuracy`.
+        """
+        found = figures_by_source(
             self.model,
             self.validation,
             micro_batch=self.settings.micro_batch,
             process=self.args.process_index,
             processes=self.args.world_size,
+            pad=self.pad,
         )
-        metrics = {f"eval_{name}_loss": loss for name, loss in found.items()}
+        metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.keep_best is not None:
@@ -230,18 +245,28 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 class Cadence(TrainerCallback):  # type: ignore[misc]
     """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
 
+    Speed is in tokens a second, with `examples` in examples.
+
     `done` steps were made before; `listener` shows progress (None: another process does). The speed and the time that
     is left are taken from the steps since this call began, without those in which something was measured or saved.
     """
 
     def __init__(
-        self, settings: Settings, evaluate_every: int, say: Callable[[str], None], listener: Listener | None, done: int
+        self,
+        settings: Settings,
+        evaluate_every: int,
+        say: Callable[[str], None],
+        listener: Listener | None,
+        done: int,
+        *,
+        examples: bool = False,
     ) -> None:
         self.settings = settings
         self.evaluate_every = evaluate_every
         self.say = say
         self.listener = listener
         self.done = done
+        self.examples = examples
         self._begun = 0.0
         self._steps = 0
         self._seconds = 0.0
@@ -272,7 +297,11 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
             self.say(said + self._pace(state, logs))
         held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
         if held:
-            shown = ", ".join(f"{name} {loss:.4f}" for name, loss in held.items())
+            right = {name: logs.get(f"eval_{name}_accuracy") for name in held}
+            shown = ", ".join(
+                f"{name} {loss:.4f}" + ("" if right[name] is None else f" ({right[name]:.1%} right)")
+                for name, loss in held.items()
+            )
             self.say(f"step {state.global_step}: held-out loss {shown}")
             if self.listener is not None:
                 self.listener.rename(f"training ({shown})")
@@ -283,9 +312,10 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         if not self._steps:
             return found
         step = self._seconds / self._steps
-        tokens = self.settings.batch * self.settings.length
+        made = self.settings.batch * (1 if self.examples else self.settings.length)
+        unit = "examples" if self.examples else "tokens"
         left = datetime.timedelta(seconds=round(step * (state.max_steps - state.global_step)))
-        return f"{found}, {tokens / step:,.0f} tokens/s, {left} left"
+        return f"{found}, {made / step:,.0f} {unit}/s, {left} left"
 
 
 def training_arguments(
@@ -336,6 +366,29 @@ def losses_by_source(
     }
     let_go(model)
     return found
+
+
+def figures_by_source(
+    model: nn.Module,
+    validation: Mapping[str, Sequence[Any]],
+    *,
+    micro_batch: int,
+    process: int = 0,
+    processes: int = 1,
+    pad: int | None,
+) -> dict[str, dict[str, float]]:
+    """Of each source `loss`, in nats, and of a classification head its other figures (`Judged`).
+
+    `pad` fills a batch of examples up; None: the sequences are text.
+    """
+    if pad is None:
+        losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
+        return {name: {"loss": loss} for name, loss in losses.items()}
+    judged = {
+        name: judge(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
+        for name, held in validation.items()
+    }
+    return {name: found.figures() for name, found in judged.items()}
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:

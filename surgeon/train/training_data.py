@@ -7,9 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
+from surgeon.data.examples import ExampleEncoder, ExampleStream, example_at, labels_in
 from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.data.specs import ORIGINAL, SourceSpec
@@ -36,6 +41,12 @@ def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> S
     return source.model_copy(update={"path": str(path.absolute()), "generate": None})
 
 
+def _read(source: SourceSpec, loaded: LoadedConfig, say: Callable[[str], None]) -> OpenedSource:
+    if source.repo_id is not None:
+        say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
+    return open_source(source, loaded)
+
+
 def _held(
     documents: Corpus, numbers: list[int], encoder: Encoder, packer: Callable[[int], Packer], most: int, length: int
 ) -> list[PackedSequence]:
@@ -49,8 +60,8 @@ class TrainingData:
     `held` gives, by source, as many sequences of what is held out as are asked for, and as long.
     """
 
-    mixture: Mixture
-    validation: dict[str, list[PackedSequence]]
+    mixture: Mixture[Any]
+    validation: dict[str, list[Any]]
     documents: list[Corpus]
     held: dict[str, Callable[[int, int], list[PackedSequence]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -82,23 +93,16 @@ class TrainingData:
         if config.chat_template and unknown:
             found.notes.append(unknown_marks(config.chat_template, unknown))
         for source in config.sources:
-            if source.repo_id is not None:
-                say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
             if source.name in (imagined or {}):
                 opened = OpenedSource((imagined or {})[source.name])
             else:
-                opened = open_source(_as_file(source, memory, loaded), loaded)
-            found._note(source, opened)
+                opened = _read(_as_file(source, memory, loaded), loaded, say)
+            kept, aside, numbers = found._parted(source, opened)
             documents = opened.text
-            share = source.validation if isinstance(source.validation, float) else 0.0
-            kept, held = split(documents, share, name=source.name)
             domain = config.domain_of(source)
             packer = partial(Packer, packing=config.packing, domain=domain)
             into = packer(settings.length)
             streams.append(SourceStream(source.name, documents, kept, encoder, into, seed=config.seed))
-            aside, numbers = documents, list(held)
-            if opened.held_out is not None:
-                aside, numbers = opened.held_out, list(range(len(opened.held_out)))
             hold = partial(_held, aside, numbers, encoder, packer)
             sequences = hold(config.validation_sequences, settings.length)
             if sequences:
@@ -111,27 +115,67 @@ class TrainingData:
         found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
         return found
 
+    @classmethod
+    def open_examples(cls, loaded: LoadedConfig, encoder: ExampleEncoder, say: Callable[[str], None]) -> TrainingData:
+        """Open every source of a config whose texts have labels, and look at each label.
+
+        Raises BadInput for a source that cannot be read, a label that the model does not know, and where all are one.
+        """
+        config = loaded.config
+        found = cls(Mixture([], [], seed=0), {}, [])
+        streams: list[ExampleStream] = []
+        seen: set[int] = set()
+        for source in config.sources:
+            opened = _read(source, loaded, say)
+            kept, aside, numbers = found._parted(source, opened)
+            seen |= labels_in(opened.text, kept, encoder, source.name)
+            streams.append(ExampleStream(source.name, opened.text, kept, encoder, seed=config.seed))
+            held = numbers[: config.validation_sequences]
+            if held:
+                found.validation[source.name] = [example_at(aside, number, encoder, source.name) for number in held]
+        if len(seen) < 2:
+            raise BadInput(
+                f"{printable(str(loaded.source))}: every text has the label"
+                f" {printable(encoder.labels[min(seen)])!r}; there is nothing to tell apart: add texts with others"
+            )
+        if unused := [name for number, name in enumerate(encoder.labels) if number not in seen]:
+            found.notes.append(f"no text has the label {', '.join(printable(name, 40) for name in unused[:20])}")
+        found.mixture = Mixture(streams, [source.share for source in config.sources], seed=config.seed)
+        return found
+
+    def _parted(self, source: SourceSpec, opened: OpenedSource) -> tuple[NDArray[np.int64], Corpus, list[int]]:
+        """The documents of a source to train on; those held out, with their numbers."""
+        self._note(source, opened)
+        share = source.validation if isinstance(source.validation, float) else 0.0
+        kept, held = split(opened.text, share, name=source.name)
+        if opened.held_out is not None:
+            return kept, opened.held_out, list(range(len(opened.held_out)))
+        return kept, opened.text, [int(number) for number in held]
+
     def steps_of(self, loaded: LoadedConfig, settings: Settings, say: Callable[[str], None]) -> int:
         """The steps of the config's `epochs`: passes through the sources that are not original, or through all.
 
-        epochs · their tokens / (their share · tokens of a step), rounded up. Every document is tokenised once.
+        epochs · their tokens / (their share · tokens of a step), rounded up. Every document is tokenised once. Of texts
+        with labels the examples are counted.
         """
         config = loaded.config
         assert config.epochs is not None
+        unit = "examples" if config.classifies else "tokens"
         drawn = [source for source in config.sources if source.share]
         counted = {source.name for source in drawn if source.role != ORIGINAL} or {source.name for source in drawn}
-        say(f"counting the tokens of {', '.join(sorted(counted))}")
-        tokens = {stream.name: stream.tokens() for stream in self.mixture.streams if stream.name in counted}
+        if not config.classifies:
+            say(f"counting the tokens of {', '.join(sorted(counted))}")
+        tokens = {stream.name: stream.amount() for stream in self.mixture.streams if stream.name in counted}
         shares = {source.name: source.share for source in drawn}
         whole = math.fsum(shares[name] for name in counted)
-        a_step = settings.batch * settings.length
-        steps = max(1, math.ceil(config.epochs * sum(tokens.values()) / (whole * a_step)))
+        a_step = settings.batch * (1 if config.classifies else settings.length)
+        steps: int = max(1, math.ceil(config.epochs * sum(tokens.values()) / (whole * a_step)))
         passes = ", ".join(
-            f"{name} {shares[name] * steps * a_step / max(1, number):.2f} times ({number:,} tokens)"
+            f"{name} {shares[name] * steps * a_step / max(1, number):.2f} times ({number:,} {unit})"
             for name, number in tokens.items()
         )
         self.notes.append(
-            f"epochs {config.epochs:g}: {steps:,} steps of {a_step:,} tokens, which pass through {passes}"
+            f"epochs {config.epochs:g}: {steps:,} steps of {a_step:,} {unit}, which pass through {passes}"
         )
         return steps
 

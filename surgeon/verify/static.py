@@ -396,7 +396,7 @@ def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
 def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """What training put beside the weights, where it did: the base's own values, and an adapter.
 
-    A note where it is not there: it stays with the run, and no other command carries it along.
+    A note where it is not there: it stays with the run and its delta; no other command carries it along.
     """
     checks: list[Check] = []
     if manifest.kept:
@@ -413,15 +413,6 @@ def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Che
     if manifest.adapter is not None:
         checks.append(_adapter(manifest.adapter, out))
     return checks
-
-
-def _kept(told: Mapping[str, str], out: CheckpointFolder) -> Check:
-    found = kept_tensors(out)
-    if found is None:
-        return Check("kept tensors", True, f"{KEPT_FOLDER}/ is not here, so `revert` cannot use it", note=True)
-    digests = digests_of(found, found.tensors, lambda _: None)
-    wrong = sorted(name for name in {**digests, **told} if digests.get(name) != told.get(name))
-    return Check.of("kept tensors", wrong, "not the base's own", f"{len(digests)} of the base's in {KEPT_FOLDER}/")
 
 
 def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:

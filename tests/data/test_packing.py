@@ -170,9 +170,9 @@ def test_the_order_is_the_seeds_and_resumes_anywhere(tmp_path: Path, encoder: En
 
 def test_processes_share_out_what_one_would_see(tmp_path: Path, encoder: Encoder) -> None:
     documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
-    alone = iter(Batches(mixture(documents, encoder), micro_batch=4, process=0, processes=1, domains=True))
+    alone = iter(Batches(mixture(documents, encoder), micro_batch=4, process=0, processes=1, make=batch_of))
     two = [
-        iter(Batches(mixture(documents, encoder), micro_batch=2, process=rank, processes=2, domains=True))
+        iter(Batches(mixture(documents, encoder), micro_batch=2, process=rank, processes=2, make=batch_of))
         for rank in range(2)
     ]
     for _ in range(5):

@@ -1,0 +1,23 @@
+"""The labels of a classification head, as config.json names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What their classes are called.
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels of a checkpoint's head, by their numbers; empty where config.json names none."""
+    named = config.get("id2label")
+    if not isinstance(named, Mapping):
+        return ()
+    names = [named.get(str(number)) for number in range(len(named))]
+    return tuple(str(name) for name in names) if None not in names else ()
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names a class of models that classify texts, transformers' own or one that surgeon ships."""
+    return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())

@@ -1,0 +1,189 @@
+"""Labelled texts as examples of a classification: tokens, and the number of the label. One text, one sequence.
+
+Streams have the interface of packing's, so that a mixture of them is resumable at every example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.checkpoint.labels import label_names
+from surgeon.data.documents import Corpus
+from surgeon.data.layouts import Labelled
+from surgeon.data.packing import generator
+from surgeon.errors import BadInput, printable
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.tokens import check_ids
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Two words that any tokenizer knows some tokens for.
+_FIRST, _SECOND = "one", "two"
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids, to which of two texts each belongs (None: the model does not ask), and the number of the label."""
+
+    ids: list[int]
+    types: list[int] | None
+    label: int
+
+
+class ExampleEncoder:
+    """Makes examples of at most `length` tokens, by a checkpoint's tokenizer and the labels of its head."""
+
+    def __init__(self, tokenizer: Tokenizer, config: Mapping[str, Any], *, length: int, vocabulary: int) -> None:
+        """`config` is the checkpoint's config.json; a token beyond its `vocabulary` is refused."""
+        self.tokenizer = tokenizer
+        self.length = length
+        self.vocabulary = vocabulary
+        self.labels = label_names(config)
+        pad = config.get("pad_token_id")
+        # Where config.json names none, the mask alone says which tokens are padding.
+        self.pad = pad if type(pad) is int and pad >= 0 else 0
+        types = config.get("type_vocab_size")
+        self.types = type(types) is int and types > 1
+        self._joins: bool | None = None
+
+    def encode(self, document: Labelled, name: str) -> Example:
+        """One document of the source `name`. Raises BadInput for a label or a pair that the model does not know."""
+        number = self.number_of(document, name)
+        ids, types = self.tokenizer.example(document.text, document.pair, self.length)
+        check_ids(ids, self.tokenizer, rows=self.vocabulary)
+        if not ids:
+            raise BadInput(
+                f"source {printable(name)}: the tokenizer makes no token of the text"
+                f" {printable(repr(document.text), 40)}; remove it"
+            )
+        return Example(ids, types if self.types else None, number)
+
+    def number_of(self, document: Labelled, name: str) -> int:
+        """The number of a document's label: a name's place among the head's, or the number itself.
+
+        Raises BadInput for one that the head does not have, and for a pair that the tokenizer cannot join.
+        """
+        if document.pair is not None:
+            self._check_pairs(name)
+        label = document.label
+        if isinstance(label, str) and label in self.labels:
+            return self.labels.index(label)
+        if isinstance(label, int) and 0 <= label < len(self.labels):
+            return label
+        known = ", ".join(printable(each, 40) for each in self.labels[:_MOST_NAMED])
+        raise BadInput(
+            f"source {printable(name)}: the label {printable(repr(label), 40)} is none of the model's ({known});"
+            " correct it, or give the base a head for the labels of your data"
+        )
+
+    def _check_pairs(self, name: str) -> None:
+        """BadInput where the tokenizer puts nothing between two texts, so that the model could not tell them apart."""
+        if self._joins is None:
+            ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
+            special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
+            words = [place for place, token in enumerate(ids) if token not in special]
+            between = words and any(ids[place] in special for place in range(words[0], words[-1]))
+            self._joins = bool(between) or (self.types and len(set(types)) > 1)
+        if not self._joins:
+            raise BadInput(
+                f"source {printable(name)}: has a `text_pair`, and the tokenizer of"
+                f" {printable(str(self.tokenizer.folder))} puts nothing between two texts; join them yourself in"
+                " `text`, or use a base whose tokenizer takes pairs"
+            )
+
+    def _alone(self, text: str) -> list[int]:
+        return self.tokenizer.ids(text, special=False)
+
+
+@dataclass(eq=False)
+class ExampleStream:
+    """The endless examples of one source: documents in a new random order for every pass."""
+
+    name: str
+    documents: Corpus
+    numbers: NDArray[np.int64]
+    encoder: ExampleEncoder
+    seed: int
+    epoch: int = field(default=0, init=False)
+    position: int = field(default=0, init=False)
+    # Tokens of the examples so far, without padding.
+    used: int = field(default=0, init=False)
+    longest: int = field(default=0, init=False)
+    _order: NDArray[np.int64] | None = field(default=None, init=False)
+
+    def next(self) -> Example:
+        """The next example."""
+        if self._order is None:
+            self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
+        found = example_at(self.documents, int(self._order[self.position]), self.encoder, self.name)
+        self.used += len(found.ids)
+        self.longest = max(self.longest, len(found.ids))
+        self.position += 1
+        if self.position == len(self.numbers):
+            self.epoch, self.position, self._order = self.epoch + 1, 0, None
+        return found
+
+    def amount(self) -> int:
+        """How many examples one pass has."""
+        return len(self.numbers)
+
+    def state(self) -> list[int]:
+        """The position between two examples."""
+        return [self.epoch, self.position, self.used]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go to the position `state`."""
+        self.epoch, self.position, self.used = state
+        self._order = None
+
+
+def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:
+    """One document of the source `name` as an example. Raises BadInput as `ExampleEncoder.encode` does."""
+    document = documents.read(number)
+    assert isinstance(document, Labelled), "opened with labels"
+    return encoder.encode(document, name)
+
+
+def labels_in(
+    documents: Corpus, numbers: Sequence[int] | NDArray[np.int64], encoder: ExampleEncoder, name: str
+) -> set[int]:
+    """The numbers of the labels that some documents of the source `name` have, each looked at before the first step.
+
+    Raises BadInput for a label or a pair that the model does not know.
+    """
+    found: set[int] = set()
+    for number in numbers:
+        document = documents.read(int(number))
+        assert isinstance(document, Labelled), "opened with labels"
+        found.add(encoder.number_of(document, name))
+    return found
+
+
+def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and where asked `token_type_ids` (examples, longest), `labels` (examples); int64.
+
+    Shorter examples are padded at their end.
+    """
+    import torch
+
+    longest = max(len(example.ids) for example in examples)
+
+    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+
+    batch = {
+        "input_ids": padded([example.ids for example in examples], pad),
+        "attention_mask": padded([[1] * len(example.ids) for example in examples], 0),
+        "labels": torch.tensor([example.label for example in examples]),
+    }
+    types = [example.types for example in examples if example.types is not None]
+    if types:
+        batch["token_type_ids"] = padded(types, 0)
+    return batch

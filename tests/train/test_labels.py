@@ -1,0 +1,284 @@
+"""Labelled texts train the classification head of an encoder, and what surgery added to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Quiet
+from surgeon.data.examples import batch_of_examples
+from surgeon.data.judging import Judged
+from surgeon.errors import BadInput
+from surgeon.manifest.manifest import manifest_of
+from surgeon.train import trainer
+from surgeon.train.config import load_config
+from surgeon.train.session import loaded_model, opened_run
+from tests import tiny
+from tests.encoders import tiny_encoder
+from tests.end_to_end.conftest import run_elsewhere
+from tests.train.test_train import digests
+from tests.train.texts import add_tokenizer, text
+
+NAMES = ("low", "middle", "high")
+CONFIG: dict[str, Any] = {
+    "surgeon_train": 1,
+    "steps": 40,
+    "batch": 8,
+    "micro_batch": 4,
+    "length": 24,
+    "evaluate_every": 40,
+    "save_every": 20,
+    "log_every": 10,
+    "optimizer": {"lr": 2e-2, "warmup": 0, "schedule": "constant"},
+    "sources": [{"name": "words", "path": "words.jsonl", "kind": "labels", "share": 1.0, "validation": 0.25}],
+}
+
+
+def headed(folder: Path, family: str = "roberta", *, pairs: bool = False, **overrides: Any) -> Path:
+    """A tiny encoder with a head for three labels, its tokenizer, and texts of which the words say the label."""
+    named = {"id2label": dict(enumerate(NAMES)), "label2id": {name: nth for nth, name in enumerate(NAMES)}}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2}
+    base = tiny.model(family, **({"head": "ForSequenceClassification"} | still | named | overrides))
+    base.save_pretrained(folder / "base", max_shard_size="30KB")
+    add_tokenizer(folder / "base")
+    if pairs:
+        from tokenizers import Tokenizer
+        from tokenizers.processors import TemplateProcessing
+
+        file = folder / "base" / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+        tokenizer.save(str(file))
+    rows(folder / "words.jsonl")
+    return folder / "base"
+
+
+def rows(path: Path, *, count: int = 120, pairs: bool = False) -> Path:
+    """Texts of the first, second or last thirty words, called so."""
+    made = []
+    for nth in range(count):
+        which = nth % 3
+        row: dict[str, Any] = {"text": text(5 + nth % 20, nth, first=30 * which, count=30), "label": NAMES[which]}
+        if pairs:
+            row["text_pair"] = text(5, nth + 1000, first=0, count=90)
+        made.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return path
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    path = folder / "labels.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | changes), encoding="utf-8")
+    return path
+
+
+PLAN = "surgeon: 1\noperations:\n  - {op: mixture_of_control, rank: 4}\n"
+
+
+def grown(folder: Path, family: str = "roberta", **options: Any) -> Path:
+    base = headed(folder, family, **options)
+    (folder / "plan.yaml").write_text(PLAN)
+    surgeon.apply(folder / "plan.yaml", str(base), folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("labels")
+    grown(folder)
+    return folder, surgeon.train(folder / "out", config(folder, keep_base=True), folder / "run", device="cpu")
+
+
+def test_the_head_and_what_surgery_added_train(trained: tuple[Path, Any]) -> None:
+    folder, run = trained
+    manifest = manifest_of(CheckpointFolder.open(folder / "out"))
+    base = digests(folder / "base")
+    head = {name for name in base if name.startswith("classifier.")}
+    assert head
+    assert run.changes.keys() == {*manifest.new_tensors, *head}
+    after = digests(folder / "run")
+    assert all(after[name] == digest for name, digest in base.items() if name not in head)
+    before, loss = run.losses["words"]
+    assert loss < before - 0.1
+    assert run.scores["words"]["accuracy"] > 0.5
+    assert run.scores["words"].keys() == {"accuracy", "matthews"}
+    assert manifest_of(CheckpointFolder.open(folder / "run")).training[-1].scores == run.scores
+    found = surgeon.verify(folder / "base", folder / "run", logits=False)
+    assert found.holds, [check for check in found.checks if not check.holds]
+    surgeon.revert(folder / "run", folder / "back")
+    assert digests(folder / "back") == base
+
+
+ELSEWHERE = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+run, rows = sys.argv[1:]
+model = AutoModelForSequenceClassification.from_pretrained(run, trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=True)
+named = []
+for line in open(rows):
+    with torch.no_grad():
+        ids = torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"][:24]])
+        named.append(model.config.id2label[int(model(ids).logits.argmax())])
+assert "surgeon" not in sys.modules
+json.dump(named, sys.stdout)
+"""
+
+
+def test_the_run_is_judged_and_loads_elsewhere(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    """What `evaluate` counts is what a process without surgeon finds, text by text, and what the run said."""
+    folder, run = trained
+    wanted = [json.loads(line)["label"] for line in (folder / "words.jsonl").read_text().splitlines()]
+    found = surgeon.evaluate(
+        [folder / "out", folder / "run"], folder / "words.jsonl", labels=True, length=24, most=0, device="cpu", batch=7
+    )
+    before, after = (found.of(str(folder / name), "words") for name in ("out", "run"))
+    assert after.examples == len(wanted)
+    assert after.accuracy_difference is not None
+    assert after.accuracy_difference.value == pytest.approx(after.accuracy.value - before.accuracy.value)
+    named = run_elsewhere(ELSEWHERE, str(folder / "run"), str(folder / "words.jsonl"), cache=tmp_path)
+    assert after.accuracy.value == pytest.approx(np.mean([a == b for a, b in zip(named, wanted, strict=True)]))
+    held = surgeon.evaluate(folder / "run", config(folder), labels=True, length=24, device="cpu")
+    (only,) = held.models[0][1]
+    assert only.accuracy.value == run.scores["words"]["accuracy"]
+    assert only.loss.value == pytest.approx(run.losses["words"][1], rel=1e-5)
+    json.dumps(found.to_json())
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_run_that_was_cut_off(trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, run = trained
+    finish = trainer.complete
+
+    def killed(work: Path, step: int, best: int | None = None) -> None:
+        finish(work, step, best)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "complete", killed)
+        with pytest.raises(Killed):
+            surgeon.train(folder / "out", config(folder), folder / "again", device="cpu")
+    again = surgeon.train(folder / "out", config(folder), folder / "again", device="cpu")
+    assert again is not None
+    assert again.resumed_at == 20
+    assert digests(folder / "again") == digests(folder / "run")
+    assert (again.scores, again.tokens) == (run.scores, run.tokens)
+
+
+def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """The mean over the micro-batches of a step, the balance loss in it, and AdamW: by hand, from the same batches."""
+    out = grown(tmp_path, "deberta", pairs=True)
+    rows(tmp_path / "words.jsonl", count=40, pairs=True)
+    asked = config(tmp_path, steps=3, length=20, optimizer=CONFIG["optimizer"] | {"clip": 0.0, "weight_decay": 0.0})
+    run = opened_run(
+        CheckpointFolder.open(out),
+        manifest_of(CheckpointFolder.open(out)),
+        load_config(asked),
+        tmp_path / "no",
+        device="cpu",
+        listener=Quiet(),
+        prepared=None,
+    )
+    model, names, _ = loaded_model(run)
+    model.train()
+    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=2e-2, weight_decay=0.0)
+    kinds: set[int] = set()
+    for _ in range(3):
+        for _ in range(2):
+            assert run.pad is not None
+            batch = batch_of_examples([run.data.mixture.next() for _ in range(4)], pad=run.pad)
+            kinds |= set(batch["token_type_ids"].flatten().tolist())
+            (model(**batch).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert kinds == {0, 1}
+    trained = surgeon.train(out, asked, tmp_path / "run", device="cpu")
+    assert trained is not None
+    from surgeon.models.encoders import load_encoder
+
+    found = load_encoder(tmp_path / "run", auto="AutoModelForSequenceClassification")
+    for name in names:
+        torch.testing.assert_close(found.get_parameter(name), model.get_parameter(name), atol=1e-6, rtol=1e-5)
+
+
+def test_a_derived_encoder_with_its_pooler(tmp_path: Path) -> None:
+    """`what: all` of a plain base, two labels by number, epochs; BERT's pooler is a part of the head."""
+    named = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    tiny_encoder(tmp_path / "base", "bert", "AutoModelForSequenceClassification", vocab_size=128, **named)
+    add_tokenizer(tmp_path / "base")
+    lines = [json.dumps({"text": text(6, nth), "label": nth % 2}) for nth in range(16)]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    surgeon.apply(tmp_path / "plan.yaml", str(tmp_path / "base"), tmp_path / "out")
+    asked = config(tmp_path, steps=None, epochs=1, batch=4)
+    run = surgeon.train(tmp_path / "out", asked, tmp_path / "run", device="cpu")
+    assert run is not None
+    assert run.settings["steps"] == 3
+    head = run.changes.keys() & digests(tmp_path / "base").keys()
+    assert head == {f"{name}.{part}" for name in ("bert.pooler.dense", "classifier") for part in ("weight", "bias")}
+    assert run.unchanged == ()
+
+
+def test_the_figures_are_sklearns() -> None:
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    drawn = np.random.default_rng(1)
+    for labels in (2, 3):
+        wanted, given = drawn.integers(labels, size=(2, 50))
+        found = Judged(np.zeros(50), given, wanted, labels)
+        assert found.accuracy.value == pytest.approx(accuracy_score(wanted, given))
+        assert found.matthews == pytest.approx(matthews_corrcoef(wanted, given))
+        assert found.f1 == (None if labels > 2 else pytest.approx(f1_score(wanted, given)))
+    alone = Judged(np.zeros(3), np.zeros(3, dtype=int), np.zeros(3, dtype=int), 2)
+    assert (alone.f1, alone.matthews) == (None, None)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    # Like the real RoBERTa's, the model is not told to which text a token belongs.
+    out = grown(tmp_path, type_vocab_size=1)
+
+    def refused(told: str, *lines: dict[str, Any], model: Path = out, **changes: Any) -> None:
+        if lines:
+            (tmp_path / "words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.raises(BadInput, match=told):
+            surgeon.train(model, config(tmp_path, **changes), tmp_path / "run", device="cpu")
+        assert not (tmp_path / "run").exists()
+
+    low, high = {"text": "w1", "label": "low"}, {"text": "w99", "label": "high"}
+    refused(r"words\.jsonl:2: no key `label`; .*add it", low, {"text": "w2"})
+    refused("`label` is 0.5, neither a name nor a whole number; classes are trained", low, {"text": "w2", "label": 0.5})
+    refused(
+        r"the label 'huge' is none of the model's \(low, middle, high\)", *[low] * 3, {"text": "w", "label": "huge"}
+    )
+    refused("every text has the label 'low'; there is nothing to tell apart", *[low] * 4)
+    pair = {"text": "w1", "text_pair": "w2", "label": "middle"}
+    refused("puts nothing between two texts; join them yourself in `text`, or use a base", pair, low, high, low)
+    mixed = [*CONFIG["sources"], {"name": "fr", "path": "words.jsonl", "share": 0.0}]
+    refused("source 'fr' is of the kind text, others have labels; one run trains one task", low, high, sources=mixed)
+    refused("`preserve` holds next tokens to the base's", preserve={"loss": "kl"})
+    refused("`lora` is for language models", lora={"rank": 2})
+    refused("has 134 positions, a window has 136 tokens", *[low, high] * 4, length=136)
+    decoder = add_tokenizer(tiny.checkpoint(tmp_path / "decoder", "llama"))
+    refused(r"`kind: labels` trains .*is a decoder \(llama\); have it write the labels", model=decoder, what="all")
+    masked = add_tokenizer(tiny.checkpoint(tmp_path / "masked", "roberta"))
+    refused("names RobertaForMaskedLM; give the base one for your labels before the surgery", model=masked, what="all")
+    data = tmp_path / "words.jsonl"
+    with pytest.raises(BadInput, match=r"an encoder, which predicts no next token; .*--labels"):
+        surgeon.evaluate(out, data, device="cpu")
+    with pytest.raises(BadInput, match="no classification model, and the data has labels"):
+        surgeon.evaluate(decoder, data, labels=True, device="cpu")
+    with pytest.raises(BadInput, match=r"source words has labels \(`kind: labels`\); give --labels"):
+        surgeon.evaluate(out, config(tmp_path), device="cpu")
