@@ -130,6 +130,7 @@ TRAIN = "surgeon_train: 1\nsteps: 4\nsources:\n"
 TASKS = "surgeon_continual: 1\ntrain: {steps: 4}\ntasks:\n"
 DATA = "surgeon_data: 1\nsources:\n"
 LAW = "  - {name: law, sources: [{path: law.txt}]}\n"
+LABELS = f"{TRAIN}  - {{name: a, path: a.jsonl, share: 1, kind: labels}}\n"
 Load = Callable[[Path], Any]
 
 # (how it is read, the text, the line, what the entry is called, the sentence)
@@ -192,6 +193,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (
         load_config,
+        f"{TRAIN}  - {{name: a, share: 1, kind: labels, generate: {{tokens: 100}}}}\n",
+        4,
+        "sources[0] (a): ",
+        "`generate` writes texts without labels; give a `path`",
+    ),
+    (
+        load_config,
         f"{TRAIN}  - {{name: a, share: 1, generate: {{tokens: 100, prompts: template}}}}\n",
         4,
         "sources[0] (a): ",
@@ -218,6 +226,16 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "sources[0] (a): ",
         "validation must be a share of at least 0 and below 1, or a file",
     ),
+    (
+        load_config,
+        f"{LABELS}  - {{name: b, path: b.txt, share: 0}}\n",
+        1,
+        "",
+        "source 'b' is of the kind text, others have labels; one run trains one task",
+    ),
+    (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
+    (load_config, f"{LABELS}lora: {{}}\n", 1, "", "`lora` is for language models; with labels say `what`"),
+    (load_config, f"{LABELS}sharding: full\n", 1, "", "`sharding` is for language models; leave it out with"),
     (
         open_sources,
         DATA + 2 * "  - {name: a, path: a.txt}\n",

@@ -25,9 +25,10 @@ def halves(model: Any) -> torch.Tensor:
     flow = _flow(model)
     with torch.no_grad():
         model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
-        scores = flow.gating.scores
-        # The second row's scores rise above it somewhere in the middle.
-        domain_gate.threshold.fill_(float(scores[1].cummax(0).values[6].float()) - 1e-3)
+        scores = flow.gating.scores.masked_fill(mask == 0, float("-inf"))
+        # Half of what scores rise to lies above it.
+        rises = scores.cummax(1).values[mask.bool()].unique()
+        domain_gate.threshold.fill_(float(rises[len(rises) // 2 - 1 : len(rises) // 2 + 1].mean()))
         flow = _flow(model)
         model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
     return flow.on

@@ -216,7 +216,7 @@ def test_what_diverges_stops_by_its_step_and_keeps_the_last_good_checkpoint(tmp_
     [
         ({"length": 129}, "`length` is 129, the model's context 128"),
         ({"what": [4]}, "there is no operation 4"),
-        ({"attention": "no_such"}, "cannot be loaded with transformers"),
+        ({"attention": "no_such"}, "`attention` is no_such; known: eager, sdpa"),
         ({"sources": [CONFIG["sources"][0] | {"path": "absent.jsonl", "share": 1.0}]}, "absent.jsonl: no such file"),
         ({"sources": [CONFIG["sources"][0] | {"kind": "chat", "share": 1.0}]}, "has no chat template"),
     ],
