@@ -235,7 +235,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
     (load_config, f"{LABELS}lora: {{}}\n", 1, "", "`lora` is for language models; with labels say `what`"),
-    (load_config, f"{LABELS}sharding: full\n", 1, "", "`sharding` is for language models; leave it out with"),
+    (
+        load_config,
+        f"{LABELS}cross_entropy: chunked\n",
+        1,
+        "",
+        "`cross_entropy` is for language models; leave it out with",
+    ),
     (
         open_sources,
         DATA + 2 * "  - {name: a, path: a.txt}\n",
