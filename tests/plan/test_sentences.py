@@ -240,7 +240,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         f"{LABELS}cross_entropy: chunked\n",
         1,
         "",
-        "`cross_entropy` is for language models; leave it out with",
+        "`cross_entropy` is for language models; leave it",
     ),
     (
         open_sources,
