@@ -35,11 +35,13 @@ def verdict(row: dict[str, Any]) -> str:
         return ""
     if share["half"] is None:
         return f"{share['seeds']} seed{'s' * (share['seeds'] > 1)}: not judged"
-    # Seed by seed: the range that both frontiers cover differs from seed to seed, and with it what each forgets.
-    clear = share["mean"] + share["half"] < 1.0 and row["apart"]["mean"] + row["apart"]["half"] < 0.0
+    mine, theirs = row["forgets"]
+    overlap = mine["mean"] + mine["half"] >= theirs["mean"] - theirs["half"]
+    # What each forgets differs from seed to seed with the range that both frontiers cover; the difference does less.
+    apart = row["apart"]["mean"] + row["apart"]["half"] < 0.0
     wrong = [
         *([f"{share['mean']:.2f} of it"] if share["mean"] > SHARE else []),
-        *([] if clear else ["not told apart"]),
+        *(["intervals overlap" + (", though the difference seed by seed is clear of 0" if apart else "")] * overlap),
         *([f"new loss {reach['mean']:+.3f}"] if reach["mean"] > GIVEN_AWAY else []),
     ]
     return f"no: {', '.join(wrong)}" if wrong else "yes"
@@ -106,16 +108,17 @@ def page(found: dict[str, Any], name: str) -> str:
         "",
         "The same method with recalled text and the base as teacher beside itself with original text of another kind"
         " replayed: what each forgets (original loss above the base's) at equal new loss, the first's part of the"
-        f" second's, the difference of their lowest new losses. Asked for: a part of at most {SHARE:g}, the difference"
-        f" seed by seed clear of 0 over three seeds, no new loss given away beyond {GIVEN_AWAY:g}.",
+        f" second's, the difference of their lowest new losses. Asked for: a part of at most {SHARE:g}, intervals clear"
+        f" of each other over three seeds, no new loss given away beyond {GIVEN_AWAY:g}.",
         "",
         *table(
-            ("method", "recalled", "replayed", "part", "lowest new loss", "seeds", "as asked"),
+            ("method", "recalled", "replayed", "part", "difference", "lowest new loss", "seeds", "as asked"),
             [
                 (
                     labels[row["method"]],
                     *(interval(each) for each in row["forgets"]),
                     interval(row["share"]),
+                    interval(row["apart"], signed=True),
                     interval(row["reach"], signed=True),
                     "" if row["reach"] is None else str(row["reach"]["seeds"]),
                     verdict(row),
