@@ -15,10 +15,10 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
+from surgeon.evaluate.cells import ratio_cell
 from surgeon.evaluate.sources import open_sources
 
 if TYPE_CHECKING:
-    from surgeon.data.scoring import Ratio
     from surgeon.evaluate.labels import LabelEvaluation
     from surgeon.evaluate.models import Evaluation, SourceScores
 
@@ -138,9 +138,9 @@ def evaluation_view(evaluation: Evaluation | LabelEvaluation) -> RenderableType:
             cells = [
                 Text(found.source if found is first else "", style="bold"),
                 Text(printable(row.model)),
-                _cell(found.loss, ".4f"),
-                _cell(found.perplexity, ".4g"),
-                _cell(found.bits_per_byte, ".4f"),
+                ratio_cell(found.loss, ".4f"),
+                ratio_cell(found.perplexity, ".4g"),
+                ratio_cell(found.bits_per_byte, ".4f"),
                 Text(f"{found.accuracy.value:.1%}"),
             ]
             table.add_row(*cells, *([_difference_cell(found)] if compared else []))
@@ -150,13 +150,6 @@ def evaluation_view(evaluation: Evaluation | LabelEvaluation) -> RenderableType:
     )
     notes = f"{sizes}; windows of at most {evaluation.length:,} tokens; [ ] 95 % confidence, over documents"
     return Group(table, Text(), Text(notes, style="dim"))
-
-
-def _cell(found: Ratio, form: str) -> Text:
-    text = Text(f"{found.value:{form}}")
-    if found.interval is not None:
-        text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
-    return text
 
 
 def _difference_cell(found: SourceScores) -> Text:

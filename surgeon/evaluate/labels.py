@@ -19,6 +19,7 @@ from surgeon.data.judging import Judged, judge
 from surgeon.data.scoring import Ratio, difference
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
+from surgeon.evaluate.cells import ratio_cell
 from surgeon.evaluate.models import LONGEST, Candidate, as_data, number_of
 from surgeon.models.encoders import load_encoder, positions_of
 from surgeon.models.load import CLASSIFIER
@@ -204,20 +205,13 @@ def labels_view(evaluation: LabelEvaluation) -> RenderableType:
             cells = [
                 Text(found.source if found is first else "", style="bold"),
                 Text(printable(name)),
-                _cell(found.loss, ".4f"),
-                _cell(found.accuracy, ".1%"),
+                ratio_cell(found.loss, ".4f"),
+                ratio_cell(found.accuracy, ".1%"),
                 Text("" if found.f1 is None else f"{found.f1:.3f}"),
                 Text("" if found.matthews is None else f"{found.matthews:.3f}"),
             ]
             changed = found.accuracy_difference
-            table.add_row(*cells, *([Text() if changed is None else _cell(changed, "+.1%")] if compared else []))
+            table.add_row(*cells, *([Text() if changed is None else ratio_cell(changed, "+.1%")] if compared else []))
     sizes = ", ".join(f"{found.source} {found.examples:,} texts" for found in evaluation.models[0][1])
     notes = f"{sizes}; at most {evaluation.length:,} tokens of each; [ ] 95 % confidence, over texts"
     return Group(table, Text(), Text(notes, style="dim"))
-
-
-def _cell(found: Ratio, form: str) -> Text:
-    text = Text(f"{found.value:{form}}")
-    if found.interval is not None:
-        text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
-    return text
