@@ -58,7 +58,7 @@ def kind_of(given: str) -> Kind:
     path = Path(given)
     try:
         if path.is_dir():
-            return _folder_kind({entry.name for entry in os.scandir(path)})
+            return _folder_kind({entry.name for entry in path.iterdir()})
         if not os.path.lexists(path):
             # A name of two parts may be a path or the Hub's; only one that cannot be the Hub's is surely a path.
             return NAME if _HUB_OR_PLAN.fullmatch(given) else NEW

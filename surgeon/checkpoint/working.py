@@ -214,7 +214,9 @@ class WorkFolder:
 
     def clear(self, but: Collection[str | None] = ()) -> None:
         """Remove everything but the lock and the files `but`. Raises OSError."""
-        for entry in list(os.scandir(self.path)):
+        with os.scandir(self.path) as entries:
+            there = list(entries)
+        for entry in there:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             elif entry.name not in (LOCK_FILE, *but):

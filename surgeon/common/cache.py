@@ -77,7 +77,12 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _prune(folder: Path, most: int) -> None:
-    held = [(entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(folder)]
+    held: list[tuple[os.stat_result, str]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            # Another writer may have renamed or removed it since it was listed.
+            with contextlib.suppress(FileNotFoundError):
+                held.append((entry.stat(follow_symlinks=False), entry.path))
     held.sort(key=lambda each: each[0].st_mtime_ns, reverse=True)
     total = 0
     for number, (found, path) in enumerate(held, 1):

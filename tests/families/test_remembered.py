@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,22 @@ def test_the_oldest_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache.read_entry(tmp_path / "a", "5") is None
     cache.write_entry(tmp_path / "a", "6", b"x" * 9)
     assert not (tmp_path / "a" / "6").exists()
+
+
+def test_another_writers_entry_may_go_while_they_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, or two threads of one, keep entries at a time: what was listed may be renamed since."""
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def listed(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with real(folder) as entries:
+            there = sorted(entries, key=lambda entry: entry.name)
+            (folder / "0").unlink(missing_ok=True)
+            yield iter(there)
+
+    for number in range(4):
+        cache.write_entry(tmp_path, str(number), b"x", most=9)
+        os.utime(tmp_path / str(number), (number, number))
+    monkeypatch.setattr(cache.os, "scandir", listed)
+    cache.write_entry(tmp_path, "4", b"x", most=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
