@@ -37,7 +37,7 @@ def verdict(row: dict[str, Any]) -> str:
         return f"{share['seeds']} seed{'s' * (share['seeds'] > 1)}: not judged"
     mine, theirs = row["forgets"]
     overlap = mine["mean"] + mine["half"] >= theirs["mean"] - theirs["half"]
-    # What each forgets differs from seed to seed with the range that both frontiers cover; the difference does less.
+    # What each forgets differs from seed to seed with the text that is drawn; the difference does less.
     apart = row["apart"]["mean"] + row["apart"]["half"] < 0.0
     wrong = [
         *([f"{share['mean']:.2f} of it"] if share["mean"] > SHARE else []),
@@ -55,11 +55,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> li
 
 def page(found: dict[str, Any], name: str) -> str:
     """All that the study found so far."""
-    budget, start = found["budget"], found["start"]
-    rows = [row for row in found["rows"] if row["best"] is not None]
-    runs = sum(len(row["points"]) for row in rows)
     labels = {row["method"]: row["label"].removesuffix(f", {row['remedy']}") for row in found["rows"]}
-    untried = [labels[method] for method in labels if method not in {row["method"] for row in rows}]
+    sections = (head(found, name), methods(found, labels), remedies(found, labels), claims(found))
+    return "\n".join(line for section in sections for line in (*section, ""))
+
+
+def head(found: dict[str, Any], name: str) -> list[str]:
+    """What was measured, and what it says in a sentence."""
+    budget, start = found["budget"], found["start"]
+    runs = sum(len(row["points"]) for row in found["rows"])
     lines = [
         f"# Learning without forgetting on {found['base']}",
         "",
@@ -71,15 +75,18 @@ def page(found: dict[str, Any], name: str) -> str:
         "",
         *([found["first"], ""] if found["first"] else []),
         found["advice"],
-        "",
-        *(
-            [
-                f"**Not complete**: {len(found['missing'])} rows or seeds miss runs, which the command makes.",
-                "",
-            ]
-            if found["missing"]
-            else []
-        ),
+    ]
+    if found["missing"]:
+        missing = len(found["missing"])
+        lines += ["", f"**Not complete**: {missing} rows or seeds miss runs, which the command makes."]
+    return lines
+
+
+def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
+    """Each row's best run, and how its frontier lies beside full fine-tuning's."""
+    rows = [row for row in found["rows"] if row["best"] is not None]
+    untried = [labels[method] for method in labels if method not in {row["method"] for row in rows}]
+    lines = [
         "## Methods",
         "",
         "Each method's run with the smallest sum of both losses; what it forgets beside full fine-tuning with the same"
@@ -102,8 +109,13 @@ def page(found: dict[str, Any], name: str) -> str:
             ],
             1,
         ),
-        "",
-        *([f"No run yet: {', '.join(untried)}.", ""] if untried else []),
+    ]
+    return [*lines, "", f"No run yet: {', '.join(untried)}."] if untried else lines
+
+
+def remedies(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
+    """Each method with one remedy beside itself with the other."""
+    return [
         "## Remedies",
         "",
         "The same method with recalled text and the base as teacher beside itself with original text of another kind"
@@ -127,7 +139,12 @@ def page(found: dict[str, Any], name: str) -> str:
             ],
             1,
         ),
-        "",
+    ]
+
+
+def claims(found: dict[str, Any]) -> list[str]:
+    """What papers say, and what the frontiers do."""
+    return [
         "## What papers say",
         "",
         "*agrees* and *disagrees* need three seeds; fewer only point a way.",
@@ -140,9 +157,7 @@ def page(found: dict[str, Any], name: str) -> str:
             ],
             4,
         ),
-        "",
     ]
-    return "\n".join(lines)
 
 
 def main() -> None:
