@@ -49,7 +49,7 @@ def test_a_copy_of_a_new_layer_is_made_as_that_layer_was(base: CheckpointFolder)
     assert recipes[f"model.layers.4.{name}"] == recipes[f"model.layers.3.{name}"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=3))
 def test_whatever_is_inserted_the_base_stays(base: CheckpointFolder, gaps: list[list[int]]) -> None:
     """Every base tensor is there once, as a copy; names are unique; configs count the layers."""
@@ -66,7 +66,7 @@ def test_whatever_is_inserted_the_base_stays(base: CheckpointFolder, gaps: list[
     ] == types
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 200_000))
 def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -> None:
     drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))

@@ -172,7 +172,7 @@ TENSORS = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensors=TENSORS, metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2))
 def test_the_library_reads_what_we_write(tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> None:
     wanted = [(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
@@ -225,7 +225,7 @@ SOUND = raw_file(
 CHARACTERS = b'0123456789-+.eE[]{}:,"\\ ntfFB_u\x00\xff'
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.sampled_from(list(CHARACTERS))), min_size=1, max_size=4))
 def test_what_the_library_refuses_we_refuse(changes: list[tuple[int, int]]) -> None:
     content = bytearray(SOUND)
@@ -235,7 +235,7 @@ def test_what_the_library_refuses_we_refuse(changes: list[tuple[int, int]]) -> N
         assert accepted_by_the_library(bytes(content))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, len(SOUND)), st.binary(max_size=12), st.integers(0, 12))
 def test_cut_and_stuffed_files(position: int, stuffed: bytes, cut: int) -> None:
     content = SOUND[:position] + stuffed + SOUND[position + cut :]
@@ -258,7 +258,7 @@ WILD = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(WILD, st.sampled_from([0, 4, 8, 12, 16]))
 def test_wild_headers_are_judged_as_the_library_judges_them(header: dict, size: int) -> None:
     content = raw_file(header, b"0" * size)

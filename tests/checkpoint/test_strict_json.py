@@ -28,14 +28,14 @@ def refused(data: bytes, **options: int | bool) -> str:
     return message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=VALUES, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
 def test_honest_json_comes_back(value: object, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert parse_json_strict(text.encode("utf-8", "strict"), file="some.json", constants=True) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60) | st.text('{}[]",:\\u09dDeE+- ntf', max_size=60).map(str.encode))
 def test_anything_else_is_bad_input(data: bytes) -> None:
     try:

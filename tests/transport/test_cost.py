@@ -72,7 +72,7 @@ def test_row_blocks_change_nothing() -> None:
     torch.testing.assert_close(blocked, distances(source, target), rtol=1e-6, atol=0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 12), m=st.integers(1, 12), d=st.integers(1, 9), seed=st.integers(0, 99), power=st.integers(-9, 9)
 )

@@ -136,7 +136,7 @@ def test_schedule_ends_at_reg() -> None:
     assert all(first > second for first, second in itertools.pairwise(steps))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 20),
     m=st.integers(1, 20),
