@@ -31,7 +31,6 @@ from surgeon.compare.records import STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
-from surgeon.plan.plan import load_plan
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
 
@@ -195,9 +194,9 @@ def _check_place(target: Path, base: CheckpointFolder) -> None:
 def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *, trust_remote_code: bool) -> None:
     """Raise BadInput with every plan that this base does not allow."""
     wrong = []
-    for name, path in loaded.plans.items():
+    for name, plan in loaded.plans.items():
         try:
-            preview(load_plan(path), base, revision=revision, trust_remote_code=trust_remote_code)
+            preview(plan, base, revision=revision, trust_remote_code=trust_remote_code)
         except BadInput as error:
             wrong.append(f"{printable(str(loaded.source))}: method {name}: {error}")
     if wrong:

@@ -20,7 +20,9 @@ from surgeon.common.yaml import where as place_of
 from surgeon.data.documents import files_of
 from surgeon.data.sources import absent
 from surgeon.data.specs import Entry, GenerateSpec
-from surgeon.errors import BadInput, bad_input, printable
+from surgeon.errors import BadInput, Mistakes, bad_input, printable
+from surgeon.operations.domain_gate import DomainGate
+from surgeon.plan.plan import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan, shipped_studies
 from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
 from surgeon.train.outside import AttentionName
@@ -368,14 +370,20 @@ def check_rates(rates: Sequence[float], what: str = "") -> None:
 class LoadedStudy:
     """A study as read; relative paths in it start at the file's folder, those of options in the current one.
 
-    `plans` are the plan files of methods by their names.
+    `plans` are those of methods, by the methods' names.
     """
 
     config: Study
     source: Path
     lines: Mapping[Place, int]
     given: Mapping[Place, str]
-    plans: Mapping[str, Path]
+    plans: Mapping[str, LoadedPlan]
+
+    @property
+    def gated(self) -> frozenset[str]:
+        """Methods whose plan has a domain gate, which is fitted before the first step."""
+        operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
+        return frozenset(name for name, each in operations.items() if any(isinstance(op, DomainGate) for op in each))
 
     def where(self, *place: str | int) -> str:
         """How an error about a key begins: the file and line, or the option that set it."""
@@ -493,18 +501,23 @@ def _absent(loaded: LoadedStudy) -> list[str]:
     return wrong
 
 
-def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, Path]:
-    """The plan files of methods; what is no plan goes to `wrong`."""
+def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
+    """The plans of methods; what is no plan, or a wrong one, goes to `wrong`."""
     found = {}
     for number, method in enumerate(loaded.config.methods):
         if method.plan is None:
             continue
         beside = loaded.resolve(method.plan)
         try:
-            found[method.called] = beside if beside.is_file() else find_plan(method.plan)
+            path = beside if beside.is_file() else find_plan(method.plan)
         except BadInput as error:
             peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
+            continue
+        try:
+            found[method.called] = load_plan(path)
+        except BadInput as error:
+            wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
     return found
 
 

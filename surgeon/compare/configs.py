@@ -8,11 +8,14 @@ from pydantic import BaseModel
 
 from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy, Study, StudyText, study_replays
 from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
+from surgeon.errors import BadInput
 from surgeon.plan.plan import LoadedPlan, parse_plan
 
 RECALLED = "recalled"
 # Of what the base writes, held out where there is no original text to measure on.
 _RECALLED_HELD_OUT = 0.2
+# Of what is replayed, held out where a domain gate chooses its threshold by it.
+_HELD_OUT_OF_GATE = 0.1
 # The same schedule for every method: what differs is the rate.
 _OPTIMIZER: dict[str, Any] = {
     "schedule": "cosine",
@@ -36,7 +39,10 @@ def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
 def training_config(
     loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, *, rate: float, seed: int, memory: str
 ) -> dict[str, Any]:
-    """The config as plain data; `memory` is the file of what the base wrote, as the config names it."""
+    """The config as plain data; `memory` is the file of what the base wrote, as the config names it.
+
+    BadInput where a method's domain gate has no text to be fitted on.
+    """
     study = loaded.config
     optimizer: dict[str, Any] = dict(_OPTIMIZER)
     settings: dict[str, Any] = {}
@@ -54,7 +60,7 @@ def training_config(
         **settings,
         **_what(method),
         **({} if remedy.preserve is None else {"preserve": _given(remedy.preserve)}),
-        "sources": sources(loaded, remedy, memory),
+        "sources": (_gates_sources if method.called in loaded.gated else sources)(loaded, remedy, memory),
         "save_every": steps if steps <= 2 * _CHECKPOINTS else _CHECKPOINTS,
         "evaluate_every": steps,
         # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
@@ -94,6 +100,24 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
                 "validation": 0.0 if original else _RECALLED_HELD_OUT,
             }
         )
+    return found
+
+
+def _gates_sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
+    """Sources of a run that fits a domain gate: it knows the original domain by what is replayed alone.
+
+    Every original source of a training config is read by the gate, so text that is only measured may not be one.
+    """
+    found = [source for source in sources(loaded, remedy, memory) if source["role"] == NEW or source["share"] > 0]
+    originals = [source for source in found if source["role"] == ORIGINAL]
+    if not originals:
+        raise BadInput(
+            f"its domain gate is fitted on original text too, and with the remedy {remedy.name} nothing is replayed;"
+            " give the remedy `replay: {}`, or the method `remedies:` without it"
+        )
+    if all(source["validation"] == 0.0 for source in originals):
+        for source in originals:
+            source["validation"] = _HELD_OUT_OF_GATE
     return found
 
 

@@ -20,7 +20,6 @@ from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.working import write_durably
 from surgeon.common.listener import Listener
-from surgeon.common.yaml import read_text
 from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy
 from surgeon.compare.configs import (
     RECALLED,
@@ -67,7 +66,6 @@ class Course:
     asked: Asked
     records: Records
     common: str
-    plans: dict[str, str] = field(default_factory=dict)
     found: dict[Run, Record] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     grown: set[tuple[str, int]] = field(default_factory=set)
@@ -81,8 +79,6 @@ class Course:
         common = _fingerprint(asked)
         course = cls(asked, Records(asked.work), common)
         course.records.check_study(common)
-        for name, path in asked.loaded.plans.items():
-            course.plans[name] = read_text(path, what="plan")
         # What a killed call left: whole or not, it is made again.
         for name in ("runs", "grown"):
             shutil.rmtree(asked.work / name, ignore_errors=True)
@@ -274,12 +270,13 @@ class Course:
 
     def _grow_task(self, run: Run) -> Task:
         asked = self.asked
+        plan = asked.loaded.plans[run.method]
         return {
             "do": "grow",
             "method": run.method,
             "seed": run.seed,
-            "plan": self.plans[run.method],
-            "source": str(asked.loaded.plans[run.method]),
+            "plan": plan.text,
+            "source": plan.source,
             "base": asked.source,
             "revision": asked.revision,
             "to": str(self._grown(run.method, run.seed)),
@@ -326,7 +323,8 @@ class Course:
             source.pop("path")
         for key in ("micro_batch", "checkpointing", "log_every"):
             training.pop(key, None)
-        return digest([self.common, self.plans.get(run.method), training])
+        plan = self.asked.loaded.plans.get(run.method)
+        return digest([self.common, None if plan is None else plan.text, training])
 
 
 def _checked(answer: Answer, what: str) -> Answer:

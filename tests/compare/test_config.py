@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +35,6 @@ def written(folder: Path, text: str = SMALLEST, **texts: list[str | Path]) -> Lo
 
 def config_of(loaded: LoadedStudy, method: str, remedy: int = 0, rate: float = 1e-3) -> TrainConfig:
     """As `surgeon train` reads what is written for a run."""
-    import json
-
     found = next(each for each in loaded.config.all_methods if each.called == method)
     data = training_config(loaded, found, loaded.config.remedies[remedy], rate=rate, seed=2, memory="../recalled.jsonl")
     return TrainConfig.model_validate_json(json.dumps(data))
@@ -62,6 +61,22 @@ def test_by_default_the_base_writes_what_is_replayed_and_teaches(tmp_path: Path)
     assert [source.validation for source in config.sources] == [0.1, str(tmp_path / "known.jsonl"), 0.0]
     assert (config.optimizer.lr, config.optimizer.min_lr, config.optimizer.schedule) == (1e-3, 1e-4, "cosine")
     assert (config.seed, config.steps) == (2, 10)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["recalled", "replayed text"])
+def test_a_domain_gate_is_fitted_on_what_is_replayed_never_on_what_is_measured(replayed: bool, tmp_path: Path) -> None:
+    remedies = "remedies: [{name: a, replay: {source: text}}, {name: bare}]\nreplayed: [other.jsonl]\n"
+    text = SMALLEST.replace("neutral-residues", "domain-gate/layers") + (remedies if replayed else "")
+    loaded = written(tmp_path, text)
+    gated = loaded.config.all_methods[-1].called
+    config = config_of(loaded, gated)
+    assert [(source.name, source.share, source.validation) for source in config.sources] == [
+        ("new", 0.9, 0.1),
+        ("other" if replayed else "recalled", 0.1, 0.1),
+    ]
+    if replayed:
+        with pytest.raises(BadInput, match="with the remedy bare nothing is replayed; give the remedy"):
+            config_of(loaded, gated, remedy=1)
 
 
 def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
