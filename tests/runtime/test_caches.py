@@ -81,9 +81,13 @@ def test_a_ready_made_mask_dict_is_understood() -> None:
 
     model = perturbed(grafted("gemma2", both()))
     ids = tokens(2, 14)
-    parts: Any = {
+    # transformers 5.0 says `input_embeds`, and wants `cache_position`.
+    asked = inspect.signature(create_causal_mask).parameters
+    embeds = next(name for name in asked if name.endswith("_embeds"))
+    older = {"cache_position": torch.arange(14)} if embeds == "input_embeds" else {}
+    parts: Any = older | {
         "config": model.config,
-        "inputs_embeds": model.get_input_embeddings()(ids),
+        embeds: model.get_input_embeddings()(ids),
         "attention_mask": torch.ones_like(ids),
         "past_key_values": None,
         "position_ids": torch.arange(14).unsqueeze(0),
