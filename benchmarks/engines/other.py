@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
@@ -288,12 +289,116 @@ def peft(tried: Tried) -> str:
 
 
 def liger(tried: Tried) -> str:
-    """liger-kernel's patches of an existing model."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    """liger-kernel over an existing model, its rotation and its fused head with loss: one training step beside none.
 
-    model = tried.load()
-    _apply_liger_kernel_to_instance(model=model)
-    return difference(model, tried.load(), tried)
+    Without a GPU Triton's interpreter runs the kernels; it does not run those of norms and MLPs.
+    """
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    model = tried.load().train()
+    ids = torch.tensor([tried.prompts[-1]])
+    # The task's loss alone, and its gradients at what no auxiliary loss reaches otherwise.
+    right = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    right.backward()
+    before = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    full = float(model(input_ids=ids, labels=ids).loss)
+    model.zero_grad()
+    native = modeling_llama.apply_rotary_pos_emb
+    chosen = {"rope": True, "fused_linear_cross_entropy": True}
+    try:
+        apply_liger_kernel_to_llama(model=model, cross_entropy=False, rms_norm=False, swiglu=False, **chosen)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    finally:
+        modeling_llama.apply_rotary_pos_emb = native
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    apart = max(float((found[name] - grad).abs().max()) for name, grad in before.items())
+    told = f"Δ task loss {abs(float(loss - right)):.1e} of {float(right):.1f}, Δ gradient {apart:.1e}"
+    lost = full - float(right)
+    return told if abs(lost) < 1e-4 else f"{told}; the auxiliary losses, {lost:.2f} here, are left out"
+
+
+def flex_attention(tried: Tried) -> str:
+    """`attn_implementation="flex_attention"`, not compiled: a prompt, and one padded on the left, beside SDPA."""
+    torch.compiler.set_stance("force_eager")
+    try:
+        model, right = tried.load(attn_implementation="flex_attention"), tried.load()
+        ids = torch.tensor([tried.prompts[-1]])
+        mask = torch.ones_like(ids)
+        mask[:, :5] = 0
+        with torch.no_grad():
+            apart = (model(ids, attention_mask=mask).logits - right(ids, attention_mask=mask).logits)[:, 5:]
+        return f"{difference(model, right, tried)}; padded {float(apart.abs().max()):.1e}"
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def _new_alone(model: Any, tried: Tried) -> list[str]:
+    """Freeze the base, as docs/training.md says; the names of what trains."""
+    if hasattr(model, "freeze_base"):
+        return list(model.freeze_base())
+    new = set(json.loads((tried.folder / "surgery.json").read_text())["new_tensors"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in new)
+    return sorted(new)
+
+
+def _by_trl(tried: Tried, train: Callable[[Any, Any, dict[str, Any]], str]) -> str:
+    """What `train` says of a model, its tokenizer and settings, and whether the base kept its bytes."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer = tried.load(), AutoTokenizer.from_pretrained(tried.folder)
+        names = set(_new_alone(model, tried))
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        common = {"output_dir": folder, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "use_cpu": True}
+        common |= {"max_length": 24, "max_steps": 10, "logging_steps": 1, "disable_tqdm": True}
+        torch.manual_seed(0)
+        told = train(model, tokenizer, common | {"save_strategy": "no", "report_to": "none", "bf16": False})
+        moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+        kept = "the base kept its bytes" if moved <= names else f"{len(moved - names)} tensors of the base changed"
+        return f"{told}; {len(moved)} of {len(names)} new tensors moved, {kept}"
+
+
+def trl_sft(tried: Tried) -> str:
+    """Ten steps of TRL's SFTTrainer on what the surgery added."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    def train(model: Any, tokenizer: Any, common: dict[str, Any]) -> str:
+        texts = Dataset.from_list([{"text": f"a plan and a base become a checkpoint {n}"} for n in range(32)])
+        made = SFTTrainer(model=model, args=SFTConfig(**common), train_dataset=texts, processing_class=tokenizer)
+        made.train()
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        return f"loss {losses[0]:.2f} to {losses[-1]:.2f}"
+
+    return _by_trl(tried, train)
+
+
+def trl_dpo(tried: Tried) -> str:
+    """Ten steps of TRL's DPOTrainer on what the surgery added; a second copy is the reference."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    def train(model: Any, tokenizer: Any, common: dict[str, Any]) -> str:
+        pairs = Dataset.from_list(
+            [{"prompt": f"a plan {n} and", "chosen": " a base", "rejected": " no verify"} for n in range(32)]
+        )
+        made = DPOTrainer(
+            model=model,
+            ref_model=tried.load(),
+            args=DPOConfig(**common),
+            train_dataset=pairs,
+            processing_class=tokenizer,
+        )
+        made.train()
+        margins = [entry["rewards/margins"] for entry in made.state.log_history if "rewards/margins" in entry]
+        return f"margin of the chosen answer {margins[0]:.3f} to {margins[-1]:.3f}"
+
+    return _by_trl(tried, train)
 
 
 def lm_eval(tried: Tried) -> str:
@@ -352,7 +457,10 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
     "ONNX": (onnx, "onnx"),
     "mergekit linear": (mergekit, "mergekit"),
     "PEFT LoRA over it": (peft, "peft"),
-    "liger-kernel": (liger, "liger-kernel"),
+    "liger-kernel: rotation, head with loss": (liger, "liger-kernel"),
+    "flex attention, not compiled": (flex_attention, "torch"),
+    "TRL SFTTrainer": (trl_sft, "trl"),
+    "TRL DPOTrainer": (trl_dpo, "trl"),
     "lm-eval's command": (lm_eval, "lm-eval"),
     "SGLang": (sglang, "sglang"),
 }
@@ -365,10 +473,10 @@ def outcome(way: str, tried: Tried) -> str:
     try:
         return WAYS[way][0](tried)
     except ImportError as error:
-        return f"not here: `{_line(error)}`"
+        return f"not here: `{first_line(error)}`"
     except Exception as error:  # whatever it is, it is the row
         traceback.print_exc()
-        return f"fails: `{type(error).__name__}: {_line(error)}`"
+        return f"fails: `{type(error).__name__}: {first_line(error)}`"
     finally:
         signal.alarm(0)
 
@@ -377,7 +485,8 @@ def _late(_signal: int, _frame: Any) -> None:
     raise TimeoutError(f"nothing came of it in {PATIENCE} seconds")
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of a message, short and without what would end a table's cell."""
     plain = re.sub(r"\x1b\[\d*m", "", str(error))
     text = next((line.strip() for line in plain.splitlines() if line.strip()), type(error).__name__)
     return text.replace("|", "\\|")[:240]

@@ -279,10 +279,10 @@ class ExpertRules(GraftRules):
         found: Experts = surgery.of[self.name]
         return found.router_loss.task_id > 0
 
-    def crosses(self, surgery: Surgery) -> bool:
-        """The router's distribution does."""
+    def crosses(self, surgery: Surgery) -> int | None:
+        """The router's layer, whose distribution does."""
         found: Experts = surgery.of[self.name]
-        return found.router is not None
+        return None if found.router is None else found.router.layer
 
 
 def _check_columns(router: RouterSpec) -> None:

@@ -181,6 +181,7 @@ class GateRules(GraftRules):
         """In training the batch says which tokens are new."""
         return True
 
-    def crosses(self, surgery: Surgery) -> bool:
-        """Its decision does."""
-        return True
+    def crosses(self, surgery: Surgery) -> int:
+        """Its layer, whose decision does."""
+        found: Gates = surgery.of[self.name]
+        return found.gate.layer

@@ -36,8 +36,12 @@ class PrefixCache(CacheLayerMixin):
         """Nothing to prepare."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Never called by a layer of the model."""
-        raise NotImplementedError
+        """Never called by a layer of the model that runs. Raises NotImplementedError."""
+        raise NotImplementedError(
+            "a layer writes keys where the cache has no place for them: this model's forward runs more layers than "
+            "config.num_hidden_layers says, so its first layers cannot draft for it (`assistant_early_exit`); use "
+            "another draft model"
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As a layer that keeps everything."""

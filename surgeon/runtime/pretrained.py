@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from .losses import Flow
 from .newborn import Newborn
@@ -114,12 +115,16 @@ class UpcycledBase(UpcycledPreTrained):
     def crossing(self, flow: Flow | None, given: Mapping[str, Any]) -> tuple[list[Any], Flow | None]:
         """A forward begins: the grafts that cross layers, opened, and the flow that goes to all layers, if one does.
 
-        `given` are the forward's arguments by name.
+        `given` are the forward's arguments by name. For drafts by a model's first layers transformers lowers the
+        config's `num_hidden_layers`; what begins above them takes no part.
         """
         if self.grafts_off:
             _check_kept_nothing(given.get("past_key_values"))
             return [], Flow(off=True)
-        found = [graft for graft in self.surgery.rules if graft.crosses(self.surgery)]
+        self._make_room_for_twins(given.get("past_key_values"))
+        depth = self.config.num_hidden_layers
+        firsts = ((graft, graft.crosses(self.surgery)) for graft in self.surgery.rules)
+        found = [graft for graft, first in firsts if first is not None and first < depth]
         if flow is None and found:
             flow = Flow()
         if flow is not None:
@@ -130,6 +135,34 @@ class UpcycledBase(UpcycledPreTrained):
             for graft in found:
                 graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
         return found, flow
+
+    def _make_room_for_twins(self, cache: Any) -> None:
+        """Give a cache made for the first layers alone the places of their twins, which lie behind all layers'.
+
+        Raises ValueError for a kind of cache that cannot be lengthened.
+        """
+        depth, surgery = self.config.num_hidden_layers, self.surgery
+        if cache is None or depth >= surgery.layers or getattr(cache, "layer_class_to_replicate", None) is not None:
+            return
+        twins = {branch: home for branch, home in surgery.homes.items() if home < depth}
+        held = cache.layers
+        if len(held) > max(twins, default=-1):
+            return
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"the {type(cache).__name__} has {len(held)} places, but expanded twins of the first {depth} layers "
+                f"have theirs up to {max(twins) + 1}; pass a DynamicCache, or a cache made while "
+                f"config.num_hidden_layers is {surgery.layers}"
+            )
+        whole = copy.copy(self.config)
+        whole.num_hidden_layers = surgery.layers
+        empty = DynamicCache(config=whole).layers
+        for index in range(len(held), max(twins) + 1):
+            # Between them nothing is kept, which an empty layer of keys and values would not bear in all that is done
+            # to a cache.
+            held.append(empty[index] if index in twins else PrefixCache("", held[0]))
+            if index in twins and getattr(held[twins[index]], "record_past", False):
+                held[index].activate_past_recording()
 
 
 def _check_kept_nothing(cache: Any) -> None:

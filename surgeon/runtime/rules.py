@@ -113,9 +113,9 @@ class GraftRules:
         """Whether it has a loss that needs `domain_ids`."""
         return False
 
-    def crosses(self, surgery: Surgery) -> bool:
-        """Whether in every forward something of it crosses layers."""
-        return False
+    def crosses(self, surgery: Surgery) -> int | None:
+        """The first layer from which, in every forward, something of it crosses to others; None: nothing does."""
+        return None
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
         """What its `Graft` takes from other parts, as (key, module, name), and gets as a mapping; None: takes none."""

@@ -239,6 +239,7 @@ class StatesRules(GraftRules):
         mixture: MixtureSpec = surgery.of[self.name].mixture
         return mixture.balance_weight > 0 and mixture.top_k > 0
 
-    def crosses(self, surgery: Surgery) -> bool:
-        """The bank does."""
-        return True
+    def crosses(self, surgery: Surgery) -> int:
+        """The first site's layer: the bank is all sites'."""
+        found: States = surgery.of[self.name]
+        return min(layer for layer, _ in found.sites)

@@ -107,6 +107,8 @@ def test_it_is_the_tokenizer_itself(tmp_path: Path, capfd: pytest.CaptureFixture
 
     add_tokenizer(tmp_path, template=CHAT_TEMPLATE)
     plain = AutoTokenizer.from_pretrained(tmp_path)
+    # What older libraries say of a vocabulary with holes when it is saved.
+    capfd.readouterr()
     (first, _), (second, _) = open_tokenizer(tmp_path), open_tokenizer(tmp_path)
     assert first is not None
     assert second is not None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, StaticCache
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from tests import tiny
-from tests.runtime.grafting import both, control, every_graft_in, grafted, perturbed, states, tokens
+from tests.runtime.grafting import both, control, every_graft_in, everything, gate, grafted, perturbed, states, tokens
 
 NEW_TOKENS = 4
 
@@ -78,9 +81,13 @@ def test_a_ready_made_mask_dict_is_understood() -> None:
 
     model = perturbed(grafted("gemma2", both()))
     ids = tokens(2, 14)
-    parts: Any = {
+    # transformers 5.0 says `input_embeds`, and wants `cache_position`.
+    asked = inspect.signature(create_causal_mask).parameters
+    embeds = next(name for name in asked if name.endswith("_embeds"))
+    older = {"cache_position": torch.arange(14)} if embeds == "input_embeds" else {}
+    parts: Any = older | {
         "config": model.config,
-        "inputs_embeds": model.get_input_embeddings()(ids),
+        embeds: model.get_input_embeddings()(ids),
         "attention_mask": torch.ones_like(ids),
         "past_key_values": None,
         "position_ids": torch.arange(14).unsqueeze(0),
@@ -98,3 +105,41 @@ def test_recorded_outputs() -> None:
     assert len(out.hidden_states) == 6 + 1
     model.set_attn_implementation("eager")
     assert len(model(tokens(), output_attentions=True).attentions) == model.config.num_hidden_layers
+
+
+# What each graft has above and below so many first layers: twins of some layers, of all, none of what crosses layers.
+DRAFTS = (
+    (everything(), (1, 3, 6)),
+    (states(layers=(2, 5), inference_routing="prefix_mean", top_k=1), (1, 3)),
+    (gate(), (1, 2)),
+)
+
+
+# Windows of every second layer in gemma2, of every layer in mistral, none in llama.
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_drafts_by_the_first_layers(family: str) -> None:
+    base, ids = tiny.model(family), tokens(1, 14)
+    # transformers 5.0 itself cannot: its two classes disagree on their arguments.
+    drafts = "kwargs" in inspect.signature(EarlyExitCandidateGenerator.get_candidates).parameters
+    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    for surgery, depths in DRAFTS:
+        model = perturbed(grafted(family, surgery, base=base))
+        right = model.generate(ids, **how)
+        for depth in depths:
+            if drafts:
+                assert torch.equal(model.generate(ids, assistant_early_exit=depth, **how), right)
+            # As transformers makes a model of its first layers.
+            model.config.num_hidden_layers = depth
+            whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
+            parts = [model(some, past_key_values=cache).logits for some in ids.split((9, 1, 1, 1, 2), dim=1)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=1e-4)
+            model.config.num_hidden_layers = model.surgery.layers
+            assert not torch.allclose(model(ids).logits, whole, atol=1e-3) or depth == model.surgery.trunk_layers
+
+
+def test_a_cache_without_places_for_twins_is_refused() -> None:
+    model = perturbed(grafted("llama", control()))
+    model.config.num_hidden_layers = 3
+    static = StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(ValueError, match=r"StaticCache has 3 places.* up to 7; pass a DynamicCache"):
+        model(tokens(), past_key_values=static)
