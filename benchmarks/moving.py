@@ -9,11 +9,11 @@ the same output. surgeon runs in a process whose imports are done: start-up is s
 candidates in turn. The floor of hashing is sha256 of the same bytes on all cores. Results go to
 benchmarks/results/moving*.md.
 
-`--grown`: instead, the surgeries (or those of them that are named) whose output is much larger or whose embeddings grow, each beside `cp -r` of its own
-output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more tokens. The peak of memory there is what
-`apply` adds to that of a process that has imported torch and transformers and drawn the preview (needs 40 GB). Processor
-seconds are of surgeon's child processes too, in which tokenizers run. `--beside` is another checkout of surgeon, whose
-`apply` is measured in the same rounds.
+`--grown`: instead, the surgeries (or those of them that are named) whose output is much larger or whose embeddings
+grow, each beside `cp -r` of its own output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more
+tokens. The peak of memory there is what `apply` adds to that of a process that has imported torch and transformers and
+drawn the preview (needs 40 GB). Processor seconds are of surgeon's child processes too, in which tokenizers run.
+`--beside` is another checkout of surgeon, whose `apply` is measured in the same rounds.
 """
 
 from __future__ import annotations
