@@ -66,8 +66,8 @@ class RoutedExperts(Newborn):
                 rows = (chosen == number).any(-1).nonzero().squeeze(-1)
                 made = mine[rows] * self.expert(tokens[rows], gate, up, down)
                 added = added.index_add(0, rows, made)
-        told = (each.view(*x.shape[:-1], -1) for each in (scores, chosen, weights))
-        return added.view_as(x), *told
+        scores, chosen, weights = (each.view(*x.shape[:-1], -1) for each in (scores, chosen, weights))
+        return added.view_as(x), scores, chosen, weights
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """N D to scores, N E in at least fp32, the numbers of the chosen experts and their weights, N top_k both."""
