@@ -4,8 +4,10 @@
 [--how unseen …] [--kinds SIZE] [--to FILE]` learns pieces from `--learn`, with `--keep` to stay as it is; `--old` and
 `--new` are held out. Of every text it counts the documents, and the tokens, that are what they were (a token is, where
 the grown tokenizer has the same id at the same characters), the tokens before and after, and the documents that
-decoding gives back. Loading is `AutoTokenizer.from_pretrained`, processor seconds, the best of seven in turn, of the
-base, of the grown tokenizer, and of the base with the same pieces as `added_tokens`.
+decoding gives back. Loading is processor seconds, the best of seven in turn, of the base, of the grown tokenizer, of a
+byte-level BPE that `tokenizers` itself trained on `--keep` and `--learn` to as many tokens and that nobody grew, and of
+the base with the same pieces as `added_tokens`: by `AutoTokenizer.from_pretrained`, and `tokenizers`' part of it alone,
+`Tokenizer.from_file`.
 
 `--kinds SIZE` does the same for tokenizers of the other kinds, trained here on `--keep` to so many tokens; for
 byte-level BPE of that size too. What such a tokenizer does not give back itself (WordPiece cuts white space off) is
@@ -124,17 +126,29 @@ def in_place(one: Any, other: Any) -> int:
     return (first & second).total()
 
 
-def loading(folders: Sequence[Path]) -> list[float]:
-    """The fewest processor seconds in which transformers loads each tokenizer, in turn."""
+def stock(base: Path, size: int, texts: list[str], out: Path) -> Path:
+    """A byte-level BPE of `size` tokens as `tokenizers` trains it, with the config.json of `base`."""
+    from tests import vocabularies
+
+    vocabularies.byte_level(out, size=size, texts=texts)
+    shutil.copy(base / "config.json", out / "config.json")
+    return out
+
+
+def loading(folders: Sequence[Path]) -> list[tuple[float, float]]:
+    """The fewest processor seconds in which transformers loads each tokenizer, and `tokenizers` its file, in turn."""
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    best = [float("inf")] * len(folders)
+    ways = (AutoTokenizer.from_pretrained, lambda folder: Tokenizer.from_file(str(folder / "tokenizer.json")))
+    best = [[float("inf")] * len(ways) for _ in folders]
     for _ in range(ROUNDS):
-        for nth, folder in enumerate(folders):
-            began = time.process_time()
-            AutoTokenizer.from_pretrained(folder)
-            best[nth] = min(best[nth], time.process_time() - began)
-    return best
+        for folder, found in zip(folders, best, strict=True):
+            for nth, load in enumerate(ways):
+                began = time.process_time()
+                load(folder)
+                found[nth] = min(found[nth], time.process_time() - began)
+    return [(whole, part) for whole, part in best]
 
 
 def table(shown: str, base: Path, rows: int, asked: argparse.Namespace, room: Path) -> list[str]:
@@ -164,11 +178,20 @@ def table(shown: str, base: Path, rows: int, asked: argparse.Namespace, room: Pa
             print(lines[-1], file=sys.stderr, flush=True)
         folders.append(out)
         names.append(f"`{how}`, {pieces} pieces")
+    size = len(AutoTokenizer.from_pretrained(folders[1]))
+    folders.append(stock(base, size, texts["keep"] + texts["learn"], room / f"{base.name} stock"))
+    names.append(f"never grown, {size} tokens, by `tokenizers`")
     folders.append(with_added_tokens(base, folders[1], room / f"{base.name} added"))
     names.append("the same pieces as `added_tokens`")
     seconds = loading(folders)
-    lines += ["", "| tokenizer | loading, processor s | × the base |", "|---|---|---|"]
-    lines += [f"| {name} | {each:.3f} | {each / seconds[0]:.2f} |" for name, each in zip(names, seconds, strict=True)]
+    lines += [
+        "",
+        "| tokenizer | tokenizer.json, MB | loading, processor s | × the base | of it `Tokenizer.from_file` |",
+        "|---|---|---|---|---|",
+    ]
+    for name, folder, (whole, part) in zip(names, folders, seconds, strict=True):
+        megabytes = (folder / "tokenizer.json").stat().st_size / 1e6
+        lines.append(f"| {name} | {megabytes:.2f} | {whole:.3f} | {whole / seconds[0][0]:.2f} | {part:.3f} |")
     return [*lines, ""]
 
 

@@ -1,6 +1,6 @@
 """Bytes that need not move, and bytes that must: `apply` and `revert` beside `cp`, by way and file system.
 
-    python benchmarks/moving.py --work DIR [--rounds 3] [--name ext4] [--grown]
+    python benchmarks/moving.py --work DIR [--rounds 3] [--name ext4] [--grown [OPERATION …]] [--beside CHECKOUT]
 
 Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shards) in DIR, and grafts adapters onto it:
 copied, or reflinked where DIR's file system has that; and hard-linked, with the base's digests to be found, and
@@ -9,9 +9,11 @@ the same output. surgeon runs in a process whose imports are done: start-up is s
 candidates in turn. The floor of hashing is sha256 of the same bytes on all cores. Results go to
 benchmarks/results/moving*.md.
 
-`--grown`: instead, the surgeries whose output is much larger or whose embeddings grow, each beside `cp -r` of its own
-output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more tokens. The peak of memory there is what
-`apply` adds to that of a process that has imported torch and transformers and drawn the preview (needs 40 GB).
+`--grown`: instead, the surgeries (or those of them that are named) whose output is much larger or whose embeddings
+grow, each beside `cp -r` of its own output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more
+tokens. The peak of memory there is what `apply` adds to that of a process that has imported torch and transformers and
+drawn the preview (needs 40 GB). Processor seconds are of surgeon's child processes too, in which tokenizers run.
+`--beside` is another checkout of surgeon, whose `apply` is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -80,15 +82,20 @@ def inner(what: str, base: str, out: str, operation: str = _ADAPTERS) -> None:
         if not blueprint.native:
             preflight.check_skeleton(blueprint)
     before = forget_peak()
-    began, spent = time.perf_counter(), time.process_time()
+    began, spent = time.perf_counter(), processor_seconds()
     if plan is None:
         moved = surgeon.revert(base, out, link=True).moved
     else:
         read_back = what != "trust"
         moved = surgeon.apply(plan, base, out, link=what == "link", device="cpu", read_back=read_back).moved
-    seconds = {"wall": time.perf_counter() - began, "processor": time.process_time() - spent}
+    seconds = {"wall": time.perf_counter() - began, "processor": processor_seconds() - spent}
     peak = peak_memory() - before
     print(json.dumps({**seconds, "peak": peak, "said": moved.text or f"{moved.written / 1e9:.2f} GB written"}))
+
+
+def processor_seconds() -> float:
+    """What this process has computed, and its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def forget_peak() -> int:
@@ -116,11 +123,14 @@ def command(line: str) -> Run:
     return run
 
 
-def surgery(what: str, base: Path, out: Path, cache: str, operation: str = _ADAPTERS) -> Run:
-    """surgeon, in a process of its own with this cache."""
+def surgery(
+    what: str, base: Path, out: Path, cache: str, operation: str = _ADAPTERS, checkout: Path | None = None
+) -> Run:
+    """surgeon (that of `checkout`), in a process of its own with this cache."""
 
     def run() -> Found:
         os.environ["SURGEON_CACHE"] = cache
+        os.environ["PYTHONPATH"] = str((checkout or Path(__file__).parent.parent).resolve())
         found = in_a_process(__file__, what, base, out, operation)
         return found["wall"], found["processor"], found["peak"], found["said"]
 
@@ -200,18 +210,23 @@ def tokenizer_for(base: Path) -> None:
     (base.parent / "words.txt").write_text("\n".join(words) + "\n")
 
 
-def measure_grown(work: Path, rounds: int) -> list[Measured]:
-    """Each of GROWN beside copies of its output, in turn, `rounds` times."""
+def measure_grown(work: Path, rounds: int, names: list[str], beside: Path | None) -> list[Measured]:
+    """Each of GROWN that is named (none: all) beside copies of its output, in turn, `rounds` times."""
     base, out, made = (work / name for name in ("base-1b", "out", "made"))
     tokenizer_for(base)
     found: list[Measured] = []
     for name, operation in GROWN.items():
+        if names and name.split(",")[0] not in names:
+            continue
         candidates: list[tuple[Measured, Run]] = [
             (Measured(f"surgeon apply {name}"), surgery("apply", base, made, "off", operation)),
             (Measured(f"… without reading back ({name})"), surgery("trust", base, out, "off", operation)),
             (Measured("cp -r of its output"), command(f"cp -r '{made}' '{out}'")),
             (Measured("cp -r of its output, and sync"), command(f"cp -r '{made}' '{out}' && sync '{out}'/*")),
         ]
+        if beside is not None:
+            other = surgery("apply", base, out, "off", operation, beside)
+            candidates.insert(1, (Measured(f"… by surgeon at {described(beside)}"), other))
         for _ in range(rounds):
             shutil.rmtree(made, ignore_errors=True)
             for measured, run in candidates:
@@ -223,6 +238,12 @@ def measure_grown(work: Path, rounds: int) -> list[Measured]:
         for folder in (out, made):
             shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def described(checkout: Path) -> str:
+    """The commit of a checkout."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def table(found: list[Measured]) -> str:
@@ -248,15 +269,26 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (needs 10 GB)")
     parser.add_argument("--name", default="", help="file system of DIR, for the result's name")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--grown", action="store_true", help="experts and a larger vocabulary instead")
+    parser.add_argument(
+        "--grown",
+        nargs="*",
+        choices=[name.split(",")[0] for name in GROWN],
+        help="experts and a larger vocabulary instead, or those that are named",
+    )
+    parser.add_argument("--beside", type=Path, help="with --grown: a folder with another version of surgeon")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     make_base(arguments.work / "base-1b")
-    grown = "_grown" if arguments.grown else ""
-    text = table((measure_grown if arguments.grown else measure)(arguments.work, arguments.rounds))
+    grown = "" if arguments.grown is None else "_grown"
+    text = table(
+        measure_grown(arguments.work, arguments.rounds, arguments.grown, arguments.beside)
+        if arguments.grown is not None
+        else measure(arguments.work, arguments.rounds)
+    )
     print(text)
     suffix = f"{grown}_{arguments.name}" if arguments.name else grown
-    what = "8 experts, and 33,792 more tokens" if arguments.grown else "adapters in two layers"
+    what = " and ".join(name for name in GROWN if not arguments.grown or name.split(",")[0] in arguments.grown)
+    what = what if grown else "adapters in two layers"
     title = f"# Bytes that move, 1B shape, {what}{', on ' + arguments.name if arguments.name else ''}"
     (RESULTS / f"moving{suffix}.md").write_text(f"{title}\n\n{text}\n")
 

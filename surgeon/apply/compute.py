@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surgeon.apply.finite import FiniteCheck
 from surgeon.apply.prediction import PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.draft import Blueprint, Output
@@ -140,13 +141,14 @@ class Workshop:
         except ValueError as error:
             raise BadInput(f"{printable(output.name)}: {error}") from error
         self._whole.clear()
-        if not bool(torch.isfinite(made).all()):
+        data = made.view(-1).view(torch.uint8).numpy().data
+        if not _all_finite(data, output.recipe.dtype):
             raise BadInput(
                 f"{printable(output.name)}: the new values leave the range of {output.recipe.dtype}; use a base in a"
                 " wider dtype"
             )
         self.skip(output)
-        return made.view(-1).view(torch.uint8).numpy().data
+        return data
 
     def make_in_pieces(self, output: Output) -> Iterator[memoryview]:
         """The bytes of a tensor with more rows, in order: the base's as they are, then the new ones.
@@ -539,8 +541,8 @@ def _finite(
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(raw, dtype=dtype).view(shape)
-    finite = torch.isfinite(tensor)
-    if not bool(finite.all()):
+    if not _all_finite(raw, info.dtype):
+        finite = torch.isfinite(tensor)
         at = [int(i) for i in (~finite).nonzero()[0]]
         where = [*begins, at[0] + first, *at[1:]]
         raise BadInput(
@@ -548,6 +550,13 @@ def _finite(
             f" {where}; new layers cannot be computed from it (a copy of this layer would be as broken)"
         )
     return tensor
+
+
+def _all_finite(data: bytearray | memoryview, dtype: str) -> bool:
+    """Whether all numbers are, seen on their bits: torch takes twenty times as long for bfloat16."""
+    look = FiniteCheck(dtype)
+    look(data)
+    return look.finite
 
 
 def _read_whole(recipe: Recipe) -> Iterator[str]:
@@ -573,21 +582,22 @@ def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
         yield from _networks(source)
 
 
-# Rows of embeddings in memory at once.
-_ROWS_AT_ONCE = 1024
+# Bytes of embeddings in memory at once: their rows in float64 fit a core's cache.
+_ROW_BYTES_AT_ONCE = 1 << 19
 
 
 def _extended(base: CheckpointFolder, recipe: Extended) -> Iterator[memoryview]:
     """The rows of a tensor of the base, then the mean of those named, or of all; in float64, rounded once."""
     info, count = base.tensors[recipe.of.source], recipe.of.shape[0]
     total = torch.zeros(info.shape[1:], dtype=torch.float64)
-    for begin in range(0, count, _ROWS_AT_ONCE):
-        raw, rows = _rows(base, info, begin, min(begin + _ROWS_AT_ONCE, count))
+    at_once = max(1, _ROW_BYTES_AT_ONCE * count // max(1, info.nbytes))
+    for begin in range(0, count, at_once):
+        raw, rows = _rows(base, info, begin, min(begin + at_once, count))
         total += rows.double().sum(0)
         yield memoryview(raw)
     everything = (total / count).to(stored_dtype(info.dtype))
-    for begin in range(0, len(recipe.made_of), _ROWS_AT_ONCE):
-        named = recipe.made_of[begin : begin + _ROWS_AT_ONCE]
+    for begin in range(0, len(recipe.made_of), at_once):
+        named = recipe.made_of[begin : begin + at_once]
         held = {number: _rows(base, info, number, number + 1)[1][0] for number in {n for each in named for n in each}}
         means = [_mean([held[n] for n in each]) if each else everything for each in named]
         yield torch.stack(means).view(-1).view(torch.uint8).numpy().data

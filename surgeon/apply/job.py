@@ -13,7 +13,7 @@ from surgeon._version import __version__
 from surgeon.apply.parts import ranges_of
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, Joined, PerLayer, Recipe, moved_from, numel
+from surgeon.blueprint.recipes import Copy, Extended, Joined, PerLayer, Recipe, moved_from, numel
 from surgeon.blueprint.shards import Shard, is_hole, is_unchanged, nbytes
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
@@ -128,13 +128,18 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
 
 
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
-    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`, or of their parts."""
-    return {
-        output.name: origin_in(folder, output.recipe, moved)
-        for shard in shards
-        for output in shard.outputs
-        if (moved := moved_from(output.recipe)) is not None
-    }
+    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`, or of their parts.
+
+    Of outputs that have more rows than a tensor of `folder`, where those of that tensor lie.
+    """
+    found: dict[str, Origin] = {}
+    for output in (output for shard in shards for output in shard.outputs):
+        moved = moved_from(output.recipe)
+        if moved is not None:
+            found[output.name] = origin_in(folder, output.recipe, moved)
+        elif isinstance(output.recipe, Extended):
+            found[output.name] = Origin(folder.source, folder.tensors[output.recipe.of.source], begins=True)
+    return found
 
 
 def origin_in(folder: CheckpointFolder, recipe: Recipe, moved: Copy) -> Origin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, layer_of, native_config, owner_of, with_vocabulary, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.family import OWN_CONFIG
 from surgeon.families.periods import broken_pattern
 from surgeon.families.readers import other_scale
 from surgeon.families.remembered import keep, recalled
@@ -320,9 +322,35 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = N
             dissect(blueprint.config, {info.name: info for info in planned}, own)
         except BadInput as error:
             shown = printable(anatomy.family.model_type)
-            raise BadInput(
-                f"{shown}: a model of these widths cannot be described; choose other widths: {error}"
-            ) from error
+            advice = _groups_that_fit(blueprint, anatomy) or "choose other widths"
+            why = str(error).removesuffix(f"; {OWN_CONFIG}")
+            raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
+
+
+# Groups of heads that are tried where a plan's number does not fit.
+_MOST_GROUPS = 4096
+
+
+def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
+    """Where heads were added, in a number that transformers does not take: the fewest new groups that it takes.
+
+    The rule of its classes is that heads divide the hidden size, also where the config says `head_dim`; what is named
+    was tried. Empty where nothing is known.
+    """
+    from surgeon.families.skeleton import build
+
+    sizes, config = anatomy.sizes, blueprint.config
+    if not blueprint.native or config.get("num_attention_heads") == sizes.heads:
+        return ""
+    each = sizes.heads // sizes.kv_heads
+    for groups in range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1):
+        heads = sizes.heads + groups * each
+        if sizes.hidden % heads == 0:
+            fitting = {"num_attention_heads": heads, "num_key_value_heads": sizes.kv_heads + groups}
+            with contextlib.suppress(BadInput):
+                build({**config, **fitting})
+                return f"write `groups: {groups}` in `widen_attention` ({heads} heads), the fewest that fit"
+    return ""
 
 
 def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:

@@ -20,7 +20,14 @@ from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
-from surgeon.checkpoint.ranges import compare_pieces, compare_ranges, sha256_pieces, sha256_range, zeros_sha256
+from surgeon.checkpoint.ranges import (
+    compare_beginning,
+    compare_pieces,
+    compare_ranges,
+    sha256_pieces,
+    sha256_range,
+    zeros_sha256,
+)
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.staging import Staging
 from surgeon.checkpoint.working import sync
@@ -38,17 +45,19 @@ class Origin:
     """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder.
 
     With `parts` it is copied part by part, in their order. With `pieces` its bytes are theirs, one after the other.
+    With `begins` the output begins with all of `tensor`, and has more rows behind it.
     """
 
     source: Source
     tensor: TensorInfo
     parts: PerLayer | None = None
     pieces: tuple[TensorInfo, ...] = ()
+    begins: bool = False
 
     @property
     def whole(self) -> bool:
         """Whether it is all of `tensor`, byte for byte."""
-        return self.parts is None and not self.pieces
+        return self.parts is None and not self.pieces and not self.begins
 
     @property
     def key(self) -> tuple[int, str]:
@@ -172,7 +181,12 @@ class ReadBack:
             with OpenShards() as shards:
                 for output in shard.outputs:
                     info = infos[output.name]
-                    if (origin := self._origins.get(output.name)) is not None:
+                    origin = self._origins.get(output.name)
+                    if origin is not None and origin.begins and self._compare:
+                        beginning, digests[output.name] = _compared_beginning(written, info, shards, origin)
+                        with self._lock:
+                            self._originals[origin.key] = beginning
+                    elif origin is not None and not origin.begins:
                         look = FiniteCheck(info.dtype)
                         digests[output.name] = (
                             _compared(written, info, shards, origin, look)
@@ -206,6 +220,22 @@ class ReadBack:
         return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end, look)
 
 
+def _compared_beginning(written: int, info: TensorInfo, shards: OpenShards, origin: Origin) -> tuple[str, str]:
+    """The digests of the original and of the output that begins with it."""
+    original = origin.tensor
+    found = compare_beginning(shards.of(origin), original.begin, written, info.begin, original.nbytes, info.end)
+    if found is None:
+        raise _other_bytes(info, origin)
+    return found
+
+
+def _other_bytes(info: TensorInfo, origin: Origin) -> PromiseBroken:
+    return PromiseBroken(
+        f"{printable(info.name)} ({info.file}): what was read back is not what {printable(origin.tensor.name)}"
+        " holds; disk failing, or the base changed meanwhile?"
+    )
+
+
 def _compared(written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
     original = origin.tensor
     if origin.whole:
@@ -213,8 +243,5 @@ def _compared(written: int, info: TensorInfo, shards: OpenShards, origin: Origin
     else:
         digest = compare_pieces(shards.read(origin), written, info.begin, look)
     if digest is None:
-        raise PromiseBroken(
-            f"{printable(info.name)} ({info.file}): what was read back is not what {printable(original.name)}"
-            " holds; disk failing, or the base changed meanwhile?"
-        )
+        raise _other_bytes(info, origin)
     return digest

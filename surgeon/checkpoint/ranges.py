@@ -81,6 +81,28 @@ def compare_ranges(
     One pass over both; `look` gets the bytes piece by piece. Raises BadInput when a file ends early.
     """
     digest = hashlib.sha256()
+    same = _same(fd, begin, other_fd, other_begin, count, digest.update, look)
+    return digest.hexdigest() if same else None
+
+
+def compare_beginning(
+    fd: int, begin: int, other_fd: int, other_begin: int, count: int, end: int
+) -> tuple[str, str] | None:
+    """Hex sha256 of `count` bytes at `begin`, and of the other file's bytes from `other_begin` to `end`.
+
+    None where these do not begin with those. One pass over both. Raises BadInput when a file ends early.
+    """
+    digest = hashlib.sha256()
+    if not _same(fd, begin, other_fd, other_begin, count, digest.update, _no_look):
+        return None
+    beginning = digest.hexdigest()
+    for piece in pieces_of(other_fd, other_begin + count, end, _CHUNK):
+        digest.update(piece)
+    return beginning, digest.hexdigest()
+
+
+def _same(fd: int, begin: int, other_fd: int, other_begin: int, count: int, *looks: Look) -> bool:
+    """Whether two files hold the same `count` bytes; each of `looks` gets them piece by piece."""
     size = min(_CHUNK, count)
     ours, theirs = bytearray(size), bytearray(size)
     while count:
@@ -90,11 +112,11 @@ def compare_ranges(
         fill(fd, ours, begin)
         fill(other_fd, theirs, other_begin)
         if ours != theirs:
-            return None
-        digest.update(ours)
-        look(ours)
+            return False
+        for look in looks:
+            look(ours)
         begin, other_begin, count = begin + size, other_begin + size, count - size
-    return digest.hexdigest()
+    return True
 
 
 def sha256_pieces(pieces: Iterable[memoryview], look: Look = _no_look) -> str:

@@ -197,8 +197,12 @@ def _grown_json(
     return _into_values(read.text, inserting)
 
 
+# One for a hundred thousand entries: json.dumps makes one for each.
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return _ENCODER.encode(value)
 
 
 def _members_text(entries: Mapping[str, int]) -> list[str]:

@@ -96,6 +96,11 @@ class Tokenizer:
         found: dict[str, int] = self._ask("words", list(texts))
         return found
 
+    def cut(self, texts: Sequence[str]) -> list[list[str]]:
+        """What each text is cut into before the model sees it, as `words` writes it. Only where `is_fast`."""
+        found: list[list[str]] = self._ask("cut", list(texts))
+        return found
+
     def pieces(self, words: Sequence[str]) -> list[list[int]]:
         """The tokens that the model makes of words as `words` gives them. Only where `is_fast`."""
         return _cut(self._ask("pieces", list(words)))
@@ -361,6 +366,8 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
         case "words", [texts]:
             backend = tokenizer.backend_tokenizer
             return b"j", json.dumps(Counter(word for text in texts for word in _words(backend, text))).encode()
+        case "cut", [texts]:
+            return b"j", json.dumps([_words(tokenizer.backend_tokenizer, text) for text in texts]).encode()
         case "pieces", [words]:
             model = tokenizer.backend_tokenizer.model
             return b"i", _joined([[piece.id for piece in model.tokenize(word)] for word in words])

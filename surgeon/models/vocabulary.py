@@ -40,6 +40,10 @@ How = Literal["unseen", "appended", "non_ascii"]
 # Characters that are asked of a tokenizer at once, and of a text on which is measured what a growth makes of it.
 _AT_ONCE = 1 << 20
 _MEASURED = 1 << 21
+# Words of a list that are asked of a tokenizer at once.
+_WORDS_AT_ONCE = 4096
+# Words of a list that are tokens already and are named in one line.
+_NAMED = 20
 # A piece of a vocabulary is a word at most.
 _LONGEST = 64
 # What a new piece of a Unigram is better by than the pieces that it is made of.
@@ -328,23 +332,52 @@ def _asked(old: _Old, tokenizer: Tokenizer, wanted: Sequence[str]) -> _New:
     """The tokens that make whole words: with BPE also those on the way to them."""
     new = _New()
     maker = _Maker(old, new, lambda _pair, _content: True)
-    for nth, text in enumerate(wanted):
+    cut = list(_cut(tokenizer, wanted))
+    _check_new(old, cut)
+    for nth, (text, found, ids) in enumerate(cut):
         shown = f"`tokens` {nth} ({printable(repr(text), 60)})"
         if not text.strip():
             raise BadInput(f"{shown}: empty; write a word, with the space before it where it has one")
-        if text in old.taken:
-            raise BadInput(f"{shown}: already a token; leave it out")
-        found = list(tokenizer.words([text]))
         if len(found) != 1:
             raise BadInput(
                 f"{shown}: the tokenizer cuts it into {', '.join(printable(repr(word), 30) for word in found[:4])}"
                 " before it looks for tokens, so it cannot be one; give its parts"
             )
         word = found[0]
-        if word in old.taken or word in new.contents:
+        if word in new.contents:
             raise BadInput(f"{shown}: already a token ({printable(repr(word), 60)}); leave it out")
-        _add_word(maker, word, tokenizer.pieces([word])[0], shown)
+        _add_word(maker, word, ids, shown)
     return new
+
+
+def _check_new(old: _Old, cut: Sequence[tuple[str, list[str], list[int]]]) -> None:
+    """BadInput that names every text of a list that is a token already, so that one edit leaves all of them out."""
+    there = [
+        nth
+        for nth, (text, found, _) in enumerate(cut)
+        if text.strip() and (text in old.taken or (len(found) == 1 and found[0] in old.taken))
+    ]
+    if not there:
+        return
+    text, found, _ = cut[there[0]]
+    shown = f"`tokens` {there[0]} ({printable(repr(text), 60)}): already a token"
+    if text not in old.taken:
+        shown += f" ({printable(repr(found[0]), 60)})"
+    if len(there) == 1:
+        raise BadInput(f"{shown}; leave it out")
+    others = ", ".join(f"{nth} ({printable(repr(cut[nth][0]), 30)})" for nth in there[1 : 1 + _NAMED])
+    more = f" and {len(there) - 1 - _NAMED} more" if len(there) > 1 + _NAMED else ""
+    raise BadInput(f"{shown}, and so are {others}{more}; leave these {len(there)} out")
+
+
+def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list[str], list[int]]]:
+    """Each text, what it is cut into, and the tokens of that where it is one word."""
+    for begin in range(0, len(texts), _WORDS_AT_ONCE):
+        part = texts[begin : begin + _WORDS_AT_ONCE]
+        cut = tokenizer.cut(part)
+        pieces = iter(tokenizer.pieces([found[0] for found in cut if len(found) == 1]))
+        for text, found in zip(part, cut, strict=True):
+            yield text, found, next(pieces) if len(found) == 1 else []
 
 
 def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:

@@ -128,7 +128,7 @@ class UpcycleExperts(Operation):
             ge=0,
             le=10,
             description="coefficient of the loss that spreads tokens over experts (router_aux_loss_coef); default:"
-            " 0.01 where the class has one",
+            " 0.01 where the class has one, and beside the MLP",
         ),
     ] = None
     target: Annotated[
@@ -199,11 +199,9 @@ class UpcycleExperts(Operation):
     def _as_grafts(self, draft: Draft, dense: Dense, mixture: Mixture, number: int) -> OperationRecord:
         """Routed experts beside every MLP, by modules that ship with the weights."""
         model_type = printable(str(draft.config.get("model_type")))
-        if self.balance:
-            raise BadInput(
-                f"`balance`: no class of transformers holds this {model_type} with experts, and the modules that do"
-                " have no balancing loss; leave it out"
-            )
+        balance = _BALANCE if self.balance is None else self.balance
+        if balance:
+            draft.settings["routed_loss"] = {"balance": balance}
         made = routed_tensors(dense, mixture)
         entry = {"experts": mixture.count, "size": dense.width // mixture.segments, "top_k": mixture.chosen}
         for index in select_sites(draft, "all", FFN):
@@ -211,6 +209,7 @@ class UpcycleExperts(Operation):
             tensors = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
             layer.grafts.append(Graft("routed_experts", dict(entry), tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
+        alone += self._amended_by(balance)
         return OperationRecord(
             op=self.op,
             matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
@@ -240,8 +239,12 @@ class UpcycleExperts(Operation):
         """What the plan did not ask for, and training needs."""
         if mixture.chosen == 1 and not target.balanced:
             return "; weights are not renormalised (norm_topk_prob: false), else the router would get no gradient"
-        if self.balance is None and mixture.balance:
-            return f"; a balancing loss of {mixture.balance:g} is on, by which routers learn from the first step"
+        return self._amended_by(mixture.balance)
+
+    def _amended_by(self, balance: float) -> str:
+        """What is said of a balancing loss that the plan did not ask for."""
+        if self.balance is None and balance:
+            return f"; a balancing loss of {balance:g} is on, by which routers learn from the first step"
         return ""
 
     def _claim(self, target: Target, dense: Dense) -> Claim:

@@ -29,11 +29,15 @@ class WidenAttention(Operation):
 
     papers: ClassVar[tuple[Paper, ...]] = (COMPOSABLE,)
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: new heads alone", lr=2e-4)
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"groups": 1}, {"groups": 2})
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"groups": 1}, {"groups": "double"})
 
     op: Literal["widen_attention"]
     groups: Annotated[
-        int, Field(ge=1, le=4096, description="new key-value heads, each with as many query heads as there are to one")
+        Annotated[int, Field(ge=1, le=4096)] | Literal["double"],
+        Field(
+            description="new key-value heads, each with as many query heads as there are to one; `double`: as many as"
+            " there are"
+        ),
     ] = 1
     init: Annotated[
         str,
@@ -55,7 +59,8 @@ class WidenAttention(Operation):
                 " as they are is known of the model types that surgeon describes alone"
             )
         each = sizes.heads // sizes.kv_heads
-        narrow = self.groups * sizes.head_dim
+        groups = sizes.kv_heads if self.groups == "double" else self.groups
+        narrow = groups * sizes.head_dim
         wide = narrow * each
         rows: dict[Role, int] = {"query": wide, "key": narrow, "value": narrow, "output": wide}
         for index, layer in enumerate(draft.layers):
@@ -63,7 +68,7 @@ class WidenAttention(Operation):
             parts = parts_with(draft, index, (*_READING, "output"))
             more = {role: self._pieces(draft, number, index, parts, role, count) for role, count in rows.items()}
             layer.rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
-        heads, kv_heads = sizes.heads + self.groups * each, sizes.kv_heads + self.groups
+        heads, kv_heads = sizes.heads + groups * each, sizes.kv_heads + groups
         # Without `head_dim` a class would divide the hidden size by the heads.
         draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
         return OperationRecord(

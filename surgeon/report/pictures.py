@@ -12,7 +12,7 @@ from surgeon.report.files import save_picture
 from surgeon.report.findings import Findings
 from surgeon.report.history import History
 from surgeon.report.page.stack import origin_words
-from surgeon.report.routing_record import RouterPlace, RoutingReport
+from surgeon.report.routing_record import RouterPlace, RoutingReport, TextChoices
 
 _ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
 
@@ -29,6 +29,9 @@ def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
     if routing is not None and routing.sites:
         for nth, name in enumerate(routing.texts):
             drawn[f"control-states-{nth}"] = _states(routing, name)
+    for nth, (name, text) in enumerate(routing.texts.items() if routing is not None else ()):
+        if text.experts:
+            drawn[f"experts-{nth}"] = _experts(name, text)
     if routing is not None and routing.gates:
         drawn["gates"] = _gates(routing)
     if findings.curves:
@@ -78,6 +81,13 @@ def _states(routing: RoutingReport, name: str) -> Any:
     names = [f"{layer}.{kind}" for layer, kind in routing.sites]
     rows = [list(row) for row in routing.texts[name].states]
     return _matrix(f"control states chosen on {_plain(name)}", names, names, rows)
+
+
+def _experts(name: str, text: TextChoices) -> Any:
+    count = max(len(found.tokens) for found in text.experts.values())
+    rows = [[*found.tokens, *[float("nan")] * (count - len(found.tokens))] for found in text.experts.values()]
+    title = f"routed experts: share of tokens of {_plain(name)}"
+    return _matrix(title, list(text.experts), [str(expert) for expert in range(count)], rows)
 
 
 def _gates(routing: RoutingReport) -> Any:

@@ -15,7 +15,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model, running
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.report.routing_record import GateChoices, RouterChoices, RouterPlace, Site, TextChoices
+from surgeon.report.routing_record import ExpertChoices, GateChoices, RouterChoices, RouterPlace, Site, TextChoices
 
 # How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
 _EXAMPLES = 256
@@ -65,6 +65,8 @@ class Observer:
         self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
         self._gates: dict[str, list[Tensor]] = {}
         self._loudness: dict[str, list[Tensor]] = {}
+        # Of routed experts by layer: how many tokens took each, and the sum of its weights.
+        self._experts: dict[str, tuple[Tensor, Tensor]] = {}
         for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
             self._observe(str(layer), module)
             if layer in surgery.homes.values():
@@ -73,13 +75,16 @@ class Observer:
     @property
     def chooses(self) -> bool:
         """Whether the model has routers or gates."""
-        return bool(self.router or self.sites or self._gates)
+        return bool(self.router or self.sites or self._gates or self._experts)
 
     def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:
         """Run one text's windows (windows, window) and return the choices; `advance` counts windows."""
         for heard in (self._gates, self._loudness):
             for parts in heard.values():
                 parts.clear()
+        for sums in self._experts.values():
+            for each in sums:
+                each.zero_()
         routing: list[Tensor] = []
         states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
         for batch in torch.split(ids, _BATCH):
@@ -96,6 +101,10 @@ class Observer:
             router=_router_choices(torch.cat(routing), ids.flatten().tolist(), tokenizer) if routing else None,
             states=tuple(tuple(row) for row in (states / ids.numel()).tolist()),
             gates={name: self._gate(name) for name in self._gates},
+            experts={
+                place: ExpertChoices(tuple((taken / ids.numel()).tolist()), tuple((weight / ids.numel()).tolist()))
+                for place, (taken, weight) in self._experts.items()
+            },
         )
 
     def _add(self, states: Tensor, choices: list[tuple[int, Tensor, Tensor]]) -> None:
@@ -108,6 +117,9 @@ class Observer:
         adapter = getattr(getattr(layer, "mlp", None), "adapter", None)
         if adapter is not None and adapter.gate is not None:
             adapter.register_forward_hook(self._record_adapter(f"{place}.adapter"))
+        routed = getattr(getattr(layer, "mlp", None), "routed", None)
+        if routed is not None:
+            routed.register_forward_hook(self._record_experts(place, len(routed.router)))
         interpolator = getattr(layer, "interpolator", None)
         if interpolator is not None:
             interpolator.register_forward_hook(self._record_share(f"{place}.interpolator"))
@@ -119,6 +131,19 @@ class Observer:
             output, score = result
             gates.append(module.opening(score).flatten().cpu())
             loudness.append(output.abs().float().mean(dim=-1).flatten().cpu())
+
+        return record
+
+    def _record_experts(self, place: str, count: int) -> Callable[..., None]:
+        taken, summed = self._experts.setdefault(
+            place, (torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64))
+        )
+
+        def record(_module: Any, _inputs: Any, result: tuple[Tensor, ...]) -> None:
+            _, _, chosen, weights = result
+            numbers = chosen.flatten().cpu()
+            taken.add_(torch.bincount(numbers, minlength=count))
+            summed.index_add_(0, numbers, weights.flatten().double().cpu())
 
         return record
 

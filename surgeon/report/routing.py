@@ -1,8 +1,9 @@
 """`surgeon routing-report`: what routers and gates of a grafted checkpoint choose, by layer and site, on several texts.
 
 One forward pass over each text records: PMoE's router (its distribution over slots, Figures 3 to 5 of the paper),
-Mixture-of-Control's routing (which control states each site takes, Figures 4 to 12), gates of adapters (how open, how
-loud: Neutral Residues, section 3) and the share α of expanded branches (Control LLM).
+Mixture-of-Control's routing (which control states each site takes, Figures 4 to 12), the share of tokens that take each
+of a layer's routed experts, gates of adapters (how open, how loud: Neutral Residues, section 3) and the share α of
+expanded branches (Control LLM).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_grafted
 from surgeon.families.dissect import dissect
 from surgeon.report.files import write_text
-from surgeon.report.routing_record import RoutingReport, TextChoices, read_routing
+from surgeon.report.routing_record import ExpertChoices, RoutingReport, TextChoices, read_routing
+
+# Of a layer's experts so many are named.
+_MOST_NAMED = 8
 
 
 def _check_record_place(to: Path) -> None:
@@ -94,7 +98,7 @@ def routing_report(
 
 
 def routing_view(report: RoutingReport) -> RenderableType:
-    """Slots by text; the control states each text uses most; gates by text."""
+    """Slots by text; the control states and experts each text uses most; gates by text."""
     parts: list[RenderableType] = []
     if report.router is not None:
         parts += [Text(f"router above {report.router.layer} layers: mean weight of each slot"), _slot_rows(report)]
@@ -104,6 +108,8 @@ def routing_view(report: RoutingReport) -> RenderableType:
         for name, text in report.texts.items():
             states.add_row(printable(name), report.most_used(text, 8))
         parts += [Text("control states: where each text's weight goes, mean over sites"), states]
+    if report.routed:
+        parts += [Text("routed experts: share of tokens that take each, most used first"), _expert_rows(report)]
     if report.gates:
         parts += [Text("gates: mean, and for adapters the share of tokens they are closed for"), _gate_rows(report)]
     return Group(*parts)
@@ -122,6 +128,24 @@ def _slot_rows(report: RoutingReport) -> FittedTable:
         if text.router is not None:
             table.add_row(printable(name), *(f"{mean:.3f}" for mean in text.router.mean))
     return table
+
+
+def _expert_rows(report: RoutingReport) -> FittedTable:
+    table = FittedTable("layer")
+    for name in report.texts:
+        table.add_column(printable(name), number=False)
+    places = dict.fromkeys(place for text in report.texts.values() for place in text.experts)
+    for place in places:
+        table.add_row(place, *(_most_taken(text.experts.get(place)) for text in report.texts.values()))
+    return table
+
+
+def _most_taken(found: ExpertChoices | None) -> str:
+    if found is None:
+        return ""
+    order = sorted(range(len(found.tokens)), key=lambda expert: -found.tokens[expert])[:_MOST_NAMED]
+    words = ", ".join(f"{expert} {found.tokens[expert]:.0%}" for expert in order if found.tokens[expert])
+    return f"{words} ({found.unused} of {len(found.tokens)} unused)" if found.unused else words
 
 
 def _gate_rows(report: RoutingReport) -> FittedTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,17 +51,32 @@ class GateChoices(_Entry):
 
 
 @dataclass(frozen=True)
+class ExpertChoices(_Entry):
+    """Routed experts of one layer on one text: the share of tokens that take each expert, and its mean weight."""
+
+    tokens: Annotated[tuple[Share, ...], Field(min_length=1)]
+    weight: tuple[Share, ...]
+
+    @property
+    def unused(self) -> int:
+        """How many experts no token takes."""
+        return sum(share == 0 for share in self.tokens)
+
+
+@dataclass(frozen=True)
 class TextChoices(_Entry):
     """The choices on one text of `tokens` tokens.
 
     `states[s][k]` is the weight that site s gave control state k, mean over tokens; rows are in the order of
-    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`).
+    `RoutingReport.sites`. `gates` are by the layer's number and the module (`3.adapter`, `3.interpolator`), `experts`
+    by the layer's number (`3`, or `3.branch`).
     """
 
     tokens: Index
     router: RouterChoices | None
     states: tuple[tuple[Share, ...], ...]
     gates: dict[str, GateChoices]
+    experts: dict[str, ExpertChoices] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,11 @@ class RoutingReport(_Entry):
         """The names of all gates."""
         return list(dict.fromkeys(gate for text in self.texts.values() for gate in text.gates))
 
+    @property
+    def routed(self) -> bool:
+        """Whether layers have routed experts."""
+        return any(text.experts for text in self.texts.values())
+
     def most_used(self, text: TextChoices, most: int) -> str:
         """The control states that get most of a text's weight, with their shares of it, as words."""
         sums = [sum(row[state] for row in text.states) for state in range(len(self.sites))]
@@ -129,6 +149,9 @@ def read_routing(file: Path) -> RoutingReport:
     for name, text in read.texts.items():
         if text.states and {len(text.states), *map(len, text.states)} != {len(read.sites)}:
             raise BadInput(f"{shown}: states of {printable(name)} are not {len(read.sites)} × {len(read.sites)}")
+        odd = [layer for layer, found in text.experts.items() if len(found.tokens) != len(found.weight)]
+        if odd:
+            raise BadInput(f"{shown}: experts of layer {printable(odd[0])} have shares and weights of other numbers")
         router = text.router
         if router and (
             {len(router.mean), len(router.largest)} != {read.slots} or any(s >= read.slots for _, s in router.examples)

@@ -116,6 +116,24 @@ def masked_mean(values: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen, values, torch.zeros_like(values)).sum() / chosen.sum().clamp(min=1)
 
 
+def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
+    """Σ_j f_j P_j over valid tokens: f_j = L/K · share of tokens that choose j, P_j its mean probability (B T L).
+
+    As in Mixture-of-Control (section 3.3), and in DeepSeek-V3 (equations 17 to 20) for a sequence. `valid` is B T.
+    Shape (1,): 1 where all are chosen equally, up to L/K where the same K always are.
+    """
+    weight = valid.unsqueeze(-1).to(probabilities.dtype)
+    count = weight.sum().clamp(min=1)
+    chosen = (selected(probabilities, top_k) * weight).sum(dim=(0, 1)) / count
+    mean = (probabilities * weight).sum(dim=(0, 1)) / count
+    return (probabilities.shape[-1] / top_k * chosen * mean).sum().reshape(1)
+
+
+def selected(probabilities: Tensor, top_k: int) -> Tensor:
+    """1 where a token's K greatest are, else 0: B T L."""
+    return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
+
+
 def close_flow(output: Any, flow: Flow | None, scale: float | Tensor) -> dict[str, Any]:
     """The fields of the output with `loss` raised by scale · Σ over kinds of the mean weighted loss."""
     fields = dict(output.items())

@@ -1,7 +1,8 @@
 """Routed experts beside the FFN: the base's FFN as the expert that every token passes, others that a router chooses.
 
 Sparse upcycling (Komatsuzaki et al., 2023) with a shared expert, routed as in DeepSeek-V3 (arXiv:2412.19437, section
-2.1.2) without its bias: for model types that no class of transformers with experts holds.
+2.1.2) without its bias: for model types that no class of transformers with experts holds. In training a loss spreads
+tokens over experts (equations 17 to 20 there, over a batch's tokens together instead of a sequence's).
 
 Shapes: B batch, T tokens, D hidden size, S neurons of an expert, E experts, N all tokens of a batch.
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from .graft import Frame, Graft
+from .losses import balance_loss
 from .newborn import Newborn, at_least_fp32
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
@@ -46,10 +48,13 @@ class RoutedExperts(Newborn):
         self.top_k = spec.top_k
         self.act_fn = ACT2FN[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the experts add to the FFN's output for x, B T D both."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the experts add to the FFN's output for x, B T D both; all scores, those chosen and their weights.
+
+        Scores are B T E, the numbers of the chosen experts and their weights B T top_k.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.route(tokens)
+        scores, chosen, weights = self.route(tokens)
         added = torch.zeros_like(tokens)
         for number, (gate, up, down) in enumerate(self.experts()):
             mine = torch.where(chosen == number, weights, 0.0).sum(-1, keepdim=True).to(tokens.dtype)
@@ -61,15 +66,16 @@ class RoutedExperts(Newborn):
                 rows = (chosen == number).any(-1).nonzero().squeeze(-1)
                 made = mine[rows] * self.expert(tokens[rows], gate, up, down)
                 added = added.index_add(0, rows, made)
-        return added.view_as(x)
+        scores, chosen, weights = (each.view(*x.shape[:-1], -1) for each in (scores, chosen, weights))
+        return added.view_as(x), scores, chosen, weights
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """N D to the numbers of the chosen experts and their weights, N top_k both; scores are in fp32."""
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """N D to scores, N E in at least fp32, the numbers of the chosen experts and their weights, N top_k both."""
         scores = F.linear(at_least_fp32(tokens), at_least_fp32(self.router)).sigmoid()
         weights, chosen = torch.topk(scores, self.top_k, dim=-1, sorted=False)
         if self.top_k > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
-        return chosen, weights
+        return scores, chosen, weights
 
     def experts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Gate, up and down of one expert after the other."""
@@ -93,12 +99,26 @@ class RoutedGraft(Graft, RoutedRules):
         if index in found.by_layer:
             activation = getattr(config, layer.mlp.activation_field)
             layer.mlp.routed = RoutedExperts(found.by_layer[index], config.hidden_size, activation)
+            layer.mlp.balanced = found.balanced(index)
         return index in found.by_layer
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
         """FFN(x) + experts(x)."""
-        added: Tensor = block.routed(x)
+        added: Tensor
+        added, scores, *_ = block.routed(x)
+        if block.balanced and frame is not None and frame.valid is not None:
+            valid = frame.valid
+            if self.name in frame.gated and frame.on is not None:
+                valid = valid & frame.on.to(valid.device)
+            shares = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST)
+            frame.measure("routed_balance_loss", balance_loss(shares, valid, block.routed.top_k))
         return output + added
+
+    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+        """The balance loss's, of experts in the layer or its twin."""
+        found: Routed = surgery.of[self.name]
+        balanced = any(surgery.homes.get(layer, layer) == index and found.balanced(layer) for layer in found.by_layer)
+        return {"routed_balance_loss": found.loss.balance} if balanced else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Experts of layers."""

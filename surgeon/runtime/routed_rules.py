@@ -1,6 +1,7 @@
 """Routed experts beside the FFN (sparse upcycling with the base's FFN as a shared expert): config entries, births.
 
-    "routed_experts": [{"layer": 0, "experts": 8, "size": 2048, "top_k": 2}]
+    "routed_experts": [{"layer": 0, "experts": 8, "size": 2048, "top_k": 2}],
+    "routed_loss": {"balance": 0.01}
 
 The `layer` may be of the trunk or of the tail.
 """
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
+from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, weight
 
 ROUTED = "mlp.routed."
 # What a model begins with that is made without a checkpoint.
@@ -48,10 +49,26 @@ class RoutedSpec:
 
 
 @dataclass(frozen=True)
+class RoutedLossSpec:
+    """The weight of the loss that spreads tokens over experts; 0 is off."""
+
+    balance: float = 0.0
+
+    def __post_init__(self) -> None:
+        weight("routed_loss balance", self.balance)
+
+
+@dataclass(frozen=True)
 class Routed:
-    """The routed experts of a model, by layer of trunk or tail."""
+    """The routed experts of a model, by layer of trunk or tail, and their loss."""
 
     by_layer: Mapping[int, RoutedSpec] = field(default_factory=dict)
+    loss: RoutedLossSpec = field(default_factory=RoutedLossSpec)
+
+    def balanced(self, layer: int) -> bool:
+        """Whether a layer has routed experts that train, whose tokens the loss spreads."""
+        spec = self.by_layer.get(layer)
+        return self.loss.balance > 0 and spec is not None and not spec.frozen
 
 
 class RoutedKind(Kind):
@@ -75,13 +92,16 @@ class RoutedRules(GraftRules):
 
     name = "routed"
     kinds = (RoutedKind(),)
+    settings = ("routed_loss",)
+    losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
     module = "RoutedGraft"
 
     def read(self, raw: Mapping[str, Any]) -> Routed:
-        """Experts by layer."""
+        """Experts by layer, and their loss."""
         specs = [built(RoutedSpec, entry, "routed_experts") for entry in raw.get("routed_experts", ())]
-        return Routed(by_layer(specs, "routed_experts"))
+        loss = built(RoutedLossSpec, raw.get("routed_loss") or {}, "routed_loss")
+        return Routed(by_layer(specs, "routed_experts"), loss)
 
     def check(self, surgery: Surgery, config: Any) -> None:
         """Layers exist."""
@@ -94,3 +114,8 @@ class RoutedRules(GraftRules):
             for spec in surgery.of[self.name].by_layer.values()
             if not spec.frozen
         ]
+
+    def measures(self, surgery: Surgery) -> bool:
+        """Whether tokens are to be spread over experts."""
+        found: Routed = surgery.of[self.name]
+        return any(found.balanced(layer) for layer in found.by_layer)

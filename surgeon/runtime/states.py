@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .graft import Frame, Graft
-from .losses import Flow, valid_tokens
+from .losses import Flow, balance_loss, selected, valid_tokens
 from .newborn import LowRank, Newborn, at_least_fp32, product
 from .prefix import PrefixCache, keep_prefix, prefix_in, running_sum
 from .rules import Surgery
@@ -130,7 +130,7 @@ class Mixing:
         shown = (probabilities * valid).sum(dim=(0, 1), keepdim=True) / valid.sum().clamp(min=1)
         if spec.train_routing == "batch_mean":
             return shown, shown
-        votes = (_selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
+        votes = (selected(probabilities, spec.top_k) * valid).sum(dim=(0, 1), keepdim=True)
         # Votes are whole numbers: the mean decides among equals.
         return shown, votes + shown.detach()
 
@@ -243,20 +243,3 @@ def choose(shown: Tensor, ranking: Tensor, spec: MixtureSpec) -> tuple[Tensor, T
     total = picked.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(picked.dtype).tiny)
     weights = picked / total
     return chosen, weights * (total / total.detach()) if spec.straight_through else weights
-
-
-def balance_loss(probabilities: Tensor, valid: Tensor, top_k: int) -> Tensor:
-    """Σ_j f_j P_j over valid tokens (section 3.3): f_j = L/K · share of tokens that choose j, P_j mean probability.
-
-    Shape (1,): 1 where all are chosen equally, up to L/K where the same K always are.
-    """
-    weight = valid.unsqueeze(-1).to(probabilities.dtype)
-    count = weight.sum().clamp(min=1)
-    chosen = (_selected(probabilities, top_k) * weight).sum(dim=(0, 1)) / count
-    mean = (probabilities * weight).sum(dim=(0, 1)) / count
-    return (probabilities.shape[-1] / top_k * chosen * mean).sum().reshape(1)
-
-
-def _selected(probabilities: Tensor, top_k: int) -> Tensor:
-    """1 where a token's K greatest are, else 0: B T L."""
-    return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()

@@ -15,15 +15,21 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from typer.testing import CliRunner
 
 import surgeon
+from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.models.load import load_model
+from surgeon.models.tokens import token_batches
+from surgeon.report.routing_record import read_routing
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_revert import train
 from tests.end_to_end.test_upcycling import trained
 from tests.end_to_end.test_vocabulary import assert_same
+from tests.models.test_tokens import byte_tokenizer
 from tests.train.texts import add_tokenizer
 
 EXPERTS = 4
@@ -159,12 +165,76 @@ def test_training_moves_experts_and_routers_alone(tmp_path: Path) -> None:
     assert_same(base, tmp_path / "back")
 
 
+def test_the_loss_that_spreads_tokens_and_the_shares_that_are_reported(tmp_path: Path) -> None:
+    """By naive sums over tokens, padding left out; at birth the loss alone gives routers a gradient."""
+    base = byte_tokenizer(tiny.checkpoint(tmp_path / "base", "gemma2", num_hidden_layers=2, vocab_size=300), eos=False)
+    out = tmp_path / "out"
+    applied = surgeon.apply(plan_of(tmp_path), base, out, device="cpu")
+    assert "a balancing loss of 0.01 is on" in applied.manifest.operations[0].matched
+    ids = torch.randint(4, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    model = model_of(out).train()
+    model(**batch).loss.backward()
+    routers = {name: value for name, value in model.named_parameters() if name.endswith(".router")}
+    assert len(routers) == 2 and all(value.grad.abs().max() > 0 for value in routers.values())
+
+    train(out, seed=3)
+    model = model_of(out)
+    read: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda _module, inputs, _output: read.append(inputs[0].detach()))
+    with torch.no_grad():
+        plain, told = model(**batch).loss, model.train()(**batch)
+    wanted = []
+    for layer, x in zip(model.model.layers, read[:2], strict=True):
+        taken, parts = [0.0] * EXPERTS, [0.0] * EXPERTS
+        valid = [token for token, there in zip(x.flatten(0, 1), mask.flatten(), strict=True) if there]
+        for token in valid:
+            scores = [float(1 / (1 + torch.exp(-(row @ token)))) for row in layer.mlp.routed.router.detach()]
+            for number in sorted(range(EXPERTS), key=lambda number: -scores[number])[:2]:
+                taken[number] += 1 / len(valid)
+            parts = [part + score / sum(scores) / len(valid) for part, score in zip(parts, scores, strict=True)]
+        wanted.append(sum(EXPERTS / 2 * f * p for f, p in zip(taken, parts, strict=True)))
+    torch.testing.assert_close(float(told.routed_balance_loss), sum(wanted) / 2)
+    torch.testing.assert_close(told.loss, plain + 0.01 * told.routed_balance_loss)
+
+    report = surgeon.routing_report(out, {"probe": None}, window=16, windows=3, to=tmp_path / "routing.json")
+    assert read_routing(tmp_path / "routing.json") == report
+    heard = load_model(out)
+    rows: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for index, layer in enumerate(heard.model.layers):
+        layer.mlp.register_forward_hook(lambda _module, inputs, _output, index=index: rows[index].append(inputs[0]))
+    with torch.inference_mode():
+        heard(token_batches(out, text=None, window=16, windows=3, vocabulary=300).ids, use_cache=False)
+        for index, layer in enumerate(heard.model.layers):
+            scores = (torch.cat(rows[index]).flatten(0, 1).float() @ layer.mlp.routed.router.float().T).sigmoid()
+            chosen = scores.argsort(dim=-1, descending=True)[:, :2]
+            found = report.texts["probe"].experts[str(index)]
+            shares = [float((chosen == number).any(-1).double().mean()) for number in range(EXPERTS)]
+            assert found.tokens == pytest.approx(shares)
+            assert sum(found.weight) == pytest.approx(1)
+    page = tmp_path / "page.html"
+    surgeon.report(out, html=page, routing=tmp_path / "routing.json")
+    assert "Routed experts taken on probe" in page.read_text()
+    shown = CliRunner().invoke(app, ["routing-report", str(out), "--window", "16", "--windows", "3"])
+    assert "share of tokens that take each, most used first" in shown.output, shown.output
+
+
+def test_no_loss_where_none_is_asked_for(tmp_path: Path) -> None:
+    base, out = base_of(tmp_path, "gemma2"), tmp_path / "out"
+    surgeon.apply(plan_of(tmp_path, balance=0), base, out, device="cpu")
+    assert "routed_loss" not in json.loads((out / "config.json").read_text())["surgery"]
+    ids = torch.arange(4, 14).view(1, 10)
+    assert model_of(out).train()(input_ids=ids, labels=ids).routed_balance_loss is None
+
+
 def test_what_these_modules_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
     base = base_of(tmp_path, "gemma2")
     for options, words in (
         ({"form": "copies"}, "use `form: shared` without `target`, which brings modules of its own"),
         ({"target": "glm4_moe"}, "no class of transformers known here computes what this gemma2 does"),
-        ({"balance": 0.1}, "the modules that do have no balancing loss; leave it out"),
         ({"fine_grained": 5}, "`fine_grained: 5` does not divide the 48 neurons"),
     ):
         with pytest.raises(BadInput, match=words) as told:

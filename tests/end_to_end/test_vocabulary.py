@@ -5,10 +5,11 @@ Logits are compared with those of transformers' own classes on the base, and the
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.apply import compute
 from surgeon.cli import app
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families import FAMILIES
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.verify.verify import verification_view
@@ -115,12 +116,33 @@ def assert_same(base: Path, back: Path) -> None:
             assert content == (there.read_bytes() if file.name != "config.json" else json.loads(there.read_text()))
 
 
+def test_old_rows_are_read_back_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of an old row that is written otherwise is found; digests of base and output are those of their bytes."""
+    base, out = base_of(tmp_path), tmp_path / "out"
+    plan = plan_of(tmp_path, GROW)
+    manifest = surgeon.apply(plan, base, out, device="cpu").manifest
+    for folder, values in ((base, manifest.base.tensors), (out, manifest.new_tensors)):
+        held = weights(folder)["lm_head.weight"]
+        assert values["lm_head.weight"].sha256 == hashlib.sha256(held.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    def with_another_bit(*arguments: Any) -> Iterator[Any]:
+        for nth, piece in enumerate(extended(*arguments)):
+            yield piece if nth else bytes([piece[0] ^ 1]) + bytes(piece[1:])
+
+    extended = compute._extended
+    monkeypatch.setattr(compute, "_extended", with_another_bit)
+    with pytest.raises(
+        PromiseBroken, match=r"what was read back is not what (lm_head|model.embed_tokens).weight holds"
+    ):
+        surgeon.apply(plan, base, tmp_path / "other", device="cpu")
+
+
 def test_rows_are_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of all rows of the output, the mean of the pieces' rows of the input, in float64, rounded once.
 
     However many rows are in memory at once, which are fewer than there are, and no divisor of them.
     """
-    monkeypatch.setattr(compute, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(compute, "_ROW_BYTES_AT_ONCE", 7 * 32 * 2)
     base = base_of(tmp_path)
     padded = GROW | {"pad_to_multiple_of": 64}
     applied = surgeon.apply(plan_of(tmp_path, padded), base, tmp_path / "out", device="cpu")

@@ -224,7 +224,10 @@ REFUSED: dict[str, tuple[list[list[dict[str, Any]]], str]] = {
     "another after it": ([[FFN, ADAPTER]], "apply two plans"),
     "twice": ([[FFN, FFN]], "join the two"),
     "narrower": ([[{"op": "widen_ffn", "to": 40}]], "have 48 neurons already"),
-    "heads that do not divide": ([[ATTENTION | {"groups": 1}]], "cannot be described"),
+    "heads that do not divide": (
+        [[ATTENTION | {"groups": 1}]],
+        r"cannot be described; write `groups: 2` in `widen_attention` \(8 heads\)",
+    ),
 }
 
 

@@ -219,6 +219,10 @@ def test_words_asked_for_are_one_token_each(make: Made, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "there already": (["the"], "already a token"),
+    "two there already": (
+        ["xylem", "the", "cat"],
+        r"'the'\): already a token, and so are 2 \('cat'\); leave these 2 out",
+    ),
     "a special token": (["</s>"], "already a token"),
     "twice": (["moon", "moon"], "already a token"),
     "empty": ([" "], "empty"),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from surgeon.runtime.graft import Frame
-from surgeon.runtime.states import ControlBank, Mixing, balance_loss
+from surgeon.runtime.losses import balance_loss
+from surgeon.runtime.states import ControlBank, Mixing
 from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny
 from tests.runtime.grafting import grafted, perturbed, states, tokens

@@ -41,6 +41,7 @@ class Live:
     roles: tuple[str, str] = ("original", "new")
     # Switched off: the plan's smallest weight that it takes.
     off: float = 0.0
+    family: str = "llama"
 
 
 def ids_of(domain: int) -> Tensor:
@@ -110,6 +111,17 @@ def imbalance(model: Any) -> float:
     return mean(greatest)
 
 
+def crowding(model: Any) -> float:
+    """Greatest share of tokens that one expert of a layer takes, over the layers."""
+    routers = [value.detach() for name, value in model.named_parameters() if name.endswith(".routed.router")]
+    greatest = []
+    read = zip(*(passed(model, "RoutedExperts", domain, inputs=True) for domain in (0, 1)), strict=True)
+    for router, both in zip(routers, read, strict=True):
+        chosen = (torch.cat([tokens.flatten(0, 1) for (tokens,) in both]) @ router.T).argmax(dim=-1)
+        greatest.append(torch.bincount(chosen).max() / chosen.numel())
+    return mean(greatest)
+
+
 def control(kind: str) -> Callable[[float], dict[str, Any]]:
     return lambda weight: {
         "op": "control_llm",
@@ -137,6 +149,12 @@ def states(weight: float) -> dict[str, Any]:
     return {"op": "mixture_of_control", "rank": 4, "balance_weight": weight}
 
 
+def routed(weight: float) -> dict[str, Any]:
+    # Equal rows: at birth every token takes the same expert.
+    prompts = [[text(4, 1)]] * 4
+    return {"op": "upcycle_experts", "experts": 4, "top_k": 1, "balance": weight, "router": {"prompts": prompts}}
+
+
 LIVE = {
     "divergence, mse": Live("divergence_loss", control("mse"), 10.0, squared_distance, 0.5),
     "divergence, cosine": Live("divergence_loss", control("cosine"), 10.0, angle, 0.5),
@@ -146,12 +164,13 @@ LIVE = {
     ),
     "task id": Live("router_loss", experts, 4.0, misrouted, 0.75, roles=("task:one", "task:two")),
     "balance": Live("balance_loss", states, 1.0, imbalance, 0.8),
+    "experts": Live("routed_balance_loss", routed, 1.0, crowding, 0.8, family="gemma2"),
 }
 
 
 def trained(folder: Path, live: Live, weight: float) -> tuple[Path, list[float]]:
     """A run of the plan with this weight, and the gradient's norm at each step."""
-    base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", dtype="float32", num_hidden_layers=4))
+    base = add_tokenizer(tiny.checkpoint(folder / "base", live.family, dtype="float32", num_hidden_layers=4))
     (folder / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": [live.operation(weight)]}))
     surgeon.apply(folder / "plan.yaml", str(base), folder / "out")
     first, second = (1, 2) if live.roles[0].startswith("task") else (0, 1)

@@ -98,7 +98,7 @@ def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
 
 
 def routing_section(report: RoutingReport | None) -> Markup | None:
-    """PMoE's router, Mixture-of-Control's sites and the gates, from the record; None without one."""
+    """PMoE's router, Mixture-of-Control's sites, routed experts and the gates, from the record; None without one."""
     if report is None or not report.texts:
         return None
     parts: list[Child] = [
@@ -108,6 +108,8 @@ def routing_section(report: RoutingReport | None) -> Markup | None:
         parts += _router(report, report.router)
     if report.sites:
         parts += _mixture(report)
+    if report.routed:
+        parts += _experts(report)
     if report.gates:
         parts += _gates(report)
     return section("routing", "What routers and gates choose", *parts)
@@ -166,6 +168,38 @@ def _mixture(report: RoutingReport) -> list[Markup]:
         f" weight; a full cell is {largest:.0%}, the largest here."
     )
     return [el("h3", "Control states (Mixture-of-Control)"), el("p", words), pair(*figures)]
+
+
+def _experts(report: RoutingReport) -> list[Markup]:
+    every = [share for text in report.texts.values() for found in text.experts.values() for share in found.tokens]
+    largest = max(every, default=0.0) or 1.0
+    figures = []
+    for nth, (name, text) in enumerate(report.texts.items()):
+        if text.experts:
+            cells = [found.tokens for found in text.experts.values()]
+            unused = sum(found.unused for found in text.experts.values())
+            words = f"no token takes {unused} of {sum(map(len, cells))} experts" if unused else "every expert is taken"
+            figures.append(
+                figure(
+                    grid(
+                        f"Routed experts taken on {name}",
+                        cells,
+                        key=f"experts-{nth}",
+                        down="layer",
+                        across="expert",
+                        rows=list(text.experts),
+                        columns=[str(expert) for expert in range(max(map(len, cells)))],
+                        full=largest,
+                        summary=words,
+                    ),
+                    f"{name}: {words}.",
+                )
+            )
+    words = (
+        "Rows: layers; columns: the experts beside its MLP. A fuller cell is an expert that more tokens take; a full"
+        f" cell is {largest:.0%} of them, the largest share here."
+    )
+    return [el("h3", "Routed experts by layer"), el("p", words), pair(*figures)]
 
 
 def _gates(report: RoutingReport) -> list[Markup]:
