@@ -22,7 +22,7 @@ from surgeon.data.sources import absent
 from surgeon.data.specs import Entry, GenerateSpec
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.plan.shipped import find_plan, shipped_studies
-from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
+from surgeon.train.config import SHARE_TOLERANCE, CachedSpec, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
 from surgeon.train.outside import AttentionName
 
 _WHAT = "study"
@@ -516,6 +516,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "remedies": Remedy,
     "replay": ReplaySpec,
     "preserve": PreserveSpec,
+    "teacher": CachedSpec,
     "partial": Partial,
     "lora": LoraSpec,
     "train": TrainSettings,
