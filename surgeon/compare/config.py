@@ -24,7 +24,7 @@ from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.plan.plan import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan, shipped_studies
-from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
+from surgeon.train.config import SHARE_TOLERANCE, CachedSpec, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
 from surgeon.train.outside import AttentionName
 
 _WHAT = "study"
@@ -529,6 +529,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "remedies": Remedy,
     "replay": ReplaySpec,
     "preserve": PreserveSpec,
+    "teacher": CachedSpec,
     "partial": Partial,
     "lora": LoraSpec,
     "train": TrainSettings,

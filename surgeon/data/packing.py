@@ -207,7 +207,8 @@ class Mixture(Generic[_T]):
 class Batches(Generic[_T]):
     """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
 
-    Nothing is prefetched, so after a step the mixture's position is exactly behind that step's sequences.
+    With `numbered`, a key, they have there the numbers of their sequences among all that the mixture gave. Nothing is
+    prefetched, so after a step the mixture's position is exactly behind that step's sequences.
     """
 
     mixture: Mixture[_T]
@@ -215,13 +216,22 @@ class Batches(Generic[_T]):
     process: int
     processes: int
     make: Callable[[Sequence[_T]], dict[str, Tensor]]
+    numbered: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """This process's batches."""
         while True:
-            taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
             begin = self.process * self.micro_batch
-            yield self.make(taken[begin : begin + self.micro_batch])
+            first = sum(self.mixture.taken) + begin
+            taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
+            batch = self.make(taken[begin : begin + self.micro_batch])
+            yield batch if self.numbered is None else batch | {self.numbered: _numbers(first, self.micro_batch)}
+
+
+def _numbers(first: int, count: int) -> Tensor:
+    import torch
+
+    return torch.arange(first, first + count)
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:

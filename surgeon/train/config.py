@@ -51,11 +51,23 @@ class OptimizerSpec(Entry):
     clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
 
 
+class CachedSpec(Entry):
+    """The base's words kept on disk: what it says is read once, before the first step."""
+
+    cached: Annotated[
+        int, Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token")
+    ]
+
+
 class PreserveSpec(Entry):
     """What holds the model to the base: a term of the loss, on tokens of its own domain."""
 
     teacher: Annotated[
-        Literal["base"], Field(description="the base inside the model: grafts off, inserted layers passed over")
+        Literal["base"] | CachedSpec,
+        Field(
+            description="base: the base inside the model, grafts off, inserted layers passed over, or a frozen copy"
+            " where its own weights train; {cached: 64}: what it said before the first step, kept on disk"
+        ),
     ] = "base"
     loss: Annotated[
         Literal["kl", "reverse_kl", "hidden_mse"],
@@ -68,6 +80,20 @@ class PreserveSpec(Entry):
     temperature: Annotated[
         float, Field(gt=0, description="both distributions are taken at this temperature τ, the KL times τ²")
     ] = 1.0
+
+    @property
+    def cached(self) -> int | None:
+        """How many tokens are kept on disk of what the base says; None: it says it during training."""
+        return self.teacher.cached if isinstance(self.teacher, CachedSpec) else None
+
+    @model_validator(mode="after")
+    def _fits(self) -> PreserveSpec:
+        if self.cached is not None and self.loss == "hidden_mse":
+            raise ValueError(
+                "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or"
+                " reverse_kl, or `teacher: base`"
+            )
+        return self
 
 
 class LoraSpec(Entry):
@@ -251,6 +277,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
             "sources": SourceSpec,
             "optimizer": OptimizerSpec,
             "preserve": PreserveSpec,
+            "teacher": CachedSpec,
             "lora": LoraSpec,
             "what": LayersSpec,
         },

@@ -78,7 +78,7 @@ def prepare(
         settled = _tried(settled_for, wrong)
         if wanted.fitted:
             _tried(lambda: _check_fitted(loaded), wrong)
-        within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy.sizes.layers), wrong)
+        within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy), wrong)
         notes = _about_what(manifest, loaded, wanted)
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
@@ -162,7 +162,7 @@ def _gate(manifest: Manifest) -> int | None:
 
 
 def _teacher(
-    out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet, layers: int
+    out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet, anatomy: Anatomy
 ) -> Within | None:
     """The base that `preserve` asks for; BadInput where it has nothing to teach on, or is not in the model."""
     config, asked = loaded.config, loaded.config.preserve
@@ -177,14 +177,21 @@ def _teacher(
         # Under a LoRA nothing of the base's is changed before it is merged.
         training = frozenset[str]() if config.lora is not None else wanted.of_base
         if manifest is None:
-            return Within(layers, (), None, newborn=True, apart=bool(training))
-        within = base_within(out, manifest, training=training)
+            within = Within(anatomy.sizes.layers, (), None, newborn=True, apart=bool(training))
+        else:
+            within = base_within(out, manifest, training=training)
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
     if within.rows is not None and asked.loss == "reverse_kl":
         raise BadInput(
             f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the vocabulary"
             " grew: the base gives new tokens no probability; use kl"
+        )
+    vocabulary = within.rows or anatomy.sizes.vocabulary
+    if (asked.cached or 0) > vocabulary:
+        raise BadInput(
+            f"{loaded.where('preserve', 'teacher', 'cached')}`preserve.teacher.cached` is {asked.cached}, and the base"
+            f" has {vocabulary} tokens; use {vocabulary} at most"
         )
     return within
 

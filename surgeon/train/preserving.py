@@ -4,13 +4,14 @@ a frozen reference of RLHF).
 Shapes: N tokens that count, D hidden size, V vocabulary, B batch, T tokens.
 
 The base runs without gradient and only on sequences that hold tokens that count; what it and the model say is compared
-where the model's own loss is computed, some tokens at a time.
+where the model's own loss is computed, some tokens at a time. Or it ran before the first step, and what it said is
+looked up (`cached_teacher`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.train.config import PreserveSpec
 from surgeon.train.cross_entropy import CHUNK_BYTES, FusedHead
+from surgeon.train.top_k import TopK
 
+# In a batch: the numbers of its sequences among all that the run draws.
+NUMBERS = "sequence_numbers"
 # float32 logits of the model and of the base.
 _BYTES_A_LOGIT = 8
 
@@ -31,8 +35,8 @@ _BYTES_A_LOGIT = 8
 class _Divergence(torch.autograd.Function):
     """τ² Σ KL(p ‖ q) over rows, or with `reverse` KL(q ‖ p); float32. q = softmax(cap(h Wᵀ) / τ), h (N D), W (V D).
 
-    p is made in the same way of h' (N D) and of the first `old` rows of the teacher's W', and is 0 for the tokens of
-    the others. The gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
+    `says(begin, log q)` gives log p of rows from `begin` on for the first `old` tokens; p is 0 for the others. The
+    gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
     """
 
     @staticmethod
@@ -40,13 +44,12 @@ class _Divergence(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        taught: Tensor,
+        says: Callable[[int, Tensor], Tensor],
         cap: float | None,
         temperature: float,
         reverse: bool,
         old: int,
         rows: int,
-        teacher: Tensor,
     ) -> Tensor:
         """The sum and its gradients, `rows` tokens at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -55,7 +58,7 @@ class _Divergence(torch.autograd.Function):
         for begin in range(0, len(hidden), rows):
             part = hidden[begin : begin + rows]
             log_q, slope = _log_softmax(part, weight, cap, temperature)
-            log_p, _ = _log_softmax(taught[begin : begin + rows], teacher[:old], cap, temperature)
+            log_p = says(begin, log_q[:, :old])
             if reverse:
                 q = log_q.exp()
                 apart = log_q.sub_(log_p)
@@ -89,7 +92,7 @@ class _Divergence(torch.autograd.Function):
         return (
             None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
             None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
-            *(None,) * 7,
+            *(None,) * 6,
         )
 
 
@@ -107,7 +110,7 @@ def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature:
 def chunked_divergence(
     hidden: Tensor,
     weight: Tensor,
-    taught: Tensor,
+    taught: Tensor | TopK,
     *,
     cap: float | None = None,
     temperature: float = 1.0,
@@ -119,22 +122,27 @@ def chunked_divergence(
     """Summed τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base).
 
     `hidden` and `taught` (N D) are what model and base give the head `weight` (V D), whose first `old` rows are the
-    base's (None: all); `teacher` is the base's own head (None: the same). At most `rows` rows of logits are in memory
-    (default: 128 MiB of them).
+    base's (None: all); `teacher` is the base's own head (None: the same). Or `taught` is what was kept of the base's
+    distributions at this temperature, beside which the divergence is that of the coarsened ones (`TopK`). At most
+    `rows` rows of logits are in memory (default: 128 MiB of them).
     """
-    rows = rows or max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
+    rows = rows or _rows_at_once(weight)
+    old = old or len(weight)
+    head = weight if teacher is None else teacher
+
+    def says(begin: int, log_q: Tensor) -> Tensor:
+        part = taught[begin : begin + rows]
+        return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)[0]
+
     total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        hidden,
-        weight,
-        taught,
-        cap,
-        temperature,
-        reverse,
-        old or len(weight),
-        rows,
-        weight if teacher is None else teacher,
+        hidden, weight, says, cap, temperature, reverse, old, rows
     )
     return total
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    """Tokens whose logits under the head, of two models in float32, take 128 MiB."""
+    return max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
 
 
 def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
@@ -145,7 +153,8 @@ def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
 class Preserving:
     """The base inside a model, teaching it by `spec`, through the head that computes the model's loss.
 
-    Where the base's own tensors train it is inside `copy`, a frozen second model.
+    Where the base's own tensors train it is inside `copy`, a frozen second model; or `said` has what it said before
+    they did: given the numbers of sequences, their tokens (B T) and which of them count (B T), what is kept of these.
     """
 
     def __init__(
@@ -157,6 +166,7 @@ class Preserving:
         self.spec = spec
         self.rows = within.rows
         self.head = head
+        self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
         self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted)
         if within.newborn:
             count = within.rows or model.get_input_embeddings().weight.shape[0]
@@ -190,15 +200,20 @@ class Preserving:
         counts = self.counted(batch)
         total = int(counts.sum()) if total is None else total
         rows = counts.any(dim=1).nonzero()[:, 0]
-        if total == 0 or (len(rows) == 0 and not (anywhere and is_sharded(self.model))):
+        # The model itself is no teacher once its base trains.
+        assert self.said is not None or self.spec.cached is None
+        runs = self.said is None and anywhere and is_sharded(self.model)
+        if total == 0 or (len(rows) == 0 and not runs):
             yield
             return
         if len(rows) == 0:
             rows = rows.new_zeros(1)
-        inputs = {name: batch[name][rows] for name in ("input_ids", "position_ids")}
         chosen = counts[rows]
-        with self.teacher.armed():
-            taught = self.base.logits(**inputs)[chosen]
+        taught: Tensor | TopK
+        if self.said is None:
+            taught = self._states(batch, rows)[chosen]
+        else:
+            taught = self.said(batch[NUMBERS][rows], batch["input_ids"][rows], chosen)
         weight = self.spec.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
@@ -212,8 +227,29 @@ class Preserving:
         finally:
             self.head.beside = None
 
-    def _apart(self, hidden: Tensor, taught: Tensor) -> Tensor:
+    @torch.no_grad()
+    def top(self, batch: Mapping[str, Tensor], k: int) -> TopK:
+        """The base's `k` likeliest next tokens at the tokens of `batch` that count, at the term's temperature.
+
+        Sharded weights are gathered for it, and stay so; all processes call.
+        """
+        counts = self.counted(batch)
+        hidden = self._states(batch, slice(None))[counts]
+        weight = self.teacher.head.weight[: self.rows]
+        logs = (
+            _log_softmax(part, weight, self.teacher.cap, self.spec.temperature)[0]
+            for part in torch.split(hidden, _rows_at_once(weight))
+        )
+        return TopK.joined([TopK.of(log_p, k) for log_p in logs])
+
+    def _states(self, batch: Mapping[str, Tensor], rows: Tensor | slice) -> Tensor:
+        """What the base gives its head for some sequences of a batch, B T D."""
+        with self.teacher.armed():
+            return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
+
+    def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
         if self.spec.loss == "hidden_mse":
+            assert isinstance(taught, Tensor)
             return squared_distance(hidden, taught)
         return chunked_divergence(
             hidden,

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
+from surgeon.train.cached_teacher import CachedTeacher
+from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.itself import Imagined
+from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.session import (
     Run,
+    cached_teacher,
     fused_head,
     loaded_model,
     optimizer_bytes,
@@ -25,6 +30,7 @@ from surgeon.train.session import (
     preserving_by,
     trained_numbers,
 )
+from surgeon.train.top_k import TopK
 
 # Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
@@ -61,7 +67,8 @@ class Rehearsal:
     """What a run would train, on what, and an estimate of its cost.
 
     `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints, and
-    without `seconds_writing` before it, in which the model writes its sources with `generate`;
+    without `seconds_writing` before it, in which the model writes its sources with `generate`, and `seconds_asking`, in
+    which the base says what is kept of it on disk, `teacher_bytes` at most;
     `peak_memory` is in bytes, that of the micro-batches and `optimizer_bytes` for AdamW's state, which is made at the
     first step.
     """
@@ -76,6 +83,8 @@ class Rehearsal:
     seconds_a_step: float
     seconds: float
     seconds_writing: float
+    seconds_asking: float
+    teacher_bytes: int
     tokens: int
     optimizer_bytes: int
     peak_memory: int
@@ -108,6 +117,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
             " `steps: 1` shows what one with labels costs"
         )
     settings, encoder, listener = run.settings, run.encoder, run.listener
+    cached = cached_teacher(run)
     mixture = run.data.mixture
     streams = list(zip(mixture.streams, mixture.shares, strict=True))
     listener.begin("counting tokens", len(streams), "sources")
@@ -123,7 +133,10 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     try:
         model, names, held = loaded_model(run)
         model.to(run.device).train()
-        seconds = _seconds_a_micro_batch(run, model, listener.say) * settings.accumulation
+        fused = fused_head(run, model)
+        preserving = preserving_by(run, model, fused)
+        asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
+        seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise BadInput(
             f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
@@ -142,6 +155,8 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         seconds_a_step=seconds,
         seconds=seconds * settings.steps,
         seconds_writing=imagined.seconds,
+        seconds_asking=asking,
+        teacher_bytes=0 if cached is None else cached.most_bytes,
         tokens=total,
         optimizer_bytes=optimizer,
         peak_memory=peak_memory(run.device) + optimizer,
@@ -178,25 +193,51 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
     return tuple((encoder.tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs)
 
 
-def _seconds_a_micro_batch(run: Run, model: Any, say: Callable[[str], None]) -> float:
-    """Mean wall seconds of forward and backward, after one that is not counted."""
-    settings = run.settings
-    batches = iter(Batches(run.data.mixture, settings.micro_batch, process=0, processes=1, make=batch_of))
-    fused = fused_head(run, model)
-    preserving = preserving_by(run, model, fused)
-    say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
+def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
+    """Wall seconds until the base has said all that is kept, by one micro-batch after one that is not counted."""
+    count = run.settings.micro_batch
+    stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
     begun = 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        batch = batch_of([stream.next() for _ in range(count)])
+        preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
+        if run.device == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * cached.most_sequences / count
+
+
+def _seconds_a_micro_batch(
+    run: Run, model: Any, fused: FusedHead | None, preserving: Preserving | None, cached: CachedTeacher | None
+) -> float:
+    """Mean wall seconds of forward and backward, after one that is not counted.
+
+    What the base says is made before, where it will lie on disk.
+    """
+    settings, say = run.settings, run.listener.say
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, 0, 1, make=batch_of, numbered=NUMBERS))
+    say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
+    seconds = 0.0
     for number in range(_TIMED + 1):
         batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
-        if number == 1:
-            begun = time.perf_counter()
+        if cached is not None and preserving is not None:
+            preserving.said = _saying(preserving, batch, cached.k)
+        begun = time.perf_counter()
         with (
             contextlib.nullcontext() if preserving is None else preserving.teaching(batch),
             contextlib.nullcontext() if fused is None else fused.armed(),
         ):
+            batch.pop(NUMBERS, None)
             if not hasattr(model, "surgery"):
                 batch.pop("domain_ids")
             model(**batch).loss.backward()
         if run.device == "cuda":
             torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / _TIMED
+        seconds += time.perf_counter() - begun if number else 0.0
+    return seconds / _TIMED
+
+
+def _saying(preserving: Preserving, batch: Mapping[str, Tensor], k: int) -> Callable[..., TopK]:
+    """What the base says to a batch, as it is looked up during training."""
+    found = preserving.top(batch, k)
+    return lambda *_: found

@@ -28,7 +28,7 @@ from surgeon.checkpoint.working import WorkFolder, working_in
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
-from surgeon.common.listener import Listener, Stopwatch
+from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import ExampleEncoder, batch_of_examples
@@ -42,6 +42,7 @@ from surgeon.manifest.within import Within
 from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import CLASSIFIER, load_model, stored_dtype
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
+from surgeon.train.cached_teacher import CachedTeacher
 from surgeon.train.checkpoints import (
     KEPT,
     RUN_FILE,
@@ -59,7 +60,7 @@ from surgeon.train.fitting import FIGURES_FILE, fit_gate
 from surgeon.train.itself import memory_folder, write_sources
 from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
-from surgeon.train.preserving import Preserving
+from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.sharding import let_go, shard, sharded_here
 from surgeon.train.stored import StoredNames
@@ -252,8 +253,19 @@ def _train(run: Run) -> Trained:
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
     trainer = _trainer(run, done)
+    cached = cached_teacher(run)
     if ranks.leads:
-        _check_room(run, trainer)
+        _check_room(run, trainer, cached)
+    if cached is not None:
+        assert trainer.preserving is not None
+        run.say(f"{cached.shown}, in {printable(str(run.work))} while the run lasts")
+        cached.record(
+            trainer.preserving,
+            micro_batch=settings.micro_batch,
+            device=trainer.args.device,
+            ranks=ranks,
+            listener=run.listener if ranks.leads else Quiet(),
+        )
     first = _first_losses(trainer, run)
     begun = time.perf_counter()
     if checkpoint is not None:
@@ -340,6 +352,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         process=ranks.rank,
         processes=ranks.size,
         make=make,
+        numbered=NUMBERS if cached_teacher(run) is not None else None,
     )
     shown = run.listener if ranks.leads else None
     cadence = Cadence(settings, config.evaluate_every, run.say, shown, done, examples=run.examples is not None)
@@ -518,19 +531,24 @@ def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
     return sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
 
 
-def _check_room(run: Run, trainer: SurgeonTrainer) -> None:
-    """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run."""
+def _check_room(run: Run, trainer: SurgeonTrainer, cached: CachedTeacher | None) -> None:
+    """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run.
+
+    And for what the base says, where that is kept.
+    """
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     optimizer = optimizer_bytes(trained)
     checkpoint = sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer
     published = sum(info.nbytes for info in run.out.tensors.values())
     final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
     kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
+    said = 0 if cached is None else cached.needed_bytes()
+    teacher = f", {size(said)} for what the base says" if said else ""
     there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*"))
     check_room(
         run.work,
-        kept * checkpoint + final + published - there,
-        what=f" ({kept} checkpoints of {size(checkpoint)}, and {size(published)} for the run)",
+        kept * checkpoint + final + published + said - there,
+        what=f" ({kept} checkpoints of {size(checkpoint)}{teacher}, and {size(published)} for the run)",
     )
 
 
@@ -626,13 +644,24 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
     assert fused is not None
     spec, config = run.loaded.config.preserve, run.loaded.config
     copy: FusedHead | None = None
-    if run.within.apart:
+    if run.within.apart and spec.cached is None:
         frozen = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
         frozen.config.use_cache = False
         copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
     how = "the base within" if copy is None else "a frozen copy of the base"
+    if spec.cached is not None:
+        how = "what the base said before the first step"
     run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
     return Preserving(model, spec, run.within, fused, copy=copy)
+
+
+def cached_teacher(run: Run) -> CachedTeacher | None:
+    """What the base says on disk; None where it speaks during training, or not at all."""
+    spec, settings = run.loaded.config.preserve, run.settings
+    if run.within is None or spec is None or spec.cached is None:
+        return None
+    sequences = settings.steps * settings.batch
+    return CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
 
 
 def _packed(packing: str, model: Any) -> str:

@@ -220,6 +220,9 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     if rehearsal.seconds_writing:
         before = datetime.timedelta(seconds=round(rehearsal.seconds_writing))
         facts.add_row("before", f"about {before} for the text that the model writes")
+    if rehearsal.teacher_bytes:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_asking))
+        facts.add_row("before", f"about {before} for what the base says, kept on disk: {size(rehearsal.teacher_bytes)}")
     facts.add_row(
         "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
     )

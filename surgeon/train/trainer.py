@@ -34,7 +34,7 @@ from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, st
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.preserving import Preserving
+from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.sharding import dealt_out, gathered, let_go
 from surgeon.train.shares import Share, shares_of, weighed
 from surgeon.train.stored import StoredNames, WrongSet
@@ -149,6 +149,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             stack.enter_context(weighed(self.model, share))
             if self.preserving is not None:
                 stack.enter_context(self.preserving.teaching(inputs, share.taught, anywhere=share.anywhere))
+            inputs.pop(NUMBERS, None)
             if self.fused is not None:
                 stack.enter_context(self.fused.armed())
             if not hasattr(self.model, "surgery"):

@@ -52,6 +52,7 @@ COMMANDS = (
     # a frozen copy of it teaches.
     Command("train, preserve", _training("preserve"), every=9),
     Command("train, all of it, preserve", _training("all"), every=9),
+    Command("train, all of it, cached", _training("cached"), every=9),
     # The gate is fitted, and taken up as it was.
     Command("train, gate", _training("gate", "gated"), every=9),
     Command("continual", _continual, every=25),
@@ -84,6 +85,11 @@ def inputs(folder: Path) -> Path:
                 new | {"name": "fr", "path": "fr.jsonl"},
                 known | {"name": "en", "path": "en.jsonl", "validation": 0.2},
             ]
+        },
+        "cached": {
+            "what": "all",
+            "preserve": {"teacher": {"cached": 8}},
+            "sources": [new, known | {"path": "text.jsonl"}],
         },
         "all": {"what": "all", "preserve": {"loss": "kl"}, "sources": [new, known | {"path": "text.jsonl"}]},
     }.items():

@@ -39,7 +39,7 @@ operations:
 """
 
 # Runs of two processes that are compared with those of one.
-ALONE = ("native", "everything", "unsharded")
+ALONE = ("native", "everything", "unsharded", "gated")
 RESUMED = {"steps": 12, "save_every": 3, "evaluate_every": 6}
 
 # What `accelerate launch --use_fsdp --fsdp_version 2` sets, with its default of loading on one process.
@@ -104,6 +104,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         # The head's weights are whole only inside the model's forward, where the fused loss takes them.
         "everything": (str(folder / "everything.yaml"), "tied-base", shared | {"cross_entropy": "chunked"}),
         "unsharded": ("control-llm", "base", {**shared, "micro_batch": 2, "sharding": "none"}),
+        # Fitted by each process, and then the first one's. What the base says is asked of both, and kept, before the
+        # first step; new text too, as on other text the gate is closed.
+        "gated": ("domain-gate", "base", shared | {"preserve": {"teacher": {"cached": 16}, "on": "all"}}),
         "resumed": ("mixture-of-control", "small-base", RESUMED | {"sharding": "fsdp"}),
         "wild": ("mixture-of-control", "small-base", wild),
         "spoiled": ("mixture-of-control", "small-base", RESUMED | written),
