@@ -301,7 +301,7 @@ def _first_difference(
 def _count_layers(pairs: Sequence[_Pair], total: int, progress: Callable[[int, int], None]) -> None:
     done = 0
 
-    def count(_module: nn.Module, _args: Any, _result: Any) -> None:
+    def count(_module: Any, _args: Any, _result: Any) -> None:
         nonlocal done
         done += 1
         progress(done, total)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,33 +23,6 @@ _RESULT_BYTES = 64 * 1024 * 1024
 _THREADS = 4
 
 _running = threading.local()
-
-
-class Waits(Protocol):
-    """What a forward waits for: those with one `key` are served together."""
-
-    @property
-    def key(self) -> Any:
-        """What is read."""
-
-    @property
-    def place(self) -> int:
-        """Where it stands in the order of its model."""
-
-
-class Product(Waits, Protocol):
-    """A product by a matrix in its file."""
-
-    @property
-    def outside(self) -> bool:
-        """Whether the matrix is of no layer."""
-
-    @property
-    def result_bytes(self) -> int:
-        """How large the result is."""
-
-    def alike(self, other: Any) -> bool:
-        """Whether both matrices may be the same."""
 
 
 @dataclass(eq=False)
@@ -73,6 +46,8 @@ class Forward:
         self.side, self.twin = side, twin
         self.result: Any = None
         self.error: BaseException | None = None
+        # Why what it waited for could not be served.
+        self.failure: Exception | None = None
         self.waiting: Any = None
         self.done = False
         # Forwards from end to end that it has begun: one, or one for each token.
@@ -93,12 +68,14 @@ class Forward:
         self._away = False
 
     def wait(self, request: Any) -> Any:
-        """From inside: wait until the request is served."""
+        """From inside: wait until an Entry or a product (stored_matrix.py) is served. Raises why it was not."""
         self.waiting = request
         self._back.release()
         self._go.acquire()
         if self._abandoned:
             raise _Abandoned
+        if self.failure is not None:
+            raise self.failure
         return request
 
     def abandon(self) -> None:
@@ -176,8 +153,13 @@ def run(
             else:
                 if requests[0].outside:
                     _return_memory()
-                with torch.inference_mode():
-                    multiply(requests)
+                try:
+                    with torch.inference_mode():
+                        multiply(requests)
+                except Exception as error:
+                    # Each forward says what it means to it.
+                    for forward in served:
+                        forward.failure = error
             # The results are theirs.
             del requests
             resume(served)
