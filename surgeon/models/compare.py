@@ -243,7 +243,7 @@ def cached(model: Any, ids_BT: Tensor, cache: Any) -> Tensor:
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
     fewer = {"logits_to_keep": 1} if keeps else {}
     with running(model):
-        logits_BTV = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **fewer).logits
+        logits_BTV: Tensor = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **fewer).logits
     # A copy where there are more, so that those of the whole prefix are freed before the first step.
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
 

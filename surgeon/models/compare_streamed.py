@@ -41,6 +41,8 @@ _KEEP_MORE = ("domain_gate", "mixture")
 
 # The logits of each forward, and digests of the hidden states.
 _Passes = list[tuple[Tensor, list[bytes]]]
+# What runs of base and output, and what takes in the results of both.
+_Twins = tuple[Sequence[Callable[[], _Passes]], Callable[[_Passes, _Passes], None]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def compare_streamed(
     return [pair.result() for pair in pairs]
 
 
-def _run(twins: Sequence[tuple[Sequence[Callable[[], _Passes]], Callable[[_Passes, _Passes], None]]]) -> None:
+def _run(twins: Sequence[_Twins]) -> None:
     """Forwards of base and output, and for each two what takes in their results."""
     forwards = [
         lockstep.Forward(works[side], side=side, twin=nth) for side in (0, 1) for nth, (works, _) in enumerate(twins)
@@ -168,7 +170,7 @@ class _Pair:
         forwards = len(self.parts(ids_BT)) + (1 + self._steps if self._steps else 0)
         return forwards * sum(len(model.layers) for model in self.models)
 
-    def forwards(self, ids_BT: Tensor) -> Iterator[tuple[list[Callable[[], _Passes]], Callable[[Any, Any], None]]]:
+    def forwards(self, ids_BT: Tensor) -> Iterator[_Twins]:
         """What runs of base and output, and what takes in the results of both."""
         for part in self.parts(ids_BT):
             yield (
@@ -180,8 +182,10 @@ class _Pair:
         targets = list(decoded_targets(ids_BT, self._steps))
         caches = [_caches(model, ids_BT.shape[1] - self._steps, self._steps) for model in self.models]
         if not all(caches):
-            works = [partial(_one_by_one, model, ids_BT, self._steps) for model in self.models]
-            yield works, partial(self._compare, CACHED_DECODE, targets)
+            yield (
+                [partial(_one_by_one, model, ids_BT, self._steps) for model in self.models],
+                partial(self._compare, CACHED_DECODE, targets),
+            )
             return
         pieces = [ids_BT[:, : -self._steps], *torch.split(ids_BT[:, -self._steps :], 1, dim=1)]
         for nth, piece in enumerate(pieces):
@@ -230,7 +234,7 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
     """A cache for the prefix and for each decoded token; none where they cannot be handed on layer by layer."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    class Handed(DynamicCache):
+    class Handed(DynamicCache):  # type: ignore[misc]
         """Of one token: it has the lengths from the beginning, and takes what is in a layer when that layer runs."""
 
         def __init__(self, before: Any, seen: int) -> None:
@@ -245,8 +249,11 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             """As in any cache, after what came before."""
+            keys: Tensor
+            values: Tensor
             if layer_idx in self._taken:
-                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+                keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+                return keys, values
             before = self._before.layers[layer_idx]
             assert before.get_seq_length() == self._seen, "the token before has not run this layer"
             self._taken.add(layer_idx)

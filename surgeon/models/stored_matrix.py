@@ -216,7 +216,7 @@ def multiply(products: Sequence[Product]) -> None:
             elif finite[nth] and block.empty(product.key):
                 made = product.of_zeros(first, behind)
             else:
-                made = functional.linear(product.inputs, block.placed(product.matrix), product.bias_of(first, behind))
+                made = _linear(product.inputs, block.placed(product.matrix), product.bias_of(first, behind))
             product.add(first, behind, made)
 
 
@@ -251,6 +251,18 @@ class _Block:
             words = _words(self.read[key][1])
             self._empty[key] = not words[:1024].any() and not words.any()
         return self._empty[key]
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As in a model that was loaded whole, whose weights are parameters.
+
+    Rows that lie apart, as the last token of each window does, torch copies together before it multiplies them by a
+    parameter; by any other tensor it would multiply them as a batch, whose sums may be rounded otherwise.
+    """
+    if inputs.is_contiguous():
+        return functional.linear(inputs, weight, bias)
+    made = functional.linear(inputs.contiguous(), weight)
+    return made if bias is None else made + bias
 
 
 def _words(stored: Tensor) -> Tensor:
