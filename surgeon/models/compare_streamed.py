@@ -259,9 +259,14 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
             self._taken.add(layer_idx)
             self.layers[layer_idx] = copy.copy(before)
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            # The same numbers, in memory once.
-            length = before.keys.shape[-2]
-            before.keys, before.values = keys[..., :length, :], values[..., :length, :]
+            # The same numbers, in memory once. A full window has dropped what those before the last one begin with.
+            whole = keys.shape[-2] == self._seen + key_states.shape[-2]
+            cache = self._before
+            while cache is not None:
+                layer = cache.layers[layer_idx]
+                length = layer.keys.shape[-2]
+                layer.keys, layer.values = keys[..., :length, :], values[..., :length, :]
+                cache = getattr(cache, "_before", None) if whole else None
             return keys, values
 
     surgery = model.folder.config.get("surgery") if model.folder.classes == "shipped" else None

@@ -148,6 +148,7 @@ def run(
             served = _next(left)
             requests = [forward.waiting for forward in served]
             if isinstance(requests[0], Entry):
+                _return_memory()
                 for nth, request in enumerate(requests):
                     request.count = 0 if nth else len(requests)
             else:
@@ -167,6 +168,7 @@ def run(
         torch.set_num_threads(threads)
         for forward in forwards:
             forward.abandon()
+        _keep_memory()
 
 
 def _glibc() -> Any:
@@ -181,6 +183,13 @@ def _share_memory() -> None:
     if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
         mallopt(-8, 1)
         mallopt(-3, 1024 * 1024)
+        _return_memory()
+
+
+def _keep_memory() -> None:
+    """What is freed may be kept again: glibc's largest dynamic threshold, which other code comes to by itself."""
+    if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
+        mallopt(-3, 32 * 1024 * 1024)
         _return_memory()
 
 

@@ -80,6 +80,17 @@ def test_a_model_whose_head_has_many_blocks(dtype: str, tmp_path: Path, monkeypa
     assert found.identical
 
 
+@pytest.mark.parametrize("bias", [None, torch.randn(ROWS)])
+def test_rows_that_lie_apart_are_multiplied_as_by_a_parameter(bias: torch.Tensor | None) -> None:
+    """As the last token of each window is by the head of a model that was loaded whole."""
+    matrix, value, _ = stored()
+    last = torch.randn(2, 9, COLUMNS)[:, -1:]
+    weight = torch.nn.Parameter(value)
+    with torch.inference_mode():
+        expected = functional.linear(last, weight, bias)
+        assert torch.equal(functional.linear(last, matrix, bias), expected)
+
+
 def test_old_tokens_have_the_same_blocks_in_a_grown_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix cut where another one ends gives its products, whatever comes behind."""
     monkeypatch.setattr(stored_matrix, "BLOCK_NUMBERS", 10 * COLUMNS)

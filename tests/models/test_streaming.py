@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
+from surgeon.models import compare_streamed as compare_streamed_module
 from surgeon.models import stored_matrix
 from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import StreamedComparison, compare_streamed
@@ -61,10 +62,13 @@ def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype
 def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     images = grow(base, tmp_path / "out", after=[0, 3, 5])
-    found = compared(base, tmp_path / "out", IDS, layer_of_base=images, batch_size=2)
-    assert found.identical and found.first_difference is None and found.layers_compared == 6
-    # The numbers are those of the comparison that loads everything.
-    assert list(found.logits) == compare_logits(base, tmp_path / "out", IDS, decode_tokens=4, batch_size=2)
+    folders, dtypes = (CheckpointFolder.open(base), CheckpointFolder.open(tmp_path / "out")), ("auto", "float32")
+    for dtype, found in zip(
+        dtypes, compare_streamed(*folders, IDS, dtypes=dtypes, layer_of_base=images, batch_size=2), strict=True
+    ):
+        assert found.identical and found.first_difference is None and found.layers_compared == 6
+        # The numbers are those of the comparison that loads everything.
+        assert list(found.logits) == compare_logits(*folders, IDS, dtype=dtype, decode_tokens=4, batch_size=2)
 
 
 def test_each_matrix_is_read_once_for_all_forwards_and_one_layer_is_in_memory(
@@ -129,6 +133,32 @@ def test_what_runs_side_by_side_finds_a_layer_that_differs_in_one_dtype_alone(ll
     wide, narrow = compare_streamed(*folders, IDS, dtypes=("float32", "bfloat16"), layer_of_base=images)
     assert narrow.identical
     assert wide.first_difference is not None and wide.first_difference.base_layer == 3
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", 0), ("mistral", 32), ("gemma3_text", 8)])
+def test_keys_and_values_are_in_memory_once(
+    family: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches of a prefix and of the tokens decoded after it, a window of which may be full."""
+    base = tiny.checkpoint(tmp_path, family, **({"sliding_window": window} if window else {}))
+    made: list[Any] = []
+    make = compare_streamed_module._caches
+
+    def noted(*arguments: Any) -> list[Any]:
+        made.append(make(*arguments))
+        found: list[Any] = made[-1]
+        return found
+
+    monkeypatch.setattr(compare_streamed_module, "_caches", noted)
+    compared(base, base, IDS, layer_of_base=SAME)
+    assert len(made) == 2 and all(len(caches) == 5 for caches in made)
+    for caches in made:
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            lengths = [layer.keys.shape[-2] for layer in layers]
+            sliding = getattr(layers[0], "sliding_window", 99) - 1
+            assert lengths == [min(length, sliding) for length in range(20, 25)]
+            kept = {layer.keys.untyped_storage().data_ptr() for layer in layers}
+            assert len(kept) == 1 if sliding > 24 else len(kept) <= 4
 
 
 @pytest.mark.parametrize("layer", [0, 3, 5])
