@@ -107,6 +107,7 @@ def main() -> None:
     ):
         found = in_a_process(__file__, what, base, out, arguments.windows, arguments.window)
         lines.append(f"| {name} | {found['wall']:.1f} | {found['processor']:.1f} | {found['peak'] / 1e6:.0f} |")
+        print(lines[-1], flush=True)
     text = "\n".join(lines).format(load=f"{os.getloadavg()[0]:.1f}")
     print(text)
     (RESULTS / "streamed_verify.md").write_text(f"# verify --streamed, 1B shape, 16 → 24 layers\n\n{text}\n")
