@@ -3,8 +3,10 @@
     python benchmarks/streamed_verify.py --work DIR [--windows 2] [--window 64]
 
 Grows the Llama-3.2-1B-shaped checkpoint of depth_growth.py by `llama-pro` in DIR and verifies it layer by layer, in the
-checkpoint's dtype and in float32. Memory is the highest resident set of the process, imports of torch and transformers
-included, which stand in a row of their own. The floor of time is one reading of both checkpoints from the page cache.
+checkpoint's dtype, and in that and float32 from one pass. Memory is the highest resident set of the process, imports of
+torch and transformers included, which stand in a row of their own. The floor of time is one reading of both checkpoints
+from the page cache and all products of the forwards (prefill, and prefill and decoding with a cache) at the rate that a
+product of such matrices in memory was measured at. Processor seconds are to be compared where others use the machine.
 The result goes to benchmarks/results/streamed_verify.md.
 """
 
@@ -35,19 +37,21 @@ def inner(what: str, base: str, out: str, windows: str, window: str) -> None:
         import transformers.models.llama.modeling_llama
 
         assert torch and transformers
+    elif what.startswith("products"):
+        spend_as_the_forwards(what.split()[1], [base, out], int(windows) * int(window))
     else:
         import torch
 
         from surgeon.checkpoint.folder import CheckpointFolder
         from surgeon.manifest.manifest import manifest_of
-        from surgeon.models.compare import compare_streamed
+        from surgeon.models.compare_streamed import compare_streamed
 
         folders = [CheckpointFolder.open(Path(folder)) for folder in (base, out)]
         images = tuple(n for n, layer in enumerate(manifest_of(folders[1]).layers) if layer.base is not None)
         ids = torch.randint(0, 128256, (int(windows), int(window)), generator=torch.Generator().manual_seed(0))
         began, spent = time.perf_counter(), time.process_time()
-        found = compare_streamed(*folders, ids, dtype=what, layer_of_base=images)
-        assert found.identical
+        found = compare_streamed(*folders, ids, dtypes=what.split("+"), layer_of_base=images)
+        assert all(each.identical for each in found)
     print(
         json.dumps(
             {
@@ -57,6 +61,20 @@ def inner(what: str, base: str, out: str, windows: str, window: str) -> None:
             }
         )
     )
+
+
+def spend_as_the_forwards(dtype: str, folders: list[str], tokens: int) -> None:
+    """As many operations as the products of all forwards of both models take, a matrix in memory."""
+    import torch
+
+    from surgeon.checkpoint.folder import CheckpointFolder
+
+    infos = [info for folder in folders for info in CheckpointFolder.open(Path(folder)).tensors.values()]
+    # The embeddings are the head too.
+    numbers = 2 * tokens * sum(info.shape[0] * info.shape[1] for info in infos if len(info.shape) == 2)
+    matrix, inputs = (torch.randn(rows, 2048).to(getattr(torch, dtype)) for rows in (8192, tokens))
+    for _ in range(round(numbers / (tokens * matrix.numel()))):
+        torch.nn.functional.linear(inputs, matrix)
 
 
 def main() -> None:
@@ -82,11 +100,14 @@ def main() -> None:
     for name, what in (
         ("reading both checkpoints, from the page cache", "reading"),
         ("importing torch and transformers", "imports"),
+        ("the products of all forwards, in memory, bfloat16", "products bfloat16"),
+        ("the products of all forwards, in memory, float32", "products float32"),
         ("compared layer by layer, bfloat16", "auto"),
-        ("compared layer by layer, float32", "float32"),
+        ("compared layer by layer, bfloat16 and float32 from one pass", "auto+float32"),
     ):
         found = in_a_process(__file__, what, base, out, arguments.windows, arguments.window)
         lines.append(f"| {name} | {found['wall']:.1f} | {found['processor']:.1f} | {found['peak'] / 1e6:.0f} |")
+        print(lines[-1], flush=True)
     text = "\n".join(lines).format(load=f"{os.getloadavg()[0]:.1f}")
     print(text)
     (RESULTS / "streamed_verify.md").write_text(f"# verify --streamed, 1B shape, 16 → 24 layers\n\n{text}\n")

@@ -1,21 +1,21 @@
-"""Do two checkpoints compute the same function? Logits of both on real tokens: whole, or layer by layer."""
+"""Do two checkpoints compute the same function? Logits of both on real tokens."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models.load import attention_of, load_model, running
-from surgeon.models.stream import StreamedModel
 
 PREFILL = "prefill"
 CACHED_DECODE = "cached decode"
@@ -130,33 +130,26 @@ def compare_models(
     decode_tokens: int = 16,
     batch_size: int = 4,
     more: int = 0,
-    after_pass: Callable[[str], None] | None = None,
 ) -> list[LogitComparison]:
     """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
 
-    `more` is how many tokens the output has that the base has not. `after_pass(mode)` is called whenever base and then
-    out have run the same forward.
+    `more` is how many tokens the output has that the base has not.
     """
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
-    # At least one token must come before the first decoded one.
-    steps = min(decode_tokens, ids.shape[1] - 1)
+    steps = decoded_steps(ids, decode_tokens)
     dtype = str(base.dtype).removeprefix("torch.")
     results = []
     for mode in (PREFILL, CACHED_DECODE) if steps > 0 else (PREFILL,):
-        tally = _Tally(mode, dtype, more)
+        tally = Tally(mode, dtype, more)
         for batch_BT in torch.split(ids.to(device), batch_size):
             with torch.inference_mode():
                 if mode == PREFILL:
-                    passes = zip(_prefill(base, batch_BT), _prefill(out, batch_BT), strict=True)
-                    targets = iter([_next_tokens(batch_BT)])
+                    passes = zip([prefilled(base, batch_BT)], [prefilled(out, batch_BT)], strict=True)
+                    targets = iter([next_tokens(batch_BT)])
                 else:
-                    passes = zip(_decode(base, batch_BT, steps), _decode(out, batch_BT, steps), strict=True)
-                    targets = iter(torch.split(_next_tokens(batch_BT)[:, -steps - 1 :], 1, dim=1))
+                    passes = zip(decoded(base, batch_BT, steps), decoded(out, batch_BT, steps), strict=True)
+                    targets = decoded_targets(batch_BT, steps)
                 for base_BTV, out_BTV in passes:
                     tally.add(base_BTV, out_BTV, next(targets))
-                    if after_pass is not None:
-                        after_pass(mode)
         results.append(tally.result())
     return results
 
@@ -181,8 +174,8 @@ def compare_with_image(
     except BadInput as error:
         raise PromiseBroken(f"with an image: {error}") from error
     ids_BT = given["input_ids"]
-    prefill, decode = _Tally(PREFILL_IMAGE, dtype, more), _Tally(CACHED_DECODE_IMAGE, dtype, more)
-    prefill.add(before.prefill_BTV, after.prefill_BTV, _next_tokens(ids_BT))
+    prefill, decode = Tally(PREFILL_IMAGE, dtype, more), Tally(CACHED_DECODE_IMAGE, dtype, more)
+    prefill.add(before.prefill_BTV, after.prefill_BTV, next_tokens(ids_BT))
     decode.add(before.decoded_BSV, after.decoded_BSV, before.said_BS)
     return [prefill.result(), decode.result()]
 
@@ -221,34 +214,52 @@ def _with_image(model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: T
     return _ImageRun(prefill_BTV, torch.stack(made.logits, dim=1), made.sequences[:, length:])
 
 
-def _next_tokens(ids_BT: Tensor) -> Tensor:
+def next_tokens(ids_BT: Tensor) -> Tensor:
     """The token that follows each position, _NO_TARGET at the last one."""
     return functional.pad(ids_BT[:, 1:], (0, 1), value=_NO_TARGET)
 
 
-def _prefill(model: Any, ids_BT: Tensor) -> Iterator[Tensor]:
+def decoded_steps(ids: Tensor, decode_tokens: int) -> int:
+    """How many tokens of a window are decoded one by one: at least one must come before the first."""
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
+    return min(decode_tokens, ids.shape[1] - 1)
+
+
+def decoded_targets(ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
+    """What follows the prefilled part, and each decoded token."""
+    return iter(torch.split(next_tokens(ids_BT)[:, -steps - 1 :], 1, dim=1))
+
+
+def prefilled(model: Any, ids_BT: Tensor) -> Tensor:
+    """Logits of a whole window, without a cache."""
     with running(model):
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    yield logits_BTV
+        logits_BTV: Tensor = model(input_ids=ids_BT, use_cache=False).logits
+    return logits_BTV
 
 
-def _decode(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
+def cached(model: Any, ids_BT: Tensor, cache: Any) -> Tensor:
+    """Logits (batch, 1, vocabulary) of the last of these tokens, which are put into a cache."""
+    keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
+    fewer = {"logits_to_keep": 1} if keeps else {}
+    with running(model):
+        logits_BTV: Tensor = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **fewer).logits
+    # A copy where there are more, so that those of the whole prefix are freed before the first step.
+    return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
+
+
+def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
     from transformers import DynamicCache
 
     with running(model):
         cache = DynamicCache(config=model.config)
-        logits_BTV = model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits
-    # A copy, so that the logits of the whole prefix are freed before the first step.
-    yield logits_BTV[:, -1:].clone()
-    del logits_BTV
+    yield cached(model, ids_BT[:, :-steps], cache)
     for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
-        with running(model):
-            logits_BTV = model(input_ids=step_B1, past_key_values=cache, use_cache=True).logits
-        yield logits_BTV
+        yield cached(model, step_B1, cache)
 
 
-class _Tally:
+class Tally:
     """Running sums over batches of logits; `result` turns them into a LogitComparison."""
 
     def __init__(self, mode: str, dtype: str, more: int) -> None:
@@ -332,6 +343,7 @@ class _Tally:
         self.old = base_CV.shape[1]
 
     def result(self) -> LogitComparison:
+        """What was found so far."""
         return LogitComparison(
             mode=self.mode,
             dtype=self.dtype,
@@ -371,155 +383,3 @@ def _loss(log_CV: Tensor, targets_C: Tensor) -> float:
 def _finite(value: Tensor) -> float:
     number = float(value)
     return math.inf if math.isnan(number) else number
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """Where the two functions begin to differ.
-
-    `base_layer`: the first base layer after which the hidden states differ; None where the input of the
-    first layer differs already (the embeddings), or where every layer agrees and only the logits differ.
-    `suspects`: the layers of the output that ran since the last point where both agreed.
-    """
-
-    mode: str
-    where: str
-    base_layer: int | None
-    out_layer: int | None
-    suspects: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StreamedComparison:
-    """`logits`: one comparison a mode; `first_difference` is None where everything agrees.
-
-    `peak_weight_bytes`: the most bytes of weights that were in memory at once, of both models together.
-    """
-
-    logits: tuple[LogitComparison, ...]
-    first_difference: FirstDifference | None
-    layers_compared: int
-    peak_weight_bytes: int
-
-    @property
-    def identical(self) -> bool:
-        """Every hidden state compared and every logit is equal."""
-        return self.first_difference is None and all(mode.identical for mode in self.logits)
-
-
-def compare_streamed(
-    base: CheckpointFolder,
-    out: CheckpointFolder,
-    ids: Tensor,
-    *,
-    dtype: str = "auto",
-    device: str = "cpu",
-    layer_of_base: Sequence[int],
-    decode_tokens: int = 4,
-    batch_size: int = 8,
-    more: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> StreamedComparison:
-    """Compare `base` and `out` on `ids` (windows, window), one unit of weights in memory at a time.
-
-    `layer_of_base[i]` is the index in `out` of the base's layer i; where that was taken out, of the layer below it
-    (-1: none), whose output it must then leave as it is. Each batch of `batch_size` windows
-    reads both checkpoints 2 + `decode_tokens` times: one prefill, one cached prefill, and every decoded
-    token, hence the small default. `progress(done, total)` counts decoder layers run.
-    Memory: one layer of one model, the activations, the cache, and one batch of logits of each model; embeddings and
-    the head stay in their files.
-    Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
-    """
-    base_model = StreamedModel(base, dtype=dtype, device=device)
-    out_model = StreamedModel(
-        out,
-        dtype=base_model.dtype,
-        device=device,
-        attention=attention_of(base_model.module),
-        failure=PromiseBroken,
-        more=more,
-    )
-    # A stream that became wider carries the base's in its first part.
-    out_model.digest_width = getattr(base_model.module.config.get_text_config(), "hidden_size", None)
-    depth = len(base_model.layers)
-    if len(layer_of_base) != depth or not all(-1 <= i < len(out_model.layers) for i in layer_of_base):
-        raise ValueError(f"layer_of_base must give {depth} layers of the output's {len(out_model.layers)}")
-    if progress is not None:
-        steps = min(decode_tokens, ids.shape[1] - 1)
-        batches = -(-ids.shape[0] // batch_size)
-        total = batches * (1 + (1 + steps if steps > 0 else 0)) * (depth + len(out_model.layers))
-        _count_layers([*base_model.layers, *out_model.layers], total, progress)
-    found: list[FirstDifference] = []
-
-    def compare_hidden_states(mode: str) -> None:
-        apart = _first_difference(mode, base_model.take_digests(), out_model.take_digests(), layer_of_base)
-        if apart is not None:
-            found.append(apart)
-
-    logits = compare_models(
-        base_model.module,
-        out_model.module,
-        ids,
-        device=device,
-        decode_tokens=decode_tokens,
-        batch_size=batch_size,
-        more=more,
-        after_pass=compare_hidden_states,
-    )
-    if not found:
-        found = [
-            FirstDifference(
-                mode=mode.mode,
-                where="the final norm or the output head",
-                base_layer=None,
-                out_layer=None,
-                suspects=tuple(range(layer_of_base[-1] + 1, len(out_model.layers))),
-            )
-            for mode in logits
-            if not mode.identical
-        ]
-    return StreamedComparison(
-        logits=tuple(logits),
-        first_difference=min(found, key=lambda apart: _depth_of(apart, depth), default=None),
-        layers_compared=depth,
-        # One model runs at a time and leaves nothing in memory, so the peaks do not add up.
-        peak_weight_bytes=max(base_model.peak_weight_bytes, out_model.peak_weight_bytes),
-    )
-
-
-def _depth_of(apart: FirstDifference, depth: int) -> int:
-    if apart.base_layer is not None:
-        return apart.base_layer
-    return -1 if apart.where == "the embeddings" else depth
-
-
-def _first_difference(
-    mode: str, base: Sequence[bytes], out: Sequence[bytes], layer_of_base: Sequence[int]
-) -> FirstDifference | None:
-    """Digests are of the first layer's input, then of each layer's output, in order."""
-    if base[0] != out[0]:
-        return FirstDifference(mode=mode, where="the embeddings", base_layer=None, out_layer=None, suspects=())
-    agreed = -1
-    for layer, image in enumerate(layer_of_base):
-        if base[1 + layer] != out[1 + image]:
-            return FirstDifference(
-                mode=mode,
-                where=f"layer {layer} of the base (layer {image} of the output)",
-                base_layer=layer,
-                out_layer=image,
-                suspects=tuple(range(agreed + 1, image + 1)),
-            )
-        agreed = image
-    return None
-
-
-def _count_layers(layers: Sequence[nn.Module], total: int, progress: Callable[[int, int], None]) -> None:
-    done = 0
-
-    def count(_module: nn.Module, _args: Any, _result: Any) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    for layer in layers:
-        layer.register_forward_hook(count)

@@ -1,14 +1,15 @@
-"""A matrix that stays in its file while a model runs: embeddings read the rows they look up, a head block by block.
+"""A matrix that stays in its file while a model runs: embeddings read the rows they look up, products go by blocks.
 
-The embedding and the output head of a model are its largest tensors, larger than many layers together. Rows that are
-looked up are the same numbers wherever they lie. A product by blocks of rows is that of each block: BLAS may add up
-the terms of a product of another shape in another order, so blocks are the same for two models that are compared, and
-equal inputs and equal rows give equal bits.
+Rows that are looked up are the same numbers wherever they lie. A product by blocks of rows is that of each block: BLAS
+may add up the terms of a product of another shape in another order, so blocks are the same for two models that are
+compared, and equal inputs and equal rows give equal bits. Several products are made of one reading (`multiply`):
+forwards that run side by side (lockstep.py) meet at a matrix, each in its own dtype, and at that of the other model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# A block is large enough for a product to run at full speed, and small beside a layer.
-BLOCK_BYTES = 32 * 1024 * 1024
+from surgeon.models import lockstep
+
+# Of a matrix at a time, in every dtype: a product by so many runs at full speed, and they are few beside a layer's.
+BLOCK_NUMBERS = 2 * 1024 * 1024
 # What can be asked of a matrix without its numbers.
 _FACTS = frozenset(
     {
@@ -25,26 +28,41 @@ _FACTS = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "nbytes")),
     }
 )
-# The numbers of rows from one up to another.
+# The numbers of rows from one up to another, as they are stored.
 ReadRows = Callable[[int, int], Tensor]
 
 
 class StoredMatrix(Tensor):
-    """A matrix (rows, columns) whose numbers `read(first, behind)` gives, on the device and in the dtype it has here.
+    """A matrix (rows, columns) whose numbers `read(first, behind)` gives; it casts and moves them as it is multiplied.
 
     Its shape and dtype are a meta tensor's. `embedding` and `linear` take what they need of it; whatever else is done
-    with it is done with all of it, read for that.
+    with it is done with all of it, read for that. Two with an equal `read` are one matrix in two dtypes.
     """
 
     _read: ReadRows
     _device: torch.device
     _cut: int
+    _place: int
+    _outside: bool
 
     @classmethod
-    def of(cls, like: Tensor, read: ReadRows, device: torch.device, *, cut: int = 0) -> Self:
-        """`like` is a meta tensor of its shape and dtype; a block of rows ends before the row `cut` (0: none does)."""
+    def of(
+        cls,
+        like: Tensor,
+        read: ReadRows,
+        device: torch.device,
+        *,
+        cut: int = 0,
+        place: int = 0,
+        outside: bool = True,
+    ) -> Self:
+        """`like` is a meta tensor of its shape and dtype; a block of rows ends before the row `cut` (0: none does).
+
+        `place` is where it stands in the order of its model, and `outside` whether that is in no layer.
+        """
         made = like.detach().as_subclass(cls)
         made._read, made._device, made._cut = read, device, cut
+        made._place, made._outside = place, outside
         return made
 
     @property
@@ -59,24 +77,24 @@ class StoredMatrix(Tensor):
 
     def whole(self) -> Tensor:
         """All of it, in memory."""
-        return self._read(0, self._rows)
+        return self._rows(0, int(self.shape[0]))
 
-    @property
-    def _rows(self) -> int:
-        return int(self.shape[0])
+    def _rows(self, first: int, behind: int) -> Tensor:
+        return self._placed(self._read(first, behind))
+
+    def _placed(self, stored: Tensor) -> Tensor:
+        return stored.to(self._device, self.dtype)
 
     @property
     def _blocks(self) -> list[tuple[int, int]]:
         """Rows from and to, in order."""
-        with torch._C.DisableTorchFunctionSubclass():
-            row_bytes = self.shape[1] * self.element_size()
-        most = max(1, BLOCK_BYTES // max(1, row_bytes))
-        cuts = {0, *range(0, self._rows, most), self._rows}
-        if 0 < self._cut < self._rows:
+        rows, columns = self.shape
+        most = max(1, BLOCK_NUMBERS // max(1, columns))
+        cuts = {0, *range(0, rows, most), rows}
+        if 0 < self._cut < rows:
             # Up to the cut as a matrix that ends there, and from there on.
-            cuts = {*range(0, self._cut, most), *range(self._cut, self._rows, most), self._rows}
-        ordered = sorted(cuts)
-        return list(pairwise(ordered))
+            cuts = {*range(0, self._cut, most), *range(self._cut, rows, most), rows}
+        return list(pairwise(sorted(cuts)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +103,14 @@ class StoredMatrix(Tensor):
         if func is functional.embedding and isinstance(args[1], cls):
             return _looked_up(args[1], args[0])
         if func is functional.linear and isinstance(args[1], cls):
-            return _multiplied(args[1], args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
+            product = Product(args[1], args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
+            # Beside other forwards it waits for theirs by the same matrix.
+            if (forward := lockstep.current()) is not None:
+                forward.wait(product)
+            else:
+                multiply([product])
+            assert product.result is not None
+            return product.result
         if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -98,16 +123,153 @@ def _looked_up(matrix: StoredMatrix, ids: Tensor) -> Tensor:
     """The rows `ids`, each read once; neither a padding row nor the order of gradients matters to what is looked up."""
     wanted, where = torch.unique(ids, return_inverse=True)
     rows = [matrix._read(row, row + 1) for row in wanted.tolist()] or [matrix._read(0, 0)]
-    return torch.cat(rows)[where]
+    return matrix._placed(torch.cat(rows))[where]
 
 
-def _multiplied(matrix: StoredMatrix, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    """inputs (…, columns) times the matrix transposed, plus bias: (…, rows)."""
-    blocks = matrix._blocks
-    if len(blocks) == 1:
-        return functional.linear(inputs, matrix.whole(), bias)
-    result = inputs.new_empty(*inputs.shape[:-1], matrix._rows)
-    for first, behind in blocks:
-        part = None if bias is None else bias[first:behind]
-        result[..., first:behind] = functional.linear(inputs, matrix._read(first, behind), part)
-    return result
+@dataclass(eq=False)
+class Product:
+    """inputs (…, columns) times a matrix transposed, plus bias: `result` (…, rows)."""
+
+    matrix: StoredMatrix
+    inputs: Tensor
+    bias: Tensor | None
+    result: Tensor | None = field(default=None, init=False)
+
+    @property
+    def key(self) -> ReadRows:
+        """What it is read by: the same in every dtype."""
+        return self.matrix._read
+
+    @property
+    def place(self) -> int:
+        """Where its matrix stands in the model."""
+        return self.matrix._place
+
+    @property
+    def outside(self) -> bool:
+        """Whether that is in no layer."""
+        return self.matrix._outside
+
+    @property
+    def result_bytes(self) -> int:
+        """How large the result is."""
+        return self.inputs.numel() // self.inputs.shape[-1] * int(self.matrix.shape[0]) * self.inputs.element_size()
+
+    def alike(self, other: Product) -> bool:
+        """Whether the matrices may hold the same numbers, by their first row."""
+        mine, others = self.matrix, other.matrix
+        return mine.shape[1] == others.shape[1] and _equal(mine._read(0, 1), others._read(0, 1))
+
+    def equals(self, other: Product) -> bool:
+        """Whether the same matrix would give the same result."""
+        if (self.inputs.dtype, self.matrix.dtype) != (other.inputs.dtype, other.matrix.dtype):
+            return False
+        biases = (self.bias is None) == (other.bias is None)
+        biases = biases and (self.bias is None or other.bias is None or torch.equal(self.bias, other.bias))
+        return biases and torch.equal(self.inputs, other.inputs)
+
+    def bias_of(self, first: int, behind: int) -> Tensor | None:
+        """Of a block of rows."""
+        return None if self.bias is None else self.bias[first:behind]
+
+    def of_zeros(self, first: int, behind: int) -> Tensor:
+        """What rows of zeros give for finite inputs."""
+        made = self.inputs.new_zeros(*self.inputs.shape[:-1], behind - first)
+        bias = self.bias_of(first, behind)
+        return made if bias is None else made + bias
+
+    def columns(self, first: int, behind: int) -> Tensor:
+        """Those of the result that a block of rows made."""
+        assert self.result is not None
+        return self.result[..., first:behind]
+
+    def add(self, first: int, behind: int, made: Tensor) -> None:
+        """Put in the columns of a block of rows."""
+        if behind - first == self.matrix.shape[0]:
+            self.result = made
+            return
+        if self.result is None:
+            self.result = made.new_empty(*self.inputs.shape[:-1], int(self.matrix.shape[0]))
+        self.result[..., first:behind] = made
+
+
+def multiply(products: Sequence[Product]) -> None:
+    """Make the results of products, reading each block of rows of each matrix once.
+
+    A product of equal inputs by equal rows is made once and copied, and one of finite inputs by zeros not at all: the
+    bits are those that making it would give (but for the sign of a zero, which no comparison looks at).
+    """
+    blocks = {product.key: product.matrix._blocks for product in products}
+    same = [
+        next(place for place, other in enumerate(products) if other is one or other.equals(one)) for one in products
+    ]
+    finite = [bool(one.inputs.isfinite().all()) for one in products]
+    for number in range(max(map(len, blocks.values()))):
+        block = _Block({key: (cuts[number], key(*cuts[number])) for key, cuts in blocks.items() if number < len(cuts)})
+        for nth, product in enumerate(products):
+            if product.key not in block.read:
+                continue
+            model = products[same[nth]]
+            first, behind = block.read[product.key][0]
+            if model is not product and block.equal(product.key, model.key):
+                made = model.columns(first, behind).clone()
+            elif finite[nth] and block.empty(product.key):
+                made = product.of_zeros(first, behind)
+            else:
+                made = _linear(product.inputs, block.placed(product.matrix), product.bias_of(first, behind))
+            product.add(first, behind, made)
+
+
+class _Block:
+    """The rows of each matrix of which products are being made, and what is known of them."""
+
+    def __init__(self, read: dict[ReadRows, tuple[tuple[int, int], Tensor]]) -> None:
+        self.read = read
+        self._placed: dict[tuple[ReadRows, torch.dtype, torch.device], Tensor] = {}
+        self._equal: dict[tuple[ReadRows, ReadRows], bool] = {}
+        self._empty: dict[ReadRows, bool] = {}
+
+    def placed(self, matrix: StoredMatrix) -> Tensor:
+        """The rows in the dtype of a matrix, where it is multiplied."""
+        key = (matrix._read, matrix.dtype, matrix.device)
+        if key not in self._placed:
+            self._placed[key] = matrix._placed(self.read[matrix._read][1])
+        return self._placed[key]
+
+    def equal(self, one: ReadRows, other: ReadRows) -> bool:
+        """Whether two matrices have the same numbers there."""
+        if one == other:
+            return True
+        if (one, other) not in self._equal:
+            here, there = self.read[one], self.read.get(other)
+            self._equal[one, other] = there is not None and here[0] == there[0] and _equal(here[1], there[1])
+        return self._equal[one, other]
+
+    def empty(self, key: ReadRows) -> bool:
+        """Whether the rows are zeros."""
+        if key not in self._empty:
+            words = _words(self.read[key][1])
+            self._empty[key] = not words[:1024].any() and not words.any()
+        return self._empty[key]
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As in a model that was loaded whole, whose weights are parameters.
+
+    Rows that lie apart, as the last token of each window does, torch copies together before it multiplies them by a
+    parameter; by any other tensor it would multiply them as a batch, whose sums may be rounded otherwise.
+    """
+    if inputs.is_contiguous():
+        return functional.linear(inputs, weight, bias)
+    made = functional.linear(inputs.contiguous(), weight)
+    return made if bias is None else made + bias
+
+
+def _words(stored: Tensor) -> Tensor:
+    """The bytes of a tensor, eight in one where they are so many."""
+    content = stored.contiguous().view(-1).view(torch.uint8)
+    return content.view(torch.int64) if len(content) % 8 == 0 else content
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(_words(one), _words(other))

@@ -2,8 +2,9 @@
 
 The model is built on the meta device; hooks load the weights of one unit (a decoder layer, the embedding, the final
 norm, the output head) from the shards just before it runs and free them right after. Matrices outside the layers stay
-in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py). The forward
-is transformers' own, so masks, caches and scaling are the family's.
+in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py); with
+`by_matrix` those of layers' linear modules do too. The forward is transformers' own, so masks, caches and scaling are
+the family's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.dissect import dissect, is_derived
 from surgeon.families.names import as_loaded, made_of
+from surgeon.models import lockstep
 from surgeon.models.load import Attention, build_model, check_doubled, is_idle, stored_dtype, torch_dtype
 from surgeon.models.stored_matrix import StoredMatrix
 
@@ -41,6 +46,8 @@ class StreamedModel:
     layers; `stored_as` gives for each tensor of the model the names of what it is stored as. The names and shapes of
     all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config. `more` is
     how many rows for tokens it has that a model which it is compared with has not: the head's blocks are cut there.
+    `by_matrix`: the matrices of layers' linear modules stay in their file too, and forwards may run side by side
+    (lockstep.py).
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class StreamedModel:
         attention: Attention | None = None,
         failure: type[SurgeonError] = BadInput,
         more: int = 0,
+        by_matrix: bool = False,
     ) -> None:
         self.folder, self.device, self.failure = folder, torch.device(device), failure
         if quantisation(folder.config) is not None:
@@ -66,20 +74,20 @@ class StreamedModel:
         self._stack = ""
         self.stored_as = self._stored_names()
         self.layers = self._decoder_layers()
-        self.peak_weight_bytes = 0
         # Units (by id) whose weights are not loaded: layers that are left out.
         self.skipped: set[int] = set()
-        self._weight_bytes = 0
-        self._more = more
+        self._more, self.by_matrix = more, by_matrix
         # How much of the residual stream digests are of, from its first number on; None: all of it.
         self.digest_width: int | None = None
-        self._digests: list[bytes] = []
+        # Of each forward its own, where they run side by side.
+        self._digests = threading.local()
         self._move_buffers()
         self._hook_units()
 
     def take_digests(self) -> list[bytes]:
         """Digests of the last forward (input of the first layer, output of each); empties the record."""
-        digests, self._digests = self._digests, []
+        digests: list[bytes] = getattr(self._digests, "taken", [])
+        self._digests.taken = []
         return digests
 
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
@@ -177,19 +185,21 @@ class StreamedModel:
 
     def _hook_units(self) -> None:
         """Hook every decoder layer as a whole and every other module that owns parameters itself."""
+        self._places = {id(module): place for place, module in enumerate(self.module.modules())}
+        self.module.register_forward_pre_hook(_count_pass)
         names = {id(module): name for name, module in self.module.named_modules()}
         inside = {id(part) for layer in self.layers for part in layer.modules()}
         for layer in self.layers:
-            self._hook(layer, [(names[id(part)], part) for part in layer.modules()])
+            self._hook(layer, [(names[id(part)], part) for part in layer.modules()], layer=True)
         for name, module in self.module.named_modules():
             if id(module) not in inside and module._parameters:
-                self._hook(module, [(name, module)], in_file=True)
+                self._hook(module, [(name, module)], layer=False)
         # Registered after the hooks that load and free weights, so that the digest is taken when they are freed.
         self.layers[0].register_forward_pre_hook(self._digest_input, with_kwargs=True)
         for layer in self.layers:
             layer.register_forward_hook(self._digest_output)
 
-    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], *, in_file: bool = False) -> None:
+    def _hook(self, unit: nn.Module, owners: list[tuple[str, nn.Module]], *, layer: bool) -> None:
         slots = [
             (owner, key, f"{prefix}.{key}" if prefix else key)
             for prefix, owner in owners
@@ -197,26 +207,36 @@ class StreamedModel:
             if value is not None
         ]
         empty = {id(owner): dict(owner._parameters) for _, owner in owners}
+        # Forwards that are inside, which run side by side, and whether the weights are there.
+        inside, there = 0, False
 
         def fetch(_module: nn.Module, _args: Any) -> None:
-            if id(unit) in self.skipped:
+            nonlocal inside, there
+            forward, enter = lockstep.current(), 1
+            if forward is not None and layer:
+                # Others run meanwhile.
+                enter = forward.wait(lockstep.Entry(id(unit), self._places[id(unit)])).count
+            inside += enter
+            if there or id(unit) in self.skipped:
                 return
-            left = [slot for slot in slots if not (in_file and self._stays(slot[-1]))]
+            left = []
             for owner, key, name in slots:
-                if (owner, key, name) not in left:
-                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key])
+                if self._stays(owner, key, name, layer=layer):
+                    place = self._places[id(owner)]
+                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key], place=place, outside=not layer)
+                else:
+                    left.append((owner, key, name))
             for (owner, key, _), value in zip(left, self.weights([name for *_, name in left]), strict=True):
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
-                self._weight_bytes += value.nbytes
-            self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes)
+            there = True
 
         def drop(_module: nn.Module, _args: Any, _result: Any) -> None:
-            for owner, key, _ in slots:
-                held = owner._parameters[key]
-                # Still on meta where reading failed half-way; a matrix that stayed in its file was never counted.
-                counted = not (held is None or held.is_meta or isinstance(held, StoredMatrix))
-                self._weight_bytes -= held.nbytes if held is not None and counted else 0
-                owner._parameters[key] = empty[id(owner)][key]
+            nonlocal inside, there
+            inside -= 1
+            if inside <= 0:
+                inside, there = 0, False
+                for owner, key, _ in slots:
+                    owner._parameters[key] = empty[id(owner)][key]
 
         unit.register_forward_pre_hook(fetch)
         unit.register_forward_hook(drop, always_call=True)
@@ -228,24 +248,22 @@ class StreamedModel:
             values |= self._converted(made)
         return [values[name] for name in names]
 
-    def _stays(self, name: str) -> bool:
-        """Whether a weight is a matrix of numbers that its model has as they are stored."""
+    def _stays(self, owner: nn.Module, key: str, name: str, *, layer: bool) -> bool:
+        """Whether a weight is a matrix of numbers that its model has as they are stored, and may stay in its file."""
+        if layer and not (self.by_matrix and key == "weight" and type(owner).forward is nn.Linear.forward):
+            return False
         stored = self.stored_as[name]
         info = self.folder.tensors[stored[0]]
         return name not in self._made and len(info.shape) == 2 and info.dtype in FLOAT_DTYPES
 
-    def _in_file(self, name: str, like: Tensor | None) -> Any:
+    def _in_file(self, name: str, like: Tensor | None, *, place: int, outside: bool) -> Any:
         """A matrix in the place of a parameter, which a module never looks at."""
         (stored,) = self.stored_as[name]
         assert like is not None, name
-
-        def rows(first: int, behind: int) -> Tensor:
-            read = self._rows(stored, name, first, behind)
-            self.peak_weight_bytes = max(self.peak_weight_bytes, self._weight_bytes + read.nbytes)
-            return read
-
-        cut = self.folder.tensors[stored].shape[0] - self._more if self._more else 0
-        return StoredMatrix.of(like.to(self._dtype_of(name)), rows, self.device, cut=cut)
+        cut = self.folder.tensors[stored].shape[0] - self._more if outside and self._more else 0
+        read = _StoredRows(self, self.folder.path, stored)
+        typed = like.to(self._dtype_of(name))
+        return StoredMatrix.of(typed, read, self.device, cut=cut, place=place, outside=outside)
 
     def _read(self, name: str) -> Tensor:
         """A weight that is stored as it is."""
@@ -253,28 +271,24 @@ class StreamedModel:
         info = self.folder.tensors[stored]
         if info.dtype not in FLOAT_DTYPES or not info.shape:
             return self._placed(self._stored([stored])[stored], name)
-        return self._rows(stored, name, 0, info.shape[0])
+        if stored_dtype(info.dtype) == self._dtype_of(name) and self.device.type == "cpu":
+            return self.rows(stored, 0, info.shape[0])
+        value = torch.empty(info.shape, dtype=self._dtype_of(name), device=self.device)
+        step = max(1, _CAST_BYTES * info.shape[0] // max(1, info.nbytes))
+        for first in range(0, info.shape[0], step):
+            value[first : first + step] = self.rows(stored, first, min(first + step, info.shape[0]))
+        return value
 
-    def _rows(self, stored: str, name: str, first: int, behind: int) -> Tensor:
-        """Some of the first dimension of a stored tensor: read where it will be used, or block by block to be cast."""
+    def rows(self, stored: str, first: int, behind: int) -> Tensor:
+        """Some of the first dimension of a stored tensor, as they are stored: read, as mapped ones are unaligned."""
         info = self.folder.tensors[stored]
-        shape, dtype = (behind - first, *info.shape[1:]), stored_dtype(info.dtype)
-        value = torch.empty(shape, dtype=self._dtype_of(name), device=self.device)
+        value = torch.empty((behind - first, *info.shape[1:]), dtype=stored_dtype(info.dtype))
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
-        begin, end = info.begin + first * row, info.begin + behind * row
         try:
             handle = self.folder.open_shard(info.file)
             try:
-                if value.numel() and value.dtype == dtype and value.device.type == "cpu":
-                    fill(handle, value.view(-1).view(torch.uint8).numpy().data, begin)
-                elif value.numel():
-                    flat, buffer = value.view(-1), memoryview(bytearray(min(_CAST_BYTES, end - begin)))
-                    for at in range(begin, end, _CAST_BYTES):
-                        piece = buffer[: end - at]
-                        fill(handle, piece, at)
-                        part = torch.frombuffer(piece, dtype=dtype)
-                        done = (at - begin) // dtype.itemsize
-                        flat[done : done + len(part)] = part
+                if value.numel():
+                    fill(handle, value.view(-1).view(torch.uint8).numpy().data, info.begin + first * row)
             finally:
                 os.close(handle)
         except (OSError, BadInput) as error:
@@ -321,12 +335,31 @@ class StreamedModel:
             raise self.failure(f"{printable(str(path))}: cannot be read: {first_line(error)}") from error
 
     def _digest_input(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._digests.append(_digest(hidden[..., : self.digest_width]))
+        self._take(args[0] if args else kwargs["hidden_states"])
 
     def _digest_output(self, _layer: nn.Module, _args: Any, result: Any) -> None:
-        hidden = result[0] if isinstance(result, tuple) else result
-        self._digests.append(_digest(hidden[..., : self.digest_width]))
+        self._take(result[0] if isinstance(result, tuple) else result)
+
+    def _take(self, hidden: Tensor) -> None:
+        self._digests.taken = [*getattr(self._digests, "taken", []), _digest(hidden[..., : self.digest_width])]
+
+
+@dataclass(frozen=True)
+class _StoredRows:
+    """Rows of a stored matrix: the same of every model of one folder."""
+
+    model: StreamedModel = field(compare=False)
+    folder: Path
+    stored: str
+
+    def __call__(self, first: int, behind: int) -> Tensor:
+        return self.model.rows(self.stored, first, behind)
+
+
+def _count_pass(_module: nn.Module, _args: Any) -> None:
+    forward = lockstep.current()
+    if forward is not None:
+        forward.passes += 1
 
 
 def _digest(hidden: Tensor) -> bytes:

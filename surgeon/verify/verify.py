@@ -26,7 +26,8 @@ from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_sta
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surgeon.models.compare import FirstDifference, GrownLoss, LogitComparison, StreamedComparison
+    from surgeon.models.compare import GrownLoss, LogitComparison
+    from surgeon.models.compare_streamed import FirstDifference, StreamedComparison
     from surgeon.models.encoders import OutputComparison
 
 
@@ -156,27 +157,28 @@ def verify(
     found = Verification(
         proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained, gated=_is_gated(out_folder)
     )
-    for dtype in dtypes:
+    if streamed:
+        from surgeon.models.compare_streamed import compare_streamed
+
+        listener.say(f"comparing logits ({', '.join(dtypes)}) on {tokens.source}")
+        layered = compare_streamed(
+            *folders,
+            tokens.ids,
+            dtypes=dtypes,
+            layer_of_base=proof.layer_of_base,
+            progress=_shown(listener),
+            more=proof.more,
+            **options,
+        )
+        found.streamed.extend(layered)
+        found.comparisons.extend(mode for each in layered for mode in each.logits)
+    for dtype in () if streamed else dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
         if anatomy.family.encoder:
             from surgeon.models.encoders import auto_class, compare_encoders
 
             auto = auto_class(base_folder.config)
             found.comparisons.append(compare_encoders(*folders, tokens.ids, auto=auto, dtype=dtype, **options))
-        elif streamed:
-            from surgeon.models.compare import compare_streamed
-
-            layered = compare_streamed(
-                *folders,
-                tokens.ids,
-                dtype=dtype,
-                layer_of_base=proof.layer_of_base,
-                progress=_shown(listener, dtype),
-                more=proof.more,
-                **options,
-            )
-            found.streamed.append(layered)
-            found.comparisons.extend(layered.logits)
         else:
             from surgeon.models.compare import compare_models, load_pair
 
@@ -239,12 +241,12 @@ class _Image:
         self.notes.append(Check("images", True, f"not compared on a prompt with an image: {why_not}", note=True))
 
 
-def _shown(listener: Listener, dtype: str) -> Callable[[int, int], None]:
-    """Layers run, of both models and all passes, as a stage of the listener."""
+def _shown(listener: Listener) -> Callable[[int, int], None]:
+    """Layers run, of both models in all forwards, as a stage of the listener."""
 
     def show(done: int, total: int) -> None:
         if done == 1:
-            listener.begin(f"comparing ({dtype}), layer by layer", total, "layers")
+            listener.begin("comparing, layer by layer", total, "layers")
         listener.advance(1)
 
     return show

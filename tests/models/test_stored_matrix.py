@@ -13,7 +13,7 @@ import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.manifest.manifest import manifest_of
 from surgeon.models import stored_matrix
-from surgeon.models.compare import compare_streamed
+from surgeon.models.compare_streamed import compare_streamed
 from surgeon.models.load import load_model
 from surgeon.models.stored_matrix import StoredMatrix
 from surgeon.models.stream import StreamedModel
@@ -44,7 +44,7 @@ def test_only_the_rows_that_are_looked_up_are_read() -> None:
 
 @pytest.mark.parametrize(("cut", "blocks"), [(0, [0, 10, 20, 30, 37]), (33, [0, 10, 20, 30, 33, 37])])
 def test_a_product_is_that_of_its_blocks(cut: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_matrix, "BLOCK_BYTES", 10 * COLUMNS * 4)
+    monkeypatch.setattr(stored_matrix, "BLOCK_NUMBERS", 10 * COLUMNS)
     matrix, value, read = stored(cut)
     inputs, bias = torch.randn(2, 5, COLUMNS), torch.randn(ROWS)
     found = functional.linear(inputs, matrix, bias)
@@ -70,21 +70,30 @@ def test_a_model_whose_head_has_many_blocks(dtype: str, tmp_path: Path, monkeypa
     base = tiny.checkpoint(tmp_path / "base", "gemma2")
     surgeon.apply("llama-pro", base, tmp_path / "out")
     whole = load_model(base, dtype=dtype)
-    monkeypatch.setattr(stored_matrix, "BLOCK_BYTES", 24 * 32 * whole.dtype.itemsize)
+    monkeypatch.setattr(stored_matrix, "BLOCK_NUMBERS", 24 * 32)
     folders = CheckpointFolder.open(base), CheckpointFolder.open(tmp_path / "out")
     streamed = StreamedModel(folders[0], dtype=dtype)
     with torch.inference_mode():
         torch.testing.assert_close(streamed.module(input_ids=IDS).logits, whole(input_ids=IDS).logits)
     images = [n for n, layer in enumerate(manifest_of(folders[1]).layers) if layer.base is not None]
-    found = compare_streamed(*folders, IDS, dtype=dtype, layer_of_base=images, decode_tokens=2)
+    (found,) = compare_streamed(*folders, IDS, dtypes=[dtype], layer_of_base=images, decode_tokens=2)
     assert found.identical
-    layer = sum(value.numel() for value in whole.model.layers[0].parameters()) * whole.dtype.itemsize
-    assert found.peak_weight_bytes == layer
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(ROWS)])
+def test_rows_that_lie_apart_are_multiplied_as_by_a_parameter(bias: torch.Tensor | None) -> None:
+    """As the last token of each window is by the head of a model that was loaded whole."""
+    matrix, value, _ = stored()
+    last = torch.randn(2, 9, COLUMNS)[:, -1:]
+    weight = torch.nn.Parameter(value)
+    with torch.inference_mode():
+        expected = functional.linear(last, weight, bias)
+        assert torch.equal(functional.linear(last, matrix, bias), expected)
 
 
 def test_old_tokens_have_the_same_blocks_in_a_grown_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix cut where another one ends gives its products, whatever comes behind."""
-    monkeypatch.setattr(stored_matrix, "BLOCK_BYTES", 10 * COLUMNS * 4)
+    monkeypatch.setattr(stored_matrix, "BLOCK_NUMBERS", 10 * COLUMNS)
     _, value, _ = stored()
     grown, read = torch.cat([value, torch.randn(3, COLUMNS)]), []
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.compare import StreamedComparison, compare_logits, compare_streamed
+from surgeon.models import compare_streamed as compare_streamed_module
+from surgeon.models import stored_matrix
+from surgeon.models.compare import compare_logits
+from surgeon.models.compare_streamed import StreamedComparison, compare_streamed
 from surgeon.models.load import load_model
+from surgeon.models.stored_matrix import StoredMatrix
 from surgeon.models.stream import StreamedModel
 from tests import tiny
 from tests.models.grown import edit, grow, shard_of
@@ -26,7 +31,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(base: Path, out: Path, ids: torch.Tensor, **options: Any) -> StreamedComparison:
-    return compare_streamed(CheckpointFolder.open(base), CheckpointFolder.open(out), ids, **options)
+    (found,) = compare_streamed(CheckpointFolder.open(base), CheckpointFolder.open(out), ids, **options)
+    return found
 
 
 def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
@@ -56,38 +62,103 @@ def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype
 def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     images = grow(base, tmp_path / "out", after=[0, 3, 5])
-    found = compared(base, tmp_path / "out", IDS, layer_of_base=images, batch_size=2)
-    assert found.identical and found.first_difference is None and found.layers_compared == 6
-    # The numbers are those of the comparison that loads everything.
-    assert list(found.logits) == compare_logits(base, tmp_path / "out", IDS, decode_tokens=4, batch_size=2)
+    folders, dtypes = (CheckpointFolder.open(base), CheckpointFolder.open(tmp_path / "out")), ("auto", "float32")
+    for dtype, found in zip(
+        dtypes, compare_streamed(*folders, IDS, dtypes=dtypes, layer_of_base=images, batch_size=2), strict=True
+    ):
+        assert found.identical and found.first_difference is None and found.layers_compared == 6
+        # The numbers are those of the comparison that loads everything.
+        assert list(found.logits) == compare_logits(*folders, IDS, dtype=dtype, decode_tokens=4, batch_size=2)
 
 
-def test_at_most_one_unit_is_in_memory_at_any_time(llama: Path, tmp_path: Path) -> None:
+def test_each_matrix_is_read_once_for_all_forwards_and_one_layer_is_in_memory(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both dtypes, prefill and cached decode; what is no matrix of a linear module is there while its layer runs."""
     images = grow(llama, tmp_path / "out", after=[1, 2])
+    monkeypatch.setattr(stored_matrix, "BLOCK_NUMBERS", 10 * 32)
+    read: Counter[tuple[str, str]] = Counter()
+    rows = StreamedModel.rows
+
+    def counted(model: StreamedModel, stored: str, first: int, behind: int) -> torch.Tensor:
+        found = rows(model, stored, first, behind)
+        # Two matrices that may be the same are compared by their first row before.
+        read[model.folder.path.name, stored] += behind - first if (first, behind) != (0, 1) else 0
+        assert found.numel() <= 10 * 32 or found.ndim == 1
+        return found
+
+    monkeypatch.setattr(StreamedModel, "rows", counted)
     roots: set[Any] = set()
-    seen: list[tuple[str, ...]] = []
+    seen: set[str] = set()
 
     def look(module: nn.Module, _args: Any) -> None:
         if type(module).__name__ == "LlamaForCausalLM":
             roots.add(module)
-        resident = set()
         for root in roots:
-            for name, parameter in root.named_parameters():
-                if not parameter.is_meta:
-                    parts = name.split(".")
-                    resident.add((id(root), ".".join(parts[: 3 if parts[1] == "layers" else -1])))
-        seen.append(tuple(sorted(unit for _, unit in resident)))
-        assert len(resident) <= 1, seen[-1]
+            there = [name for name, p in root.named_parameters() if not (p.is_meta or isinstance(p, StoredMatrix))]
+            layers = {name.split(".")[2] for name in there if ".layers." in name}
+            assert len(layers) <= 1 and all(name.endswith("norm.weight") for name in there)
+            seen.update(layers)
 
     handle = register_module_forward_pre_hook(look)
     try:
-        found = compared(llama, tmp_path / "out", IDS, layer_of_base=images, decode_tokens=2)
+        folders = CheckpointFolder.open(llama), CheckpointFolder.open(tmp_path / "out")
+        found = compare_streamed(*folders, IDS, dtypes=("auto", "float32"), layer_of_base=images, decode_tokens=2)
     finally:
         handle.remove()
-    assert found.identical and len(roots) == 2
-    assert {unit for units in seen for unit in units} >= {"model.layers.0", "model.layers.7"}
-    layer_bytes = sum(p.numel() for p in load_model(llama).model.layers[0].parameters()) * 2
-    assert found.peak_weight_bytes == max(layer_bytes, 128 * 32 * 2)
+    assert [each.identical for each in found] == [True, True] and len(roots) == 4 and seen == set("01234567")
+    assert [mode.dtype for each in found for mode in each.logits] == ["bfloat16"] * 2 + ["float32"] * 2
+    for folder in folders:
+        for name, info in folder.tensors.items():
+            if len(info.shape) == 2 and "embed_tokens" not in name:
+                assert read[folder.path.name, name] == info.shape[0], name
+
+
+def test_what_runs_side_by_side_finds_a_layer_that_differs_in_one_dtype_alone(llama: Path, tmp_path: Path) -> None:
+    """A value that bfloat16 rounds to the base's; the matrix is as large and begins as the base's does."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32")
+    images = grow(base, tmp_path / "out", after=[2])
+
+    def nudged(value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        value[-1] *= 1 + 2**-12
+        value[:, 0] = value[:, 0].bfloat16().float()
+        return value
+
+    edit(base, "model.layers.3.mlp.up_proj.weight", lambda value: value.bfloat16().float())
+    edit(
+        tmp_path / "out", f"model.layers.{images[3]}.mlp.up_proj.weight", lambda value: nudged(value.bfloat16().float())
+    )
+    folders = CheckpointFolder.open(base), CheckpointFolder.open(tmp_path / "out")
+    wide, narrow = compare_streamed(*folders, IDS, dtypes=("float32", "bfloat16"), layer_of_base=images)
+    assert narrow.identical
+    assert wide.first_difference is not None and wide.first_difference.base_layer == 3
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", 0), ("mistral", 32), ("gemma3_text", 8)])
+def test_keys_and_values_are_in_memory_once(
+    family: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches of a prefix and of the tokens decoded after it, a window of which may be full."""
+    base = tiny.checkpoint(tmp_path, family, **({"sliding_window": window} if window else {}))
+    made: list[Any] = []
+    make = compare_streamed_module._caches
+
+    def noted(*arguments: Any) -> list[Any]:
+        made.append(make(*arguments))
+        found: list[Any] = made[-1]
+        return found
+
+    monkeypatch.setattr(compare_streamed_module, "_caches", noted)
+    compared(base, base, IDS, layer_of_base=SAME)
+    assert len(made) == 2 and all(len(caches) == 5 for caches in made)
+    for caches in made:
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            lengths = [layer.keys.shape[-2] for layer in layers]
+            sliding = getattr(layers[0], "sliding_window", 99) - 1
+            assert lengths == [min(length, sliding) for length in range(20, 25)]
+            kept = {layer.keys.untyped_storage().data_ptr() for layer in layers}
+            assert len(kept) == 1 if sliding > 24 else len(kept) <= 4
 
 
 @pytest.mark.parametrize("layer", [0, 3, 5])
