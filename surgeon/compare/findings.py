@@ -15,12 +15,11 @@ from surgeon.compare.frontier import (
     Verdict,
     area,
     common_range,
-    differences,
+    difference,
     envelope,
     height,
     interval,
     mean_height,
-    ranges,
     turned,
     verdict,
 )
@@ -96,8 +95,7 @@ class Judged:
 class Remedied:
     """A method with one remedy (`with_`) beside itself with another (`beside`), at equal new loss.
 
-    `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover
-    with every seed;
+    `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
     `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
     the second's (negative: it learns more at its most). None where the frontiers have no new loss in common.
     """
@@ -281,15 +279,13 @@ def _row(
 
 def between(one: Row, other: Row, *, on: str = "forgets") -> Interval | None:
     """The difference of two rows' frontiers, seed by seed: in original loss at equal new loss, or (learns) turned."""
-    pairs = _pairs(one, other)
-    if on == "learns":
-        pairs = [(turned(mine), turned(theirs)) for mine, theirs in pairs]
-    return interval(differences(pairs))
-
-
-def _pairs(one: Row, other: Row) -> list[tuple[list[Pair], list[Pair]]]:
-    """Both rows' frontiers of each seed that both have."""
-    return [(one.frontier(seed), other.frontier(seed)) for seed in sorted(set(one.seeds()) & set(other.seeds()))]
+    found = []
+    for seed in sorted(set(one.seeds()) & set(other.seeds())):
+        pair = one.frontier(seed), other.frontier(seed)
+        mine, theirs = pair if on == "forgets" else (turned(pair[0]), turned(pair[1]))
+        if (apart := difference(mine, theirs)) is not None:
+            found.append(apart)
+    return interval(found)
 
 
 def _judged(study: Study, rows: Sequence[Row]) -> list[Judged]:
@@ -319,13 +315,13 @@ def _remedied(study: Study, rows: Sequence[Row], corner: Pair) -> list[Remedied]
 
 
 def _beside_itself(label: str, row: Row, other: Row, corner: Pair) -> Remedied:
-    pairs = _pairs(row, other)
-    reach = [mine[0][0] - theirs[0][0] for mine, theirs in pairs]
-    forgets = [
-        (mean_height(mine, shared) - corner[1], mean_height(theirs, shared) - corner[1])
-        for (mine, theirs), shared in zip(pairs, ranges(pairs), strict=True)
-        if shared is not None
-    ]
+    forgets: list[tuple[float, float]] = []
+    reach = []
+    for seed in sorted(set(row.seeds()) & set(other.seeds())):
+        pair = row.frontier(seed), other.frontier(seed)
+        reach.append(pair[0][0][0] - pair[1][0][0])
+        if (shared := common_range(*pair)) is not None:
+            forgets.append((mean_height(pair[0], shared) - corner[1], mean_height(pair[1], shared) - corner[1]))
     # Where the other forgets nothing there is no part of it.
     shares = [mine / theirs for mine, theirs in forgets] if all(theirs > 0 for _, theirs in forgets) else []
     return Remedied(

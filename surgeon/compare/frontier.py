@@ -52,16 +52,14 @@ def common_range(one: Sequence[Pair], other: Sequence[Pair]) -> Pair | None:
     return None if low > high else (low, high)
 
 
-def ranges(pairs: Sequence[tuple[Sequence[Pair], Sequence[Pair]]]) -> list[Pair | None]:
-    """The x over which two frontiers are compared, for each seed's pair of them; None where a pair has no x in common.
+def difference(one: Sequence[Pair], other: Sequence[Pair]) -> float | None:
+    """y of `one` minus y of `other` at equal x, in the mean over the range of x that both cover; exact.
 
-    The x that all seeds' pairs cover, so that seeds differ by what was learned and not by where it was looked at; each
-    pair's own where there is none.
+    None where they have no x in common.
     """
-    own = [common_range(one, other) for one, other in pairs]
-    there = [each for each in own if each is not None]
-    low, high = max((x for x, _ in there), default=0.0), min((x for _, x in there), default=0.0)
-    return own if low > high else [None if each is None else (low, high) for each in own]
+    if (shared := common_range(one, other)) is None:
+        return None
+    return mean_height(one, shared) - mean_height(other, shared)
 
 
 def mean_height(frontier: Sequence[Pair], between: Pair) -> float:
@@ -87,18 +85,6 @@ def area(frontier: Sequence[Pair], base: Pair, level: float) -> float:
     """
     whole = envelope([*frontier, base])
     return integral(whole, level, base[0]) - base[1] * (base[0] - level)
-
-
-def differences(pairs: Sequence[tuple[Sequence[Pair], Sequence[Pair]]]) -> list[float]:
-    """y of the first minus y of the second frontier at equal x, in the mean over a range of x (`ranges`); exact.
-
-    One for each seed's pair that has an x in common.
-    """
-    return [
-        mean_height(one, shared) - mean_height(other, shared)
-        for (one, other), shared in zip(pairs, ranges(pairs), strict=True)
-        if shared is not None
-    ]
 
 
 class Interval(NamedTuple):

@@ -141,9 +141,8 @@ def _methods(found: Findings) -> Markup:
         el(
             "p",
             "`forgets beside full` is the mean difference in original loss at equal new loss to full fine-tuning with"
-            " the same remedy, over the new losses that both reach with every seed; negative: it forgets less. `area`"
-            " lies between the frontier and the base's corner, over the new losses that every row reaches; smaller is"
-            " better.",
+            " the same remedy, over the new losses that both reach; negative: it forgets less. `area` lies between the"
+            " frontier and the base's corner, over the new losses that every row reaches; smaller is better.",
             class_="soft",
         ),
         *(el("p", note, class_="warn") for note in found.notes),

@@ -10,14 +10,12 @@ from scipy import stats
 
 from surgeon.compare.frontier import (
     Interval,
-    Pair,
     area,
     common_range,
-    differences,
+    difference,
     envelope,
     height,
     interval,
-    ranges,
     turned,
     verdict,
 )
@@ -25,25 +23,6 @@ from surgeon.compare.frontier import (
 # Down to the right, as frontiers are; (3, 3) is beaten by (2, 2), the infinite one diverged.
 POINTS = [(4.0, 1.0), (1.0, 4.0), (2.0, 2.0), (3.0, 3.0), (math.inf, math.inf)]
 FRONTIER = [(1.0, 4.0), (2.0, 2.0), (4.0, 1.0)]
-
-
-def difference(one: list[Pair], other: list[Pair]) -> float | None:
-    """That of one seed's frontiers."""
-    found = differences([(one, other)])
-    return found[0] if found else None
-
-
-def test_all_seeds_are_compared_over_the_range_that_all_cover() -> None:
-    def line(low: float, high: float, slope: float) -> list[Pair]:
-        return [(low, 10 - slope * low), (high, 10 - slope * high)]
-
-    pairs = [(line(0, 3, 2), line(0, 4, 1)), (line(1, 5, 2), line(2, 9, 1)), (line(7, 8, 2), line(20, 30, 1))]
-    assert ranges(pairs) == [(2, 3), (2, 3), None]
-    # −x, in the mean over 2…3 for both, not over 0…3 and 2…5.
-    assert differences(pairs) == pytest.approx([-2.5, -2.5])
-    apart = [(line(0, 1, 2), line(0, 1, 1)), (line(2, 4, 2), line(2, 4, 1))]
-    assert ranges(apart) == [(0, 1), (2, 4)]
-    assert differences(apart) == pytest.approx([-0.5, -3])
 
 
 def test_the_envelope_holds_what_nothing_beats() -> None:
