@@ -110,7 +110,7 @@ def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
             1,
         ),
     ]
-    return [*lines, "", f"No run yet: {', '.join(untried)}."] if untried else lines
+    return [*lines, "", f"No run yet: {'; '.join(untried)}."] if untried else lines
 
 
 def remedies(found: dict[str, Any], labels: dict[str, str]) -> list[str]:

@@ -347,7 +347,8 @@ def _first(rows: Sequence[Row]) -> str:
     if not beaten:
         return ""
     sure = [row for row in beaten if verdict(row.against) == "disagrees"]
-    names = ", ".join(row.label for row in beaten)
+    # Labels have commas of their own.
+    names = "; ".join(row.label for row in beaten)
     how = (
         f"{len(sure)} of them told apart over seeds"
         if sure

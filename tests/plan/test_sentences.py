@@ -233,6 +233,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "source 'b' is of the kind text, others have labels; one run trains one task",
     ),
+    (
+        load_config,
+        "preserve: {loss: hidden_mse, teacher: {cached: 8}}\n" + TRAIN + "  - {name: a, path: a.txt, share: 1}\n",
+        1,
+        "",
+        "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or",
+    ),
     (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
     (load_config, f"{LABELS}lora: {{}}\n", 1, "", "`lora` is for language models; with labels say `what`"),
     (
