@@ -27,11 +27,11 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCABULARY = 4096
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 224,
-    "intermediate_size": 640,
+    "hidden_size": 192,
+    "intermediate_size": 512,
     "num_hidden_layers": 8,
-    "num_attention_heads": 7,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
@@ -67,8 +67,7 @@ def main() -> None:
         "steps": asked.steps,
         "batch": asked.batch,
         "length": asked.length,
-        "dtype": "float32",
-        "attention": "eager",
+        "dtype": "bfloat16",
         "optimizer": {"lr": asked.rate, "min_lr": asked.rate / 20, "warmup": 0.05, "betas": [0.9, 0.95]},
         "sources": sources,
     }

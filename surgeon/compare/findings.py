@@ -347,8 +347,10 @@ def _first(rows: Sequence[Row]) -> str:
     if not beaten:
         return ""
     sure = [row for row in beaten if verdict(row.against) == "disagrees"]
-    # Labels have commas of their own.
-    names = "; ".join(row.label for row in beaten)
+    rest = [row for row in others if row not in beaten]
+    # The shorter list is named; labels have commas of their own.
+    named = rest if 0 < len(rest) < len(beaten) else beaten
+    names = ("all but " if named is rest else "") + "; ".join(row.label for row in named)
     how = (
         f"{len(sure)} of them told apart over seeds"
         if sure

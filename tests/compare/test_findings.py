@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_rows_are_compared_with_full_fine_tuning_seed_by_seed(tmp_path: Path) ->
     # Every rate learned more than the one below.
     assert all("beyond its highest rate, 0.003" in note for note in found.notes) and len(found.notes) == 3
     assert found.first in render(found) and found.to_json()["rows"][1]["against_full"]["seeds"] == 3
+
+
+def test_of_many_that_are_beaten_the_others_are_named(tmp_path: Path) -> None:
+    text = STUDY.replace("{name: lost, plan: pmoe}", "{name: lost, plan: pmoe}, {name: worse, plan: pmoe}")
+    records = records_of(1)
+    records |= {replace(run, method="worse"): found for run, found in records.items() if run.method == "lost"}
+    found = find(written(tmp_path, text), "base", record(5.0, 2.0), records, (["new"], ["known"]))
+    assert "than 2 of 3: all but kept (" in found.first
 
 
 def test_noise_tells_nothing_apart_and_few_seeds_only_point(tmp_path: Path) -> None:
