@@ -71,7 +71,8 @@ class DomainGate(Operation):
         Field(
             gt=0,
             lt=1,
-            description="share of held-out original tokens on which it may be open: training sets its threshold by it",
+            description="share of the held-out tokens of each original source on which it may be open: training sets"
+            " its threshold by it",
         ),
     ] = 0.03
     hysteresis: Annotated[

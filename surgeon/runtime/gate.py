@@ -2,10 +2,10 @@
 
 Shapes: B batch, T tokens, D hidden size, U units of the classifier.
 
-The gate reads h, what goes into its layer, all of it the base's. Every token gives evidence e_t = W ĥ_t + o, where
-ĥ is h divided by its root mean square; the state of a prefix of n tokens is Σ e / (n + k), which begins at zero: k
-tokens of no evidence stand before every text. Its score is that state (`linear`) or a · relu(state + b) (`mlp`),
-and the gate opens where the score is above its threshold. Every document begins closed. Once open it stays open to
+The gate reads h, what goes into its layer, all of it the base's. Every token gives evidence, one number: w ĥ_t + o
+(`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root mean square. The score of a prefix of n
+tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. The gate opens where
+the score is above its threshold. Every document begins closed. Once open it stays open to
 the end of the document, as later tokens attend to keys and values that hold what was added; with a `hysteresis` it
 closes again where the score falls that far below the threshold.
 
@@ -43,7 +43,7 @@ _EPSILON = 1e-6
 
 
 class DomainGate(Newborn):
-    """The classifier of prefixes, or of tokens, and its threshold; in at least fp32."""
+    """What a token is evidence of, and the threshold of prefixes or tokens; in at least fp32."""
 
     weight: nn.Parameter
     offset: nn.Parameter
@@ -57,21 +57,21 @@ class DomainGate(Newborn):
         self.bear(spec.births(width), absent=("bias", "out"))
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
-        """Each token's, B T D to B T U, whole numbers of 2⁻¹⁶."""
+        """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
         wide = at_least_fp32(hidden_states)
         with torch.autocast(wide.device.type, enabled=False):
             scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + _EPSILON)
-            found = F.linear(scaled, self.weight.to(wide.dtype), self.offset.to(wide.dtype))
+            weight, offset = self.weight.to(wide.dtype), self.offset.to(wide.dtype)
+            if self.out is None or self.bias is None:
+                found = F.linear(scaled, weight, offset)
+            else:
+                units = F.relu(F.linear(scaled, weight, self.bias.to(wide.dtype)))
+                found = F.linear(units, self.out.to(wide.dtype), offset)
         return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
 
     def scores(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Of sums of evidence, B T U, over `counts` tokens (B T 1): B T."""
-        state = sums.to(torch.float32) / _ONE / counts
-        if self.out is None or self.bias is None:
-            return state.squeeze(-1)
-        with torch.autocast(state.device.type, enabled=False):
-            found = F.linear(F.relu(state + self.bias.to(state.dtype)), self.out.to(state.dtype))
-        return found.squeeze(-1)
+        """Of sums of evidence over `counts` tokens, both B T 1: B T."""
+        return (sums.to(torch.float32) / _ONE / counts).squeeze(-1)
 
 
 class Gating:
@@ -115,7 +115,7 @@ class Gating:
         return None if self.past is None else self.past.last(name)
 
     def _since_begin(self, name: str, values: Tensor) -> Tensor:
-        """Sums over each token's document up to it: B T U."""
+        """Sums over each token's document up to it: B T 1."""
         total, before = values.cumsum(dim=1), self._before(name)
         carried = total if before is None else total + before
         if self.begin is None:

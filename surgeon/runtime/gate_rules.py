@@ -63,9 +63,9 @@ class GateSpec:
             return {"weight": Fill((1, width)), "offset": Fill((1,)), "threshold": Fill((1,))}
         return {
             "weight": Fill((self.units, width)),
-            "offset": Fill((self.units,)),
             "bias": Fill((self.units,)),
             "out": Fill((1, self.units)),
+            "offset": Fill((1,)),
             "threshold": Fill((1,)),
         }
 

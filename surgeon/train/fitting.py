@@ -1,10 +1,12 @@
 """A domain gate is fitted before the first step: a classifier of hidden states, a threshold by held-out text.
 
-Shapes: N prefixes, D hidden size, U units of the classifier.
+Shapes: N tokens, D hidden size, U units of the classifier.
 
-Prefixes of documents of both domains are told apart by the state that the gate sees of them, Σ (ĥ − c) / (n + k) over
-the tokens' normalised hidden states ĥ (`runtime.gate`), c halfway between the domains. The threshold is the lowest at
-which the gate, with all its memory, is open on no more than the asked share of held-out original tokens.
+What a token is evidence of is how likely it is in new text beside original text: a classifier of single tokens, from
+their normalised hidden states (`runtime.gate`), trained on as many of every source of a domain as of any other, comes
+to log p(h | new) / p(h | original). The sum over a prefix is then what a test of a whole document by its likelihoods
+needs (Wald 1945), so far as tokens are independent. The threshold is the lowest at which the gate, with all its
+memory, is open on no more than the asked share of the held-out tokens of each original source.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +27,25 @@ from torch.nn import functional as F
 
 from surgeon.checkpoint.working import sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, SourceStream, batch_of
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 
 # Files of a work folder: the fitted tensors, and what was measured of them. The second is written last.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
-# Tokens of each domain that are read, fewer where layers must run for it, and prefixes of each that the classifier
-# sees, of so many numbers in all.
+# Tokens of each domain that are read, fewer where layers must run for it, and numbers of their states in memory at a
+# time.
 _TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
-_PREFIXES = 2**16
+_NUMBERS = 2**28
 # Held-out tokens of each source by which the threshold is chosen, in sequences of so many where the model takes them:
 # a gate that stays open errs more on long ones.
 _HELD_TOKENS = 2**17
 _HELD_LENGTH = 2**10
-_NUMBERS = 2**27
 # Tokens that go through the model at once.
 _AT_ONCE = 2**13
 _STEPS = 1500
-_BATCH = 2**10
+_BATCH = 2**11
 _RATE = 1e-2
-_DECAY = 0.3
+_DECAY = 0.1
 # Prefixes up to these lengths are measured apart.
 LENGTHS = (8, 32, 128, 2**31)
 # Below this share of new tokens for which it opens, nothing is gained: refused. Below the second: said.
@@ -56,8 +58,8 @@ class GateFigures:
     """How well a fitted gate tells held-out text apart.
 
     `original` and `new` are the shares of tokens for which it is open, `accuracy` the mean of the shares that it gets
-    right; `by_length` has both shares for prefixes of up to so many tokens (the last: of any length). `limit` is the
-    share of original tokens that was asked for.
+    right, over all held-out tokens; `by_length` has both shares for prefixes of up to so many tokens (the last: of any
+    length), `by_source` has the share of each source. `limit` is what was asked of each original one.
     """
 
     layer: int
@@ -68,6 +70,7 @@ class GateFigures:
     new: float
     accuracy: float
     by_length: dict[str, list[float | None]]
+    by_source: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -77,7 +80,7 @@ class GateFigures:
 def fit_gate(
     model: Any,
     mixture: Mixture[PackedSequence],
-    held: Sequence[Callable[[int, int], list[PackedSequence]]],
+    held: Mapping[str, Callable[[int, int], list[PackedSequence]]],
     names: Sequence[str],
     *,
     work: Path,
@@ -89,8 +92,8 @@ def fit_gate(
 ) -> GateFigures:
     """Fit the gate of `model`, whose tensors are `names`, and measure it; or take what `work` holds of an earlier call.
 
-    `held` give of each source as many held-out sequences as are asked for, and as long: by so many independent texts
-    the threshold is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors
+    `held` gives by source as many held-out sequences as are asked for, and as long: by so many independent texts the
+    threshold is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors
     are stored, to which they are rounded.
     Raises BadInput where the two domains cannot be told apart.
     """
@@ -103,18 +106,21 @@ def fit_gate(
     before = model.training
     model.to(device).eval()
     say("fitting the domain gate")
-    fitted = _classifier(gate, *_prefixes(model, layer, mixture, gate.spec, seed), seed)
+    tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
+    fitted = _classifier(gate, _parts(model, layer, mixture, tokens), seed)
     rounded = {name: fitted[name.rpartition(".")[2]].to(dtypes[name]) for name in names}
     _take(tensors, rounded)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
     length = max(mixture.streams[0].packer.length, min(_HELD_LENGTH, context))
-    sequences = [each(max(1, _HELD_TOKENS // length), length) for each in held]
-    scored = [_Scored.of(model, layer, of_domain) for of_domain in _by_domain(sequences)]
+    original, new = (
+        {name: _Scored.of(model, layer, sequences) for name, sequences in of_domain.items()}
+        for of_domain in _by_domain({name: each(max(1, _HELD_TOKENS // length), length) for name, each in held.items()})
+    )
     threshold = next(name for name in names if name.endswith(".threshold"))
-    rounded[threshold] = _threshold(gate, scored[0], dtypes[threshold])
+    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
     _take(tensors, rounded)
     _from_the_first(tensors)
-    figures = _figures(gate, *scored)
+    figures = _figures(gate, original, new)
     model.train(before)
     _judge(figures, say)
     if leads:
@@ -145,10 +151,12 @@ def _from_the_first(tensors: dict[str, nn.Parameter]) -> None:
             torch.distributed.broadcast(parameter.data, 0)
 
 
-def _by_domain(held: Sequence[Sequence[PackedSequence]]) -> list[list[PackedSequence]]:
-    """Held-out sequences of the original domain, and those of new ones."""
-    every = [sequence for sequences in held for sequence in sequences]
-    return [[s for s in every if s.domain == 0], [s for s in every if s.domain > 0]]
+def _by_domain(held: Mapping[str, Sequence[PackedSequence]]) -> list[dict[str, Sequence[PackedSequence]]]:
+    """By source the held-out sequences of the original domain, and those of new ones."""
+    found: list[dict[str, Sequence[PackedSequence]]] = [{}, {}]
+    for name, sequences in ((name, sequences) for name, sequences in held.items() if sequences):
+        found[sequences[0].domain > 0][name] = sequences
+    return found
 
 
 def _batches(sequences: Sequence[PackedSequence]) -> list[dict[str, Tensor]]:
@@ -202,77 +210,75 @@ def _once(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
             return
 
 
-def _prefixes(
-    model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], spec: Any, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of prefixes of training text of both domains Σ ĥ / (n + k), N D, n / (n + k), N, and whether they are new, N."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    state = mixture.state()
-    drawn = torch.Generator().manual_seed(seed)
+# Of every source the states of tokens, N D, and whether it is new.
+_States = list[tuple[Tensor, bool]]
+
+
+def _parts(model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], tokens: int) -> list[Callable[[], _States]]:
+    """Training text of all sources, as many `tokens` of each domain, in as many parts as memory asks for.
+
+    Every part has some of each source: one that is shorter than others comes again.
+    """
+    before = mixture.state()
+    read: list[tuple[list[PackedSequence], int, bool]] = []
+    most = _NUMBERS // 2 // model.config.get_text_config().hidden_size
     for new in (False, True):
         streams = [stream for stream in mixture.streams if (stream.packer.domain > 0) is new]
         length = streams[0].packer.length
-        tokens = _TOKENS_THROUGH_LAYERS if spec.layer else _TOKENS
-        count = max(1, tokens // length // len(streams))
-        sequences = [sequence for stream in streams for sequence in _once(stream, count)]
-        each = max(1, min(_PREFIXES, _NUMBERS // model.config.get_text_config().hidden_size) // len(sequences))
-        for batch in _batches(sequences):
-            hidden = _states(model, layer, batch).cpu()
-            hidden = hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)
-            lengths = _lengths(batch["position_ids"])
-            sums, counts = hidden, torch.ones_like(lengths)
-            prior = 0
-            if spec.reads == "prefix_mean":
-                total = hidden.double().cumsum(dim=1)
-                begin = torch.arange(lengths.shape[1]) - lengths + 1
-                outside = (total - hidden).gather(1, begin.unsqueeze(-1).expand_as(total))
-                sums, counts, prior = (total - outside).float(), lengths, spec.prior
-            # More of the short ones, on which a gate errs.
-            weight = lengths.float().rsqrt()
-            chosen = torch.multinomial(weight, min(each, weight.shape[1]), generator=drawn)
-            rows = torch.arange(len(chosen))[:, None]
-            parts = counts + prior
-            found.append(
-                (
-                    (sums / parts.unsqueeze(-1))[rows, chosen].flatten(0, 1),
-                    (counts / parts)[rows, chosen].flatten(),
-                    torch.full((chosen.numel(),), float(new)),
-                )
-            )
-    mixture.restore(state)
-    states, shares, new_ones = (torch.cat(each) for each in zip(*found, strict=True))
-    return states, shares, new_ones
+        count, at_once = (max(1, each // length // len(streams)) for each in (tokens, min(most, tokens)))
+        read += [(list(_once(stream, count)), at_once, new) for stream in streams]
+    mixture.restore(before)
+
+    def part(number: int) -> _States:
+        found: _States = []
+        for sequences, at_once, new in read:
+            here = range(number * at_once, number * at_once + min(at_once, len(sequences)))
+            batches = _batches([sequences[nth % len(sequences)] for nth in here])
+            states = [_normalised(_states(model, layer, batch)).flatten(0, 1) for batch in batches]
+            found.append((torch.cat(states), new))
+        return found
+
+    return [partial(part, nth) for nth in range(max(-(-len(sequences) // at_once) for sequences, at_once, _ in read))]
 
 
-def _classifier(gate: Any, states: Tensor, parts: Tensor, new: Tensor, seed: int) -> dict[str, Tensor]:
-    """The gate's tensors, the threshold at zero: of an MLP or a line by AdamW on drawn prefixes, float32."""
-    middle = (states[new == 1].sum(0) / parts[new == 1].sum() + states[new == 0].sum(0) / parts[new == 0].sum()) / 2
-    x = states - parts.unsqueeze(-1) * middle
-    spread = x.std(dim=0).clamp(min=1e-6)
-    x = x / spread
+def _normalised(hidden: Tensor) -> Tensor:
+    """What the gate makes of states, to half precision."""
+    return (hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)).half().cpu()
+
+
+def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) -> dict[str, Tensor]:
+    """The gate's tensors, the threshold at zero: an MLP or a line by AdamW on tokens, as many of each source."""
     drawn = torch.Generator().manual_seed(seed)
-    width, linear = x.shape[1], gate.out is None
-    units = 1 if linear else gate.weight.shape[0]
-    weight = torch.randn(units, width, generator=drawn) / width**0.5
-    bias, out, shift = torch.zeros(units), torch.randn(1, units, generator=drawn) / units**0.5, torch.zeros(1)
-    trained = [weight, bias, shift] if linear else [weight, bias, out, shift]
-    for tensor in trained:
+    units, width = gate.weight.shape
+    weight, offset = torch.randn(units, width, generator=drawn) / width**0.5, torch.zeros(1)
+    trained = {"weight": weight, "offset": offset}
+    if gate.out is not None:
+        trained |= {"bias": torch.zeros(units), "out": torch.randn(1, units, generator=drawn) / units**0.5}
+    for tensor in trained.values():
         tensor.requires_grad_(True)
-    balance = torch.where(new == 1, len(new) / (2 * new.sum()), len(new) / (2 * (1 - new).sum()))
-    optimizer = torch.optim.AdamW(trained, lr=_RATE, weight_decay=_DECAY)
-    for step in range(_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = _RATE * (1 - step / _STEPS)
-        chosen = torch.randint(len(x), (_BATCH,), generator=drawn)
-        state = F.linear(x[chosen], weight)
-        score = (state if linear else F.linear(F.relu(state + bias), out)).squeeze(-1) + shift
-        loss = F.binary_cross_entropy_with_logits(score, new[chosen], weight=balance[chosen])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    read = weight.detach() / spread
-    found = {"weight": read, "offset": -(read @ middle), "threshold": torch.zeros(1)}
-    return found if linear else found | {"bias": bias.detach(), "out": out.detach()}
+    optimizer = torch.optim.AdamW(list(trained.values()), lr=_RATE, weight_decay=_DECAY)
+    each = max(1, _STEPS // len(parts))
+    for nth, part in enumerate(parts):
+        states = part()
+        sources = [sum(other is new for _, other in states) for _, new in states]
+        counts = [max(1, _BATCH // 2 // beside) for beside in sources]
+        asked = torch.cat([torch.full((count,), float(new)) for count, (_, new) in zip(counts, states, strict=True)])
+        for step in range(nth * each, (nth + 1) * each):
+            for group in optimizer.param_groups:
+                group["lr"] = _RATE * (1 - step / (each * len(parts)))
+            rows = [
+                of[torch.randint(len(of), (n,), generator=drawn)] for (of, _), n in zip(states, counts, strict=True)
+            ]
+            score = F.linear(torch.cat(rows).float(), weight, trained.get("bias", offset))
+            if gate.out is not None:
+                score = F.linear(F.relu(score), trained["out"], offset)
+            # A half for each domain, however many its sources share it.
+            halves = torch.where(asked == 1, asked.sum(), len(asked) - asked.sum()) * 2
+            loss = F.binary_cross_entropy_with_logits(score.squeeze(-1), asked, weight=1 / halves, reduction="sum")
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return {name: tensor.detach() for name, tensor in trained.items()} | {"threshold": torch.zeros(1)}
 
 
 @dataclass
@@ -302,14 +308,14 @@ class _Scored:
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
 
 
-def _threshold(gate: Any, original: _Scored, dtype: torch.dtype) -> Tensor:
-    """The lowest threshold, in the stored dtype, with which the gate is open on no more than the asked share."""
-    every = torch.cat([scores.flatten() for scores, *_ in original.parts]).float().sort().values
+def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Tensor:
+    """The lowest threshold, in the stored dtype, with which the gate is open on no more than what is asked of each."""
+    every = torch.cat([scores.flatten() for each in original for scores, *_ in each.parts]).float().sort().values
     low, high = 0, len(every) - 1
     while low < high:
         at = (low + high) // 2
         gate.threshold.data.fill_(float(_above(every[at], dtype)))
-        if float(original.open(gate)[0].double().mean()) <= gate.spec.false_positives:
+        if max(float(each.open(gate)[0].double().mean()) for each in original) <= gate.spec.false_positives:
             high = at
         else:
             low = at + 1
@@ -324,12 +330,15 @@ def _above(value: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def _figures(gate: Any, original: _Scored, new: _Scored) -> GateFigures:
+def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scored]) -> GateFigures:
+    by_source: dict[str, float] = {}
     shares: list[float] = []
     by_length: dict[str, list[float | None]] = {}
     begins = (0, *LENGTHS)
-    for scored in (original, new):
-        on, lengths = scored.open(gate)
+    for sources in (original, new):
+        found = [scored.open(gate) for scored in sources.values()]
+        by_source |= {name: float(on.double().mean()) for name, (on, _) in zip(sources, found, strict=True)}
+        on, lengths = (torch.cat(each) for each in zip(*found, strict=True))
         shares.append(float(on.double().mean()))
         for begin, end in itertools.pairwise(begins):
             here = on[(lengths > begin) & (lengths <= end)]
@@ -345,6 +354,7 @@ def _figures(gate: Any, original: _Scored, new: _Scored) -> GateFigures:
         new=shares[1],
         accuracy=(1 - shares[0] + shares[1]) / 2,
         by_length=by_length,
+        by_source=by_source,
     )
 
 
@@ -352,7 +362,7 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     """Say how well the gate tells domains apart and what its errors cost; BadInput where nothing would be gained."""
     words = (
         f"the domain gate is open on {figures.new:.1%} of held-out new tokens and {figures.original:.1%} of original"
-        f" ones (at most {figures.limit:.1%} asked)"
+        f" ones (at most {figures.limit:.1%} of each source asked)"
     )
     if figures.new < _USELESS:
         raise BadInput(
@@ -363,5 +373,8 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     for length, (original, new) in figures.by_length.items():
         if original is not None and new is not None:
             say(f"  prefixes of {length} tokens: open on {new:.1%} of new and {original:.1%} of original ones")
+    if len(figures.by_source) > 2:
+        shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.by_source.items())
+        say(f"  by source: open on {shares}")
     if figures.new < _LITTLE:
         say(f"  the other {1 - figures.new:.1%} of new tokens keep the base's loss, however long this trains")

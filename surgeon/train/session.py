@@ -390,7 +390,7 @@ def _fit(run: Run, model: Any) -> list[str]:
     fit_gate(
         model,
         run.data.mixture,
-        list(run.data.held.values()),
+        run.data.held,
         list(dtypes),
         work=run.work,
         dtypes=dtypes,
