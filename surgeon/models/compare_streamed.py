@@ -100,13 +100,14 @@ def compare_streamed(
     Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
     """
     steps = decoded_steps(ids, decode_tokens)
-    pairs = [_Pair.of(base, out, dtype, device, layer_of_base, more, steps) for dtype in dtypes]
-    batches = [batch.to(device) for batch in torch.split(ids, batch_size)]
-    if progress is not None:
-        _count_layers(pairs, sum(pair.layers_run(batch) for pair in pairs for batch in batches), progress)
-    for batch in batches:
-        _run([each for pair in pairs for each in pair.forwards(batch)])
-    return [pair.result() for pair in pairs]
+    with lockstep.returned_memory():
+        pairs = [_Pair.of(base, out, dtype, device, layer_of_base, more, steps) for dtype in dtypes]
+        batches = [batch.to(device) for batch in torch.split(ids, batch_size)]
+        if progress is not None:
+            _count_layers(pairs, sum(pair.layers_run(batch) for pair in pairs for batch in batches), progress)
+        for batch in batches:
+            _run([each for pair in pairs for each in pair.forwards(batch)])
+        return [pair.result() for pair in pairs]
 
 
 def _run(twins: Sequence[_Twins]) -> None:

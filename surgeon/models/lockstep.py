@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,6 @@ def run(
     Of one side those that come first in `forwards` run first wherever they wait together. Raises what a forward raised,
     the base's first.
     """
-    _share_memory()
     threads = torch.get_num_threads()
     left = list(forwards)
 
@@ -168,6 +168,17 @@ def run(
         torch.set_num_threads(threads)
         for forward in forwards:
             forward.abandon()
+
+
+@contextmanager
+def returned_memory() -> Iterator[None]:
+    """Inside, what is freed goes back. From before the models are made: matrices without numbers, allocated and freed,
+    would leave a hole in the heap from which all later blocks and activations come, and to which they return.
+    """
+    _share_memory()
+    try:
+        yield
+    finally:
         _keep_memory()
 
 

@@ -218,6 +218,8 @@ def multiply(products: Sequence[Product]) -> None:
             else:
                 made = _linear(product.inputs, block.placed(product.matrix), product.bias_of(first, behind))
             product.add(first, behind, made)
+        # Before the next one is read.
+        del block
 
 
 class _Block:

@@ -71,8 +71,8 @@ class Trained:
     `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
     their held-out losses in nats a token, before and after, which is after `published_step`; of a classification head
     they are nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` are the trainer's
-    entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`; peak memory is in bytes, of the GPU
-    where there is one.
+    entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`, without evaluations and
+    checkpoints; peak memory is in bytes, of the GPU where there is one.
     """
 
     out: Path

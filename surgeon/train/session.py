@@ -281,7 +281,7 @@ def _train(run: Run) -> Trained:
         history = json.loads((run.work / f"checkpoint-{done}" / STATE_FILE).read_text())["log_history"]
     published = _published_step(run, history, first)
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun - trainer.aside
     made = (settings.steps - done) * settings.batch * settings.length
     tokens = settings.steps * settings.batch * settings.length
     if run.examples is not None:

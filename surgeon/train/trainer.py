@@ -10,7 +10,7 @@ import datetime
 import difflib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.preserving = preserving
         # Steps in which `preserve` had something to teach on, since the last line of the log.
         self.taught = 0
+        # Seconds in which no step was made: evaluations and checkpoints.
+        self.aside = 0.0
         # Parameters of which a part does not train: nothing decays of them either.
         self.held = dict(held or {})
         # The source whose lowest held-out loss says which checkpoint is published.
@@ -188,14 +190,15 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
         Of a classification head also its other figures, as `eval_NAME_accuracy`.
         """
-        found = figures_by_source(
-            self.model,
-            self.validation,
-            micro_batch=self.settings.micro_batch,
-            process=self.args.process_index,
-            processes=self.args.world_size,
-            pad=self.pad,
-        )
+        with self._aside():
+            found = figures_by_source(
+                self.model,
+                self.validation,
+                micro_batch=self.settings.micro_batch,
+                process=self.args.process_index,
+                processes=self.args.world_size,
+                pad=self.pad,
+            )
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -232,7 +235,20 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             for name in (*self.names, *self.fitted):
                 parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The time inside is no step's."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.aside += time.perf_counter() - begun
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self._aside():
+            self._write_checkpoint(model, trial)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.world_size > 1:
             torch.distributed.barrier()

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
+from surgeon.models.compare import compare_logits
+from surgeon.models.compare_streamed import compare_streamed
 from surgeon.operations import merge_branches
 from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
@@ -87,6 +91,41 @@ def test_every_family_from_preview_to_generation(family: str, grown: dict[str, G
     assert verification.identical
     assert {comparison.dtype for comparison in verification.comparisons} == {"float32"}
     assert surgeon.verify(base, out, window=12, windows=1, streamed=True).identical
+
+
+def opened(shard: Path) -> None:
+    """Give all of a shard's grafts and its gate values, as training does: the gate opens on some prefixes."""
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {
+        name: value if name.endswith("threshold") else torch.randn(value.shape, generator=drawn).to(value.dtype) / 4
+        for name, value in load_file(shard).items()
+    }
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def test_a_domain_gate_is_streamed_as_it_runs_closed_and_open(tmp_path: Path) -> None:
+    """What it keeps in a cache beside keys and values has each decoded token run from end to end."""
+    base, out = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=3), tmp_path / "out"
+    plan = tmp_path / "plan.yaml"
+    operations = [INSERT | {"where": {"after": [1]}}, ADAPTERS | {"layers": [1, 2]}, {"op": "domain_gate", "layer": 1}]
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
+    surgeon.apply(plan, str(base), out, device="cpu")
+    dtypes = ("auto", "float32")
+    verification = surgeon.verify(base, out, window=12, windows=2, streamed=True, dtypes=dtypes, device="cpu")
+    assert verification.holds
+    assert verification.identical
+    assert len(verification.comparisons) == 2 * len(dtypes)
+
+    (shard,) = {info.file for name, info in CheckpointFolder.open(out).tensors.items() if "domain_gate" in name}
+    opened(out / shard)
+    folders = CheckpointFolder.open(base), CheckpointFolder.open(out)
+    ids = torch.randint(0, 128, (6, 12), generator=torch.Generator().manual_seed(1))
+    streamed = compare_streamed(*folders, ids, dtypes=dtypes, layer_of_base=(0, 1, 3), decode_tokens=4)
+    for found, dtype in zip(streamed, dtypes, strict=True):
+        whole = compare_logits(*folders, ids, dtype=dtype, decode_tokens=4, batch_size=8)
+        assert list(found.logits) == whole
+        # Open on some tokens, closed on others, which have the base's logits.
+        assert all(0 < mode.same < mode.tokens for mode in whole)
 
 
 def written(value: Any) -> Any:

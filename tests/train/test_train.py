@@ -142,6 +142,26 @@ def test_it_learns(tmp_path: Path) -> None:
     assert "peak memory" in shown.getvalue()
 
 
+def test_evaluations_and_checkpoints_are_no_part_of_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, clock = 0.0, time.perf_counter
+
+    def slow(function: Any) -> Any:
+        def slowly(*arguments: Any, **named: Any) -> Any:
+            nonlocal late
+            late += 10_000
+            return function(*arguments, **named)
+
+        return slowly
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late)
+    monkeypatch.setattr(trainer, "figures_by_source", slow(trainer.figures_by_source))
+    monkeypatch.setattr(trainer, "complete", slow(trainer.complete))
+    trained = surgeon.train(grown(tmp_path), config(tmp_path, steps=2), tmp_path / "run", device="cpu")
+    assert trained is not None
+    assert late >= 20_000
+    assert 0 < trained.seconds < 10_000
+
+
 @pytest.mark.parametrize("plan, tolerance", [("llama-pro", 1e-4), ("control-llm", 2e-3)])
 def test_micro_batches_add_up_to_the_batch(tmp_path: Path, plan: str, tolerance: float) -> None:
     """To rounding; an auxiliary loss, a mean over tokens, weighs a micro-batch by its labels, which is not quite it."""
