@@ -64,10 +64,11 @@ def head(found: dict[str, Any], name: str) -> list[str]:
     """What was measured, and what it says in a sentence."""
     budget, start = found["budget"], found["start"]
     runs = sum(len(row["points"]) for row in found["rows"])
+    command = "surgeon compare frontier" if name.startswith("frontier_") else "surgeon compare"
     lines = [
         f"# Learning without forgetting on {found['base']}",
         "",
-        f"`surgeon compare frontier`, {runs} finished runs of {budget['steps']} steps of {budget['batch']} ×"
+        f"`{command}`, {runs} finished runs of {length(found)} of {budget['batch']} ×"
         f" {budget['length']} tokens; [how it is compared](../../docs/comparing.md#what-is-compared). New text:"
         f" {', '.join(found['texts']['new'])}; original text: {', '.join(found['texts']['original'])}. Losses in"
         f" {found['unit']}; the base: new {start['new']:.3f}, original {start['original']:.3f}. Every point is in"
@@ -80,6 +81,15 @@ def head(found: dict[str, Any], name: str) -> list[str]:
         missing = len(found["missing"])
         lines += ["", f"**Not complete**: {missing} rows or seeds miss runs, which the command makes."]
     return lines
+
+
+def length(found: dict[str, Any]) -> str:
+    """How long a run is; where runs have equal bytes, each row's steps."""
+    budget = found["budget"]
+    if "bytes" not in budget:
+        return f"{budget['steps']} steps"
+    made = ", ".join(f"{row['label']} {row['steps']}" for row in found["rows"] if row["steps"])
+    return f"{budget['bytes']:,} bytes of new text (steps: {made})"
 
 
 def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:

@@ -12,7 +12,8 @@ benchmarks/results/moving*.md.
 `--grown`: instead, the surgeries (or those of them that are named) whose output is much larger or whose embeddings
 grow, each beside `cp -r` of its own output: 8 experts (8 copies of every MLP beside the base's), and 33,792 more
 tokens. The peak of memory there is what `apply` adds to that of a process that has imported torch and transformers and
-drawn the preview (needs 40 GB). Processor seconds are of surgeon's child processes too, in which tokenizers run.
+drawn the preview (needs 40 GB). Beside it stand preview alone, in which tokens are computed and nothing is moved, and
+sha256 of the output. Processor seconds are of surgeon's child processes too, in which tokenizers run.
 `--beside` is another checkout of surgeon, whose `apply` is measured in the same rounds.
 """
 
@@ -83,14 +84,19 @@ def inner(what: str, base: str, out: str, operation: str = _ADAPTERS) -> None:
             preflight.check_skeleton(blueprint)
     before = forget_peak()
     began, spent = time.perf_counter(), processor_seconds()
-    if plan is None:
-        moved = surgeon.revert(base, out, link=True).moved
+    said = ""
+    if plan is not None and what == "preview":
+        surgeon.preview(plan, base)
     else:
-        read_back = what != "trust"
-        moved = surgeon.apply(plan, base, out, link=what == "link", device="cpu", read_back=read_back).moved
+        if plan is None:
+            moved = surgeon.revert(base, out, link=True).moved
+        else:
+            read_back = what != "trust"
+            moved = surgeon.apply(plan, base, out, link=what == "link", device="cpu", read_back=read_back).moved
+        said = moved.text or f"{moved.written / 1e9:.2f} GB written"
     seconds = {"wall": time.perf_counter() - began, "processor": processor_seconds() - spent}
     peak = peak_memory() - before
-    print(json.dumps({**seconds, "peak": peak, "said": moved.text or f"{moved.written / 1e9:.2f} GB written"}))
+    print(json.dumps({**seconds, "peak": peak, "said": said}))
 
 
 def processor_seconds() -> float:
@@ -138,7 +144,7 @@ def surgery(
 
 
 def hashing(base: Path) -> Found:
-    """sha256 of the base's shards, in pieces, on as many threads as there are cores."""
+    """sha256 of a checkpoint's shards, in pieces, on as many threads as there are cores."""
 
     def digest(task: tuple[Path, int, int]) -> None:
         path, begin, end = task
@@ -221,6 +227,9 @@ def measure_grown(work: Path, rounds: int, names: list[str], beside: Path | None
         candidates: list[tuple[Measured, Run]] = [
             (Measured(f"surgeon apply {name}"), surgery("apply", base, made, "off", operation)),
             (Measured(f"… without reading back ({name})"), surgery("trust", base, out, "off", operation)),
+            # A second preview: what apply computes before it moves a byte, the grown tokenizer above all.
+            (Measured(f"… preview alone ({name})"), surgery("preview", base, out, "off", operation)),
+            (Measured("sha256 of its output, all cores"), lambda: hashing(made)),
             (Measured("cp -r of its output"), command(f"cp -r '{made}' '{out}'")),
             (Measured("cp -r of its output, and sync"), command(f"cp -r '{made}' '{out}' && sync '{out}'/*")),
         ]

@@ -1,11 +1,12 @@
 """Every shipped plan on a real base: promise, bit-identity and perplexity, before and after.
 
-    python benchmarks/preservation.py --base DIR --text FILE [--windows 0] [--plans NAME …]
+    python benchmarks/preservation.py --base DIR --text FILE [--windows 0] [--plans NAME … | --missing]
 
 Applies each plan to the base and verifies the output in the checkpoint's dtype and in float32 (prefill and cached
 decode on windows of the text; 0 windows: all of it). Plans that operate on a grafted model are given the output of
 another plan (`FOLLOWS`); what the base cannot take (plans for encoders, say) is a row with the reason. Results go to
-benchmarks/results/preservation.md, row by row; with `--plans`, rows of other plans stay as they are.
+benchmarks/results/preservation.md, row by row; with `--plans`, rows of other plans stay as they are. `--missing` are
+the plans without a row, and those that were refused when theirs was made.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=0)
     parser.add_argument("--plans", nargs="*", default=shipped.names())
+    parser.add_argument("--missing", action="store_true", help="plans without a row, or with one that says refused")
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     windows = "the whole text" if arguments.windows == 0 else f"{arguments.windows} windows of 256 tokens"
@@ -94,10 +96,13 @@ def main() -> None:
     kept = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     found: dict[str, list[str]] = {}
     # Rows of other bases or texts are no part of this table.
-    for line in kept if kept[:1] == [title] and set(arguments.plans) != set(shipped.names()) else ():
+    for line in kept if kept[:1] == [title] and (arguments.missing or arguments.plans != shipped.names()) else ():
         name = line.strip("| ").partition(" | ")[0]
         if name in shipped.names():
             found.setdefault(name, []).append(line)
+    if arguments.missing:
+        refused = {name for name, of_plan in found.items() if any("| refused |" in line for line in of_plan)}
+        arguments.plans = [name for name in shipped.names() if name not in found or name in refused]
     for plan in arguments.plans:
         made = rows(plan, arguments.base, arguments.text, arguments.windows)
         found[plan] = [f"| {' | '.join(row)} |" for row in made]

@@ -65,6 +65,7 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
+from surgeon.families.twin import one_thread
 from surgeon.models.load import running, stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -593,7 +594,7 @@ def _extended(base: CheckpointFolder, recipe: Extended) -> Iterator[memoryview]:
     at_once = max(1, _ROW_BYTES_AT_ONCE * count // max(1, info.nbytes))
     for begin in range(0, count, at_once):
         raw, rows = _rows(base, info, begin, min(begin + at_once, count))
-        total += rows.double().sum(0)
+        total += _summed(rows)
         yield memoryview(raw)
     everything = (total / count).to(stored_dtype(info.dtype))
     for begin in range(0, len(recipe.made_of), at_once):
@@ -601,6 +602,12 @@ def _extended(base: CheckpointFolder, recipe: Extended) -> Iterator[memoryview]:
         held = {number: _rows(base, info, number, number + 1)[1][0] for number in {n for each in named for n in each}}
         means = [_mean([held[n] for n in each]) if each else everything for each in named]
         yield torch.stack(means).view(-1).view(torch.uint8).numpy().data
+
+
+def _summed(rows: Tensor) -> Tensor:
+    """The sum of a few rows in float64; threads that wait for each other would take longer than the sum."""
+    with one_thread():
+        return rows.double().sum(0)
 
 
 def _rows(base: CheckpointFolder, info: TensorInfo, begin: int, end: int) -> tuple[bytearray, Tensor]:

@@ -24,6 +24,7 @@ from surgeon.checkpoint.ranges import (
     compare_beginning,
     compare_pieces,
     compare_ranges,
+    equal_ranges,
     sha256_pieces,
     sha256_range,
     zeros_sha256,
@@ -188,11 +189,7 @@ class ReadBack:
                             self._originals[origin.key] = beginning
                     elif origin is not None and not origin.begins:
                         look = FiniteCheck(info.dtype)
-                        digests[output.name] = (
-                            _compared(written, info, shards, origin, look)
-                            if self._compare
-                            else self._digest(shards, origin, look)
-                        )
+                        digests[output.name] = self._digest(written, info, shards, origin, look)
                         if not look.finite:
                             not_finite.append(origin.tensor.name)
                     elif is_hole(output):
@@ -212,12 +209,28 @@ class ReadBack:
         with self._lock:
             self._staging.done(shard.file, record)
 
-    def _digest(self, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
-        """An original's digest; a layer's copy finds it known where its original's shard is done."""
+    def _digest(self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
+        """A copy's digest, which is its original's; each original is hashed and looked at once, however many copies.
+
+        Copies are compared all the same. Raises PromiseBroken where one has other bytes.
+        """
         if not origin.whole:
-            return sha256_pieces(shards.read(origin), look)
-        known = self._originals.get(origin.key)
-        return known or sha256_range(shards.of(origin), origin.tensor.begin, origin.tensor.end, look)
+            if not self._compare:
+                return sha256_pieces(shards.read(origin), look)
+            return _agreed(compare_pieces(shards.read(origin), written, info.begin, look), info, origin)
+        original, known = origin.tensor, self._originals.get(origin.key)
+        if not self._compare:
+            digest = known or sha256_range(shards.of(origin), original.begin, original.end, look)
+        elif known is None:
+            found = compare_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes, look)
+            digest = _agreed(found, info, origin)
+        elif equal_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes):
+            digest = known
+        else:
+            raise _other_bytes(info, origin)
+        with self._lock:
+            self._originals[origin.key] = digest
+        return digest
 
 
 def _compared_beginning(written: int, info: TensorInfo, shards: OpenShards, origin: Origin) -> tuple[str, str]:
@@ -236,12 +249,7 @@ def _other_bytes(info: TensorInfo, origin: Origin) -> PromiseBroken:
     )
 
 
-def _compared(written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
-    original = origin.tensor
-    if origin.whole:
-        digest = compare_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes, look)
-    else:
-        digest = compare_pieces(shards.read(origin), written, info.begin, look)
+def _agreed(digest: str | None, info: TensorInfo, origin: Origin) -> str:
     if digest is None:
         raise _other_bytes(info, origin)
     return digest

@@ -85,6 +85,11 @@ def compare_ranges(
     return digest.hexdigest() if same else None
 
 
+def equal_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: int) -> bool:
+    """Whether two files hold the same `count` bytes. Raises BadInput when a file ends early."""
+    return _same(fd, begin, other_fd, other_begin, count)
+
+
 def compare_beginning(
     fd: int, begin: int, other_fd: int, other_begin: int, count: int, end: int
 ) -> tuple[str, str] | None:

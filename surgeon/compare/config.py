@@ -142,7 +142,10 @@ class MethodSpec(Entry):
     ] = None
     label: Annotated[str | None, Field(min_length=1, max_length=80, description="words in results")] = None
     plan: Annotated[str | None, Field(min_length=1, description="name of a shipped plan, or a plan's file")] = None
-    full: Annotated[Literal[True] | None, Field(description="full fine-tuning: every tensor of the base trains")] = None
+    full: Annotated[
+        Literal[True] | None,
+        Field(description="full fine-tuning: every tensor of the base trains; with a plan, every one of what it grew"),
+    ] = None
     lora: Annotated[LoraSpec | None, Field(description="LoRA on the base")] = None
     partial: Annotated[Partial | None, Field(description="some layers of the base train")] = None
     rates: Annotated[list[float] | None, Field(min_length=1, description="default: the study's")] = None
@@ -153,8 +156,11 @@ class MethodSpec(Entry):
     @model_validator(mode="after")
     def _one_way(self) -> MethodSpec:
         given = [key for key in ("plan", *PEERS) if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"a method is one of plan, full, lora and partial; {' and '.join(given) or 'none'} given")
+        if len(given) != 1 and given != ["plan", "full"]:
+            raise ValueError(
+                "a method is one of plan, full, lora and partial (or a plan with `full: true`, of which every tensor"
+                f" trains); {' and '.join(given) or 'none'} given"
+            )
         return self
 
     @property
@@ -224,6 +230,12 @@ class Study(Entry):
     seeds: Annotated[int, Field(ge=1, le=100, description="runs of each point; three make an interval")] = 1
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps of every run")] = None
     tokens: Annotated[int | None, Field(ge=1, description="tokens of every run, instead of steps")] = None
+    bytes: Annotated[
+        int | None,
+        Field(
+            ge=1, description="UTF-8 bytes of new text of every run, instead of steps: equal text whatever its tokens"
+        ),
+    ] = None
     batch: Annotated[int, Field(ge=1, description="sequences a step")] = 8
     length: Annotated[int, Field(ge=2, description="tokens a sequence")] = 256
     train: TrainSettings = TrainSettings()
@@ -238,8 +250,8 @@ class Study(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> Study:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("give either `steps` or `tokens`: every run has the same")
+        if sum(given is not None for given in (self.steps, self.tokens, self.bytes)) != 1:
+            raise ValueError("give one of `steps`, `tokens` and `bytes`: every run has the same")
         texts = [text.called for group in (self.new, self.original, self.replayed) for text in group]
         for what, names in (
             ("texts", texts),
@@ -301,14 +313,29 @@ class Study(Entry):
         return method.seeds or self.seeds
 
     @property
-    def run_steps(self) -> int:
-        """Optimizer steps of every run."""
+    def run_steps(self) -> int | None:
+        """Optimizer steps of every run; None where runs have so many bytes, and each its own steps."""
+        if self.bytes is not None:
+            return None
         return self.steps or math.ceil((self.tokens or 1) / (self.batch * self.length))
 
     @property
-    def run_tokens(self) -> int:
-        """Tokens of every run."""
-        return self.run_steps * self.batch * self.length
+    def run_tokens(self) -> int | None:
+        """Tokens of every run; None where each has its own."""
+        return None if self.run_steps is None else self.run_steps * self.batch * self.length
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """What every run has."""
+        text = {"bytes": self.bytes or 0}
+        if self.run_steps is not None and self.run_tokens is not None:
+            text = {"steps": self.run_steps, "tokens": self.run_tokens}
+        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds}
+
+    @property
+    def budget_words(self) -> str:
+        """How much text a run has, in words."""
+        return f"{self.run_tokens:,} tokens" if self.bytes is None else f"{self.bytes:,} bytes of new text"
 
     @property
     def recalls(self) -> bool:

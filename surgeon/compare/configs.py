@@ -28,6 +28,8 @@ _FLOOR = 0.1
 # Longer runs keep checkpoints, so that a kill costs less than the whole run.
 _CHECKPOINTS = 500
 _MOST_RECALLED = 100_000
+# Steps that no run has.
+_NEVER = 10**9
 
 
 def measured_names(loaded: LoadedStudy) -> tuple[list[str], list[str]]:
@@ -50,10 +52,9 @@ def training_config(
         settings |= _given(given)
         optimizer |= _given(given.optimizer)
     settings["optimizer"] = optimizer | {"lr": rate, "min_lr": float(f"{_FLOOR * rate:.6g}")}
-    steps = study.run_steps
     return {
         "surgeon_train": 1,
-        "steps": steps,
+        **_budget(study),
         "seed": seed,
         "batch": study.batch,
         "length": study.length,
@@ -61,10 +62,20 @@ def training_config(
         **_what(method),
         **({} if remedy.preserve is None else {"preserve": _given(remedy.preserve)}),
         "sources": (_gates_sources if method.called in loaded.gated else sources)(loaded, remedy, memory),
-        "save_every": steps if steps <= 2 * _CHECKPOINTS else _CHECKPOINTS,
-        "evaluate_every": steps,
         # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
         "validation_sequences": 1,
+    }
+
+
+def _budget(study: Study) -> dict[str, Any]:
+    """How long a run is, and when it keeps checkpoints and evaluates: in between not at all."""
+    steps = study.run_steps
+    if steps is None:
+        return {"bytes": study.bytes, "save_every": _CHECKPOINTS, "evaluate_every": _NEVER, "log_every": _CHECKPOINTS}
+    return {
+        "steps": steps,
+        "save_every": steps if steps <= 2 * _CHECKPOINTS else _CHECKPOINTS,
+        "evaluate_every": steps,
         "log_every": max(10, steps // 10),
     }
 
@@ -126,7 +137,8 @@ def recalled_by(study: Study) -> GenerateSpec:
     if study.recall is not None:
         return study.recall
     shares = [remedy.replay.share for _, remedy in study.entries if remedy.replay is not None]
-    wanted = int(study.run_tokens * max(shares, default=0.1))
+    # A text has at most as many tokens as bytes.
+    wanted = int((study.run_tokens or study.bytes or 0) * max(shares, default=0.1))
     if not study.original:
         wanted = int(wanted / (1 - _RECALLED_HELD_OUT)) + 1
     return GenerateSpec(tokens=min(_MOST_RECALLED, max(wanted, 20 * study.length)), length=study.length)
@@ -154,7 +166,7 @@ def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> di
 def _what(method: MethodSpec) -> dict[str, Any]:
     """What trains, in the words of a training config; of a plan what it added."""
     if method.full is not None:
-        return {"what": "base"}
+        return {"what": "base" if method.plan is None else "all"}
     if method.partial is not None:
         return {"what": {"layers": {"every": method.partial.every}}}
     if method.lora is not None:

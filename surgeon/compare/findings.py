@@ -45,6 +45,7 @@ class Row:
     `against` is the mean difference in original loss at equal new loss (negative: this one forgets less), None of full
     fine-tuning itself and where the two have no new loss in common. `area` is that between frontier and the base's
     corner, over the new losses that all rows reach. `best` has the smallest sum of both losses, seeds in the mean.
+    `steps` are those of a finished run; where runs have equal bytes they differ from row to row.
     """
 
     method: str
@@ -52,6 +53,7 @@ class Row:
     label: str
     kind: str
     trained: int
+    steps: int
     points: tuple[Point, ...]
     best: Point | None
     against: Interval | None
@@ -195,13 +197,7 @@ def find(
         notes.append("full fine-tuning is left out (`peers: false`): nothing says whether any of these is worth it")
     return Findings(
         base=base,
-        budget={
-            "steps": study.run_steps,
-            "batch": study.batch,
-            "length": study.length,
-            "tokens": study.run_tokens,
-            "seeds": study.seeds,
-        },
+        budget=study.budget,
         unit="bits a byte" if by_byte else "nats a token",
         texts={"new": names[0], "original": names[1]},
         start=corner,
@@ -266,6 +262,7 @@ def _row(
         label=f"{method.words}, {remedy.name}" if several else method.words,
         kind=method.kind,
         trained=max((records[run].trained for run in of_row), default=0),
+        steps=study.run_steps or max((records[run].steps for run in of_row), default=0),
         points=points,
         best=None,
         against=None,
@@ -371,11 +368,11 @@ def _advice(study: Study, rows: Sequence[Row], corner: Pair) -> str:
     assert point is not None
     if _sum(point) >= corner[0] + corner[1]:
         return (
-            f"At {study.run_tokens:,} tokens a run nothing is worth it here: every run forgets more than it learns"
-            f" (nearest: {row.label}, rate {point.rate:g}). More tokens, or a gentler remedy, may help."
+            f"At {study.budget_words} a run nothing is worth it here: every run forgets more than it learns"
+            f" (nearest: {row.label}, rate {point.rate:g}). More text, or a gentler remedy, may help."
         )
     told = (
-        f"For this data at this budget ({study.run_tokens:,} tokens a run): {row.label}, rate {point.rate:g}: new loss"
+        f"For this data at this budget ({study.budget_words} a run): {row.label}, rate {point.rate:g}: new loss"
         f" {corner[0]:.3f} → {point.new:.3f}, original {corner[1]:.3f} → {point.original:.3f}"
     )
     return f"{told}; {_beside(row, point, ranked)}{_sureness(row, rows)}."

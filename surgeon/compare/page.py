@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from surgeon.common.formatting import count
 from surgeon.common.page.charts import Series, lines
@@ -31,8 +31,8 @@ def render(found: Findings) -> str:
             [
                 ("base, new text", f"{new:.4f}", None),
                 ("base, original text", f"{original:.4f}", None),
-                ("tokens a run", f"{budget['tokens']:,}", None),
-                ("steps", f"{budget['steps']:,} of {budget['batch']} × {budget['length']}", None),
+                *_text(budget),
+                ("steps", f"{_steps(found)} of {budget['batch']} × {budget['length']}", None),
                 ("seeds", str(budget["seeds"]), "warn" if budget["seeds"] < 3 else None),
                 ("study", state, "warn" if found.missing else "good"),
             ]
@@ -48,6 +48,22 @@ def render(found: Findings) -> str:
         "how": ("How it is compared", _how(found)),
     }
     return document(f"{found.base}: surgeon's comparison", "comparison", top, sections)
+
+
+def _text(budget: Mapping[str, int]) -> list[tuple[str, str, None]]:
+    """How much text a run has, as a fact."""
+    unit = "bytes" if "bytes" in budget else "tokens"
+    return [(f"{unit} a run", f"{budget[unit]:,}", None)]
+
+
+def _steps(found: Findings) -> str:
+    """The steps of a run: one number, or from the fewest to the most where runs have equal bytes."""
+    made = sorted({row.steps for row in found.rows if row.steps} or {found.budget.get("steps", 0)})
+    return f"{made[0]:,}" if len(made) == 1 else f"{made[0]:,} to {made[-1]:,}"
+
+
+def _equal(budget: Mapping[str, int]) -> str:
+    return f", as many as have {budget['bytes']:,} bytes of new text," if "bytes" in budget else ""
 
 
 def _frontiers(found: Findings) -> Markup | None:
@@ -251,10 +267,10 @@ def _how(found: Findings) -> Markup:
         "How it is compared",
         el(
             "p",
-            f"Every run trains for {budget['steps']:,} steps of {budget['batch']} × {budget['length']} tokens with its"
-            " own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth, unless the study says"
-            " otherwise. Rates are extended upwards while the highest learns most, and downwards while the lowest has"
-            " the smallest sum of both losses. Only runs whose schedule ended are compared.",
+            f"Every run trains for {_steps(found)} steps of {budget['batch']} × {budget['length']} tokens"
+            f"{_equal(budget)} with its own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth,"
+            " unless the study says otherwise. Rates are extended upwards while the highest learns most, and downwards"
+            " while the lowest has the smallest sum of both losses. Only runs whose schedule ended are compared.",
         ),
         el(
             "p",

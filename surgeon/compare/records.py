@@ -29,18 +29,22 @@ class SourceLoss:
 
 @dataclass(frozen=True)
 class Record:
-    """What a finished run ended with: its losses by text (None: its loss was no number any more), and its size."""
+    """What a finished run ended with: its losses by text (None: its loss was no number any more), and its size.
+
+    `steps` are those that it made; 0 of the base, of a run that diverged, and in records of earlier versions.
+    """
 
     measured: dict[str, SourceLoss] | None
     trained: int = 0
     diverged: str = ""
+    steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         measured = None
         if self.measured is not None:
             measured = {name: vars(source) for name, source in self.measured.items()}
-        return {"measured": measured, "trained": self.trained, "diverged": self.diverged}
+        return {"measured": measured, "trained": self.trained, "diverged": self.diverged, "steps": self.steps}
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Record:
@@ -48,7 +52,7 @@ class Record:
         measured = data["measured"]
         if measured is not None:
             measured = {name: SourceLoss(**source) for name, source in measured.items()}
-        return cls(measured, data["trained"], data["diverged"])
+        return cls(measured, data["trained"], data["diverged"], data.get("steps", 0))
 
 
 @dataclass

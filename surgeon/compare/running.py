@@ -102,7 +102,7 @@ def _run(task: Task) -> Answer:
     found = _measured(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
-    return {"measured": found, "trained": trained.parameters}
+    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"]}
 
 
 def _base(task: Task) -> Answer:

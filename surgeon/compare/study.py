@@ -360,7 +360,7 @@ def _fingerprint(asked: Asked) -> str:
             ],
             "recall": recalled_by(study).model_dump() if study.recalls else None,
             "documents": study.documents,
-            "budget": [study.run_steps, study.batch, study.length],
+            "budget": [study.run_steps or f"{study.bytes} bytes", study.batch, study.length],
         }
     )
 

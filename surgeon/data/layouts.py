@@ -52,6 +52,12 @@ class Labelled:
 Document = str | tuple[Message, ...] | Labelled
 
 
+def text_bytes(document: str | tuple[Message, ...]) -> int:
+    """UTF-8 bytes of a text, or of all that is said in a chat."""
+    said = (document,) if isinstance(document, str) else (message.content for message in document)
+    return sum(len(part.encode()) for part in said)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One layout of chats: the keys that an entry must have, those that it may have, and how they become messages."""

@@ -7,6 +7,7 @@ and a credit for each; no buffer is kept, so a checkpoint of the data is a few h
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.data.documents import Corpus
+from surgeon.data.layouts import Labelled, text_bytes
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
@@ -124,6 +126,14 @@ class SourceStream:
     def amount(self) -> int:
         """How many tokens one pass has; every document is tokenised."""
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
+
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """Tokens and UTF-8 bytes of the documents in the order in which they are drawn, pass after pass."""
+        for epoch in itertools.count():
+            for number in generator(self.seed, self.name, epoch).permutation(self.numbers):
+                document = self.documents.read(int(number))
+                assert not isinstance(document, Labelled), "an ExampleStream's"
+                yield len(self.encoder.encode(document)[0]), text_bytes(document)
 
     def state(self) -> list[int]:
         """The position between two sequences."""

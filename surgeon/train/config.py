@@ -128,6 +128,10 @@ class TrainConfig(Entry):
             gt=0, allow_inf_nan=False, description="instead of steps: passes through the sources that are not original"
         ),
     ] = None
+    bytes: Annotated[
+        int | None,
+        Field(ge=1, description="instead of steps: UTF-8 bytes of text from the sources that are not original"),
+    ] = None
     sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
     seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
     what: Annotated[
@@ -194,8 +198,8 @@ class TrainConfig(Entry):
             raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give `steps`, or `epochs` from which they are computed, and not both")
+        if sum(given is not None for given in (self.steps, self.epochs, self.bytes)) != 1:
+            raise ValueError("give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them")
         if self.keep_best is not None:
             self._check_keep_best(self.keep_best)
         if self.lora is not None and self.what is not None:
@@ -203,6 +207,11 @@ class TrainConfig(Entry):
         if self.classifies:
             self._check_classifies()
         return self
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether the steps are known once the text was counted."""
+        return self.steps is None
 
     @property
     def classifies(self) -> bool:
@@ -217,6 +226,8 @@ class TrainConfig(Entry):
             )
         if self.preserve is not None:
             raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
+        if self.bytes is not None:
+            raise ValueError("`bytes` counts text that a language model predicts; with labels give `epochs` or `steps`")
         if self.lora is not None:
             raise ValueError("`lora` is for language models; with labels say `what`, or train the adapter with PEFT")
         for key, given in (("sharding", self.sharding != "none"), ("cross_entropy", self.cross_entropy != "auto")):
@@ -269,7 +280,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(
-        text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`) and `sources:`"
+        text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
     )
     known_keys = keys_by_section(
         TrainConfig,
@@ -335,7 +346,7 @@ def settle(
     """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
     `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
-    config's `epochs`; None: not counted yet.
+    config's `epochs` or `bytes`; None: not counted yet.
 
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """

@@ -41,7 +41,7 @@ class Prepared:
     """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it.
 
     `within` is the base that teaches; None where none does. `settled_for` gives the numbers, and notes, once the steps
-    of the config's `epochs` are counted; None where the config says how many.
+    of the config's `epochs` or `bytes` are counted; None where the config says how many.
     """
 
     settings: Settings
@@ -88,7 +88,7 @@ def prepare(
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled
-    if loaded.config.epochs is None:
+    if not loaded.config.counts_text:
         return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within)
     return Prepared(settings, notes, wanted, anatomy, sharding, within, lambda steps: settled_for(steps=steps))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,29 @@ def _held(
     documents: Corpus, numbers: list[int], encoder: Encoder, packer: Callable[[int], Packer], most: int, length: int
 ) -> list[PackedSequence]:
     return held_out(documents, numbers, encoder, packer(length), most=most)
+
+
+@dataclass
+class _Drawn:
+    """Documents as they are drawn, by `lengths` (tokens and bytes of each), and what was drawn so far."""
+
+    lengths: Iterator[tuple[int, int]]
+    tokens: int = 0
+    nbytes: int = 0
+    last: tuple[int, int] = (1, 0)
+
+    def upto(self, tokens: float) -> float:
+        """Bytes of the first so many tokens; never fewer than the time before."""
+        while self.tokens < tokens:
+            count, nbytes = next(self.lengths)
+            self.last = max(1, count), nbytes
+            self.tokens, self.nbytes = self.tokens + self.last[0], self.nbytes + self.last[1]
+        return self.nbytes - self.last[1] * (self.tokens - tokens) / self.last[0]
+
+    @property
+    def tokens_a_byte(self) -> float:
+        """Of the documents that were drawn."""
+        return self.tokens / max(1, self.nbytes)
 
 
 @dataclass
@@ -153,16 +176,19 @@ class TrainingData:
         return kept, opened.text, [int(number) for number in held]
 
     def steps_of(self, loaded: LoadedConfig, settings: Settings, say: Callable[[str], None]) -> int:
-        """The steps of the config's `epochs`: passes through the sources that are not original, or through all.
+        """The steps of the config's `epochs` or `bytes`, of the sources that are not original, or of all.
 
-        epochs · their tokens / (their share · tokens of a step), rounded up. Every document is tokenised once. Of texts
-        with labels the examples are counted.
+        Of epochs: epochs · their tokens / (their share · tokens of a step), rounded up; every document is tokenised
+        once, and of texts with labels the examples are counted. Of bytes: the first step at which the text that was
+        drawn of them has so many; what is drawn is tokenised once.
         """
         config = loaded.config
-        assert config.epochs is not None
         unit = "examples" if config.classifies else "tokens"
         drawn = [source for source in config.sources if source.share]
         counted = {source.name for source in drawn if source.role != ORIGINAL} or {source.name for source in drawn}
+        if config.bytes is not None:
+            return self._steps_of_bytes(config.bytes, counted, settings)
+        assert config.epochs is not None
         if not config.classifies:
             say(f"counting the tokens of {', '.join(sorted(counted))}")
         tokens = {stream.name: stream.amount() for stream in self.mixture.streams if stream.name in counted}
@@ -176,6 +202,25 @@ class TrainingData:
         )
         self.notes.append(
             f"epochs {config.epochs:g}: {steps:,} steps of {a_step:,} {unit}, which pass through {passes}"
+        )
+        return steps
+
+    def _steps_of_bytes(self, wanted: int, counted: Collection[str], settings: Settings) -> int:
+        """The fewest steps whose sequences of the sources `counted` hold `wanted` bytes of text.
+
+        Of a document that a step cuts, the part of its bytes is taken that its tokens are.
+        """
+        a_step = settings.batch * settings.length
+        streams = {stream.name: stream for stream in self.mixture.streams}
+        shares = {name: share for name, share in zip(streams, self.mixture.shares, strict=True) if name in counted}
+        texts = {name: _Drawn(streams[name].lengths()) for name in shares}
+        steps, found = 0, 0.0
+        while found < wanted:
+            steps += 1
+            found = math.fsum(text.upto(shares[name] * steps * a_step) for name, text in texts.items())
+        self.notes.append(
+            f"bytes {wanted:,}: {steps:,} steps of {a_step:,} tokens, of which"
+            f" {', '.join(f'{text.tokens_a_byte:.3f} a byte of {name}' for name, text in texts.items())}"
         )
         return steps
 

@@ -17,7 +17,7 @@ from surgeon.cli import app
 from surgeon.compare import workers
 from surgeon.compare.compare import Compared
 from surgeon.errors import BadInput
-from tests import tiny
+from tests import tiny, vocabularies
 from tests.report.test_page import Reader
 from tests.test_api import check_json
 from tests.train.texts import add_tokenizer, corpus
@@ -218,3 +218,35 @@ def test_the_table_fits_and_the_same_command_has_nothing_to_do(whole: Whole, mon
         assert ran.exit_code == 0, ran.output
         assert max(map(len, ran.stdout.splitlines())) <= width
         assert "full fine-tuning" in ran.stdout and "For this data at this budget (144 tokens a run)" in ran.stdout
+
+
+def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
+    """The base as it is and with words of the new text as tokens, all of each training on as much text."""
+    vocabularies.byte_level(tiny.checkpoint(tmp_path / "base", "llama", vocab_size=300))
+    vocabularies.write_text(tmp_path / "new.jsonl", vocabularies.FRENCH, times=5)
+    vocabularies.write_text(tmp_path / "known.jsonl", vocabularies.ENGLISH)
+    words = '[" lumière", " terrasse", " était", " légère", " déserte"]'
+    (tmp_path / "words.yaml").write_text(
+        f"surgeon: 1\noperations:\n  - {{op: grow_vocabulary, tokens: {words}}}\n", encoding="utf-8"
+    )
+    study = STUDY.partition("recall")[0].replace("steps: 3", "bytes: 500")
+    study += "remedies: [{name: bare}]\nmethods: [full, {name: words, plan: words.yaml, full: true}]\n"
+    (tmp_path / "study.yaml").write_text(study, encoding="utf-8")
+    told = carried_out(tmp_path, jobs=1)
+    plain, grown = told.findings.rows
+    assert told.findings.unit == "bits a byte" and told.findings.budget["bytes"] == 500
+    # Two sequences of 24 tokens a step; of the grown tokenizer's fewer have the same text.
+    assert 1 < grown.steps < plain.steps
+    # Embeddings and head, which new rows are a part of, train whole.
+    assert grown.trained > plain.trained
+    records = [
+        json.loads(file.read_bytes().partition(b"\n")[2])
+        for file in sorted((told.path / "work" / "records").glob("*.json"))
+    ]
+    measured = [record["record"]["measured"]["new"] for record in records]
+    assert {(source["documents"], source["nbytes"]) for source in measured} == {
+        (measured[0]["documents"], measured[0]["nbytes"])
+    }
+    assert len({source["tokens"] for source in measured}) == 2
+    words_of_page = told.page.read_text(encoding="utf-8")
+    assert f"{grown.steps} to {plain.steps} steps" in words_of_page and "500 bytes of new text" in words_of_page

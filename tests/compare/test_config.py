@@ -86,6 +86,9 @@ def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
     assert low.lora is not None and (low.lora.rank, low.lora.targets, low.what) == (2, "ffn", None)
     assert some.model_dump(mode="json")["what"] == {"layers": {"every": 2}} and full.what == "base"
     assert config_of(written(tmp_path), "neutral-residues").what is None
+    grown = written(tmp_path, SMALLEST.replace("[neutral-residues]", "[{plan: grow-vocabulary, full: true}]"))
+    assert [method.kind for method in grown.config.all_methods] == [*PEERS, "plan"]
+    assert config_of(grown, "grow-vocabulary").what == "all"
 
 
 def test_without_original_text_what_the_base_writes_is_measured(tmp_path: Path) -> None:
@@ -113,9 +116,15 @@ def test_texts_are_replayed_by_their_shares(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_or_tokens(tmp_path: Path) -> None:
+def test_steps_or_tokens_or_bytes(tmp_path: Path) -> None:
     study = written(tmp_path, SMALLEST.replace("steps: 10", "tokens: 5000\nbatch: 2\nlength: 100")).config
     assert (study.run_steps, study.run_tokens) == (25, 5000)
+    loaded = written(tmp_path, SMALLEST.replace("steps: 10", "bytes: 5000"))
+    config = config_of(loaded, "neutral-residues")
+    # Each run counts its own steps, and evaluates at the last one alone.
+    assert (config.bytes, config.steps) == (5000, None) and config.evaluate_every > 10**6
+    assert loaded.config.run_steps is None and loaded.config.budget["bytes"] == 5000
+    assert 0 < recalled_by(loaded.config).tokens <= 100_000
 
 
 # Losses of a run by its rate, as (new, original).
@@ -177,7 +186,7 @@ def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> 
     ("old", "new", "told"),
     [
         ("[neutral-residues]", "[neutral-residus]", r"study.yaml:5: method neutral-residus: .*did you mean `neutral-"),
-        ("[neutral-residues]", "[{plan: pmoe, full: true}]", "plan, full, lora and partial; plan and full given"),
+        ("[neutral-residues]", "[{plan: pmoe, lora: {}}]", r"plan, full, lora and partial \(.*; plan and lora given"),
         ("[neutral-residues]", "[{plan: pmoe, rate: 3}]", r"study.yaml:5: unknown key `rate`; did you mean `rates`"),
         ("[neutral-residues]", "[{plan: pmoe, train: {optimizer: {lr: 1.0e-3}}}]", "come from the study's `rates`"),
         ("[neutral-residues]", "[pmoe, pmoe]", "two methods are called 'pmoe'"),
@@ -185,7 +194,7 @@ def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> 
         ("steps: 10", "steps: 10\nrates: [1.0e-3]", "1 different rate given; a frontier needs at least 4"),
         ("steps: 10", "steps: 10\nrates: [1.0e-4, 1.0e-3, 1.0e-2, 1.0e-1]", "are a factor 10 apart; give steps of 2"),
         ("steps: 10", "steps: 10\nrates: [0.1, 0.3, 0.9, 2]", "rate 2 is no learning rate"),
-        ("steps: 10", "steps: 10\ntokens: 10", "either `steps` or `tokens`"),
+        ("steps: 10", "steps: 10\nbytes: 10", "one of `steps`, `tokens` and `bytes`"),
         ("[new.jsonl]", "[{path: new.jsonl, validation: 0.0}]", "losses are compared on held-out text"),
         ("[new.jsonl]", "[old.jsonl]", r"study.yaml:3: .*old.jsonl: no such file or folder; check `path`"),
         ("new: [new.jsonl]\n", "", "no text to learn; give `new:`, or --new FILE"),

@@ -140,7 +140,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         f"epochs: 1\n{TRAIN}  - {{name: a, path: a.txt, share: 1}}\n",
         1,
         "",
-        "give `steps`, or `epochs` from which they are computed, and not both",
+        "give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them",
     ),
     (
         load_config,
@@ -241,6 +241,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or",
     ),
     (load_config, f"{LABELS}preserve: {{}}\n", 1, "", "`preserve` holds next tokens to the base's, which texts with"),
+    (
+        load_config,
+        f"bytes: 9\n{LABELS}".replace("steps: 4\n", ""),
+        1,
+        "",
+        "`bytes` counts text that a language model predicts",
+    ),
     (load_config, f"{LABELS}lora: {{}}\n", 1, "", "`lora` is for language models; with labels say `what`"),
     (
         load_config,

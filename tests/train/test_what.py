@@ -340,9 +340,32 @@ def test_epochs_are_passes_through_what_is_new(tmp_path: Path) -> None:
     # Up to the last step's rounding, two passes of the new text whatever the old one has.
     assert new.epoch == 2 or (new.epoch, new.position) >= (1, len(new.numbers) - 4)
     assert any(note.startswith(f"epochs 2: {steps} steps of 64 tokens") for note in run.data.notes)
-    for wrong in ({"epochs": 1, "steps": 3}, {"steps": None}):
+    for wrong in ({"epochs": 1, "steps": 3}, {"steps": None}, {"bytes": 9, "steps": 3}):
         with pytest.raises(BadInput, match="give `steps`, or `epochs`"):
             load_config(config(tmp_path, **wrong))
+
+
+def test_bytes_are_of_the_new_text_that_the_run_draws(tmp_path: Path) -> None:
+    """As many steps as it takes, whatever tokens are: of another tokenizer's, other steps of the same text."""
+    base_of(tmp_path, "llama", num_hidden_layers=1)
+    given = {"batch": 4, "length": 16, "steps": None, "what": {"layers": [0]}}
+    folder = CheckpointFolder.open(tmp_path / "base")
+    for wanted in (700, 5000):
+        loaded = load_config(config(tmp_path, bytes=wanted, **given))
+        run = opened_run(folder, None, loaded, tmp_path / "run", device="cpu", listener=Quiet(), prepared=None)
+        new, steps = run.data.mixture.streams[0], run.settings.steps
+        drawn = [run.data.mixture.next() for _ in range(4 * steps)]
+        assert any(note.startswith(f"bytes {wanted:,}: {steps} steps of 64 tokens") for note in run.data.notes)
+        # Which tokens a sequence has is the packer's; their share of a document's bytes is counted by hand.
+        tokens = sum(len(sequence.ids) for sequence in drawn if sequence.domain == 1)
+        made, left = 0.0, tokens
+        for count, nbytes in new.lengths():
+            made += nbytes * min(1, left / count)
+            left -= count
+            if left <= 0:
+                break
+        # The mixture gives whole sequences, so it may be one of them before or behind its share.
+        assert abs(made - wanted) < 16 * (2 + 4) * made / tokens
 
 
 def test_the_best_step_is_published_and_survives_a_kill(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What is read back: every copy of a tensor is compared, however often it was copied before, and hashed once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.apply import readback
+from surgeon.apply.readback import ReadBack
+from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.header import read_header
+from surgeon.errors import PromiseBroken
+from tests import tiny
+from tests.end_to_end.conftest import weights
+
+PLAN = "surgeon: 1\noperations:\n  - {op: upcycle_experts, experts: 4}\n"
+
+
+@pytest.mark.parametrize("read_back", [True, False])
+def test_copies_of_one_tensor_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
+    """Digests of the manifest are those of the bytes that lie in the output, those of copies too."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=1)
+    (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
+    hashed: list[int] = []
+    name = "compare_ranges" if read_back else "sha256_range"
+    plain = getattr(readback, name)
+
+    def counted(*arguments: Any) -> Any:
+        hashed.append(1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(readback, name, counted)
+    made = surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out", device="cpu", read_back=read_back)
+    held = weights(tmp_path / "out")
+    found = made.manifest.new_tensors
+    assert sum("experts." in output for output in found) >= 12
+    for output, facts in found.items():
+        assert facts.sha256 == hashlib.sha256(held[output].view(torch.uint8).numpy().tobytes()).hexdigest(), output
+    # Four copies of gate and of up; the router, which is computed, is hashed too where nothing is compared.
+    assert len(hashed) <= len(weights(base)) + (0 if read_back else 1)
+
+
+def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=1)
+    (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")
+    prove = ReadBack._prove
+
+    def proved(self: ReadBack, shard: Shard, *rest: Any) -> None:
+        with (self._staging.folder / shard.file).open("r+b") as file:
+            infos = {info.name: info for info in read_header(file.fileno(), file=shard.file).tensors}
+            for name, info in infos.items():
+                if name.endswith("experts.3.gate_proj.weight"):
+                    os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, info.begin)[0] ^ 1]), info.begin)
+        prove(self, shard, *rest)
+
+    monkeypatch.setattr(ReadBack, "_prove", proved)
+    with pytest.raises(PromiseBroken, match=r"experts\.3\.gate_proj.*was read back is not what .*gate_proj"):
+        surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
