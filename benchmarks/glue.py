@@ -11,7 +11,7 @@ of the same files, whose labels are the files' own, and trains a classification 
 
 Methods, all with the same steps, batches and seeds: the head alone, full fine-tuning, LoRA, Parallel Control and
 Mixture-of-Control (Nguyen et al. 2026; linear schedule, warm-up 6 %, top 1, α 0.95). Encoder, data and every run are
-records in --work: the same command goes on where it was. Writes results/glue.md of what there is.
+records in --work: the same command goes on where it was, and writes results/glue.md of what there is.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BOS, PAD, EOS, UNKNOWN, MASK = "<s>", "<pad>", "</s>", "<unk>", "<mask>"
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 VOCABULARY, LENGTH = 4096, 64
 # Masked language modelling.
-MASKED_STEPS, MASKED_BATCH, MASKED_RATE, MASKED_SHARE = 300, 16, 2e-3, 0.15
+MASKED_STEPS, MASKED_BATCH, MASKED_RATE, MASKED_SHARE = 1500, 16, 2e-3, 0.15
 RANK = 8
-STEPS, BATCH = 40, 16
+STEPS, BATCH = 100, 16
 CHARACTERS = 160
 TASKS = {"kind": (640, 480), "halves": (640, 480)}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
