@@ -181,7 +181,7 @@ def surgery_job(
         carried_names=tuple(name for name in base.side_files if name not in grown),
         finish=finish,
         identity={
-            "plan": loaded.plan.model_dump(mode="json"),
+            "plan": loaded.data(),
             "base": base.identity(),
             "base_id": [base_id.name, base_id.revision],
             "base_config": base.config,

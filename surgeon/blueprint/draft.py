@@ -240,6 +240,8 @@ class Draft:
         self.extended: dict[str, tuple[Extended, int]] = {}
         # The same of those that became wider.
         self.widened: dict[str, tuple[Widened, int]] = {}
+        # Tensors outside the layers that the base does not have, and the operation that made them.
+        self.added: dict[str, tuple[Recipe, int]] = {}
         # Rows of the embeddings as they will be.
         self.rows = anatomy.sizes.vocabulary
         # Of the trunk alone; `finish` writes back what grafts need.
@@ -371,7 +373,7 @@ class Draft:
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
-        outer = sum(numel(recipe) for recipe, _ in self._outer())
+        outer = sum(numel(recipe) for recipe, _ in (*self._outer(), *self.added.values()))
         return sum(numel(recipe) for recipe in held) + outer
 
     def _outer(self) -> list[tuple[Recipe, int | None]]:
@@ -386,6 +388,7 @@ class Draft:
         named = zip(self.anatomy.outer.values(), self._outer(), strict=True)
         outputs = [Output(info.name, recipe, operation) for info, (recipe, operation) in named]
         outputs = self._with_parts(outputs, config)
+        outputs += [Output(name, recipe, operation) for name, (recipe, operation) in self.added.items()]
         if self.extended:
             config = with_vocabulary(config, self.anatomy, self.rows)
         for index, layer in enumerate(self.layers):

@@ -151,18 +151,18 @@ def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: st
     return encoder.encode(document, name)
 
 
-def labels_in(
+def labels_of(
     documents: Corpus, numbers: Sequence[int] | NDArray[np.int64], encoder: ExampleEncoder, name: str
-) -> set[int]:
-    """The numbers of the labels that some documents of the source `name` have, each looked at before the first step.
+) -> list[int]:
+    """The numbers of the labels of some documents of the source `name`, each looked at before the first step.
 
     Raises BadInput for a label or a pair that the model does not know.
     """
-    found: set[int] = set()
+    found: list[int] = []
     for number in numbers:
         document = documents.read(int(number))
         assert isinstance(document, Labelled), "opened with labels"
-        found.add(encoder.number_of(document, name))
+        found.append(encoder.number_of(document, name))
     return found
 
 

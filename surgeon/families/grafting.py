@@ -88,6 +88,10 @@ def _check_moves(twin: Skeleton, tokens: Any, mask: Any) -> None:
 
     model = twin.model.train()
     names = model.freeze_base()
+    if not names:
+        # An earlier surgery's, which stay as they are.
+        model.eval()
+        return
     # A flow of one's own: without it the model says that its losses have no part.
     flow = sys.modules[type(model).__module__].Flow()
     output = _encoded(twin, tokens, mask, "with", surgery_flow=flow)

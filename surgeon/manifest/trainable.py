@@ -65,6 +65,8 @@ class TrainableSet:
     of_base: frozenset[str] = frozenset()
     title: str = ""
     fitted: tuple[str, ...] = ()
+    # Those that train whole beside a LoRA.
+    beside: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:

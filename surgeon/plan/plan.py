@@ -19,6 +19,7 @@ from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, re
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
+from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
 
 
@@ -46,8 +47,15 @@ class LoadedPlan:
     text: str
     source: str
 
+    def data(self) -> dict[str, Any]:
+        """The plan as JSON data, with defaults in it."""
+        operations = [operation.model_dump(mode="json") for operation in self.plan.operations]
+        return {"surgeon": self.plan.surgeon, "seed": self.plan.seed, "operations": operations}
+
     def line_of_operation(self, number: int) -> int | None:
         """The line (from 1) on which an operation begins, for error messages."""
+        if self.text.startswith(_HEAD):
+            return None
         _, lines = _parse(self.text, self.source)
         return lines.get(("operations", number))
 
@@ -71,12 +79,27 @@ def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
 
 # The plan of a model that was trained as it is: there was no surgery.
 NO_OPERATIONS = "surgeon: 1\noperations: []\n"
+# How the plan of a head begins that training made; what follows is JSON, the seed and the labels.
+_HEAD = "# surgeon train: a classification head\n"
+
+
+def head_plan(labels: list[str], *, seed: int) -> LoadedPlan:
+    """The plan that makes a classification head for these labels, which training carries out where there is none."""
+    text = _HEAD + json.dumps({"seed": seed, "labels": labels}, ensure_ascii=False) + "\n"
+    return recorded_plan(text, source="classification head")
 
 
 def recorded_plan(text: str, *, source: str) -> LoadedPlan:
-    """A plan as a manifest holds it: like `parse_plan`, and NO_OPERATIONS, which nobody can ask for."""
+    """A plan as a manifest holds it: like `parse_plan`, and those of training itself, which nobody can ask for."""
     if text == NO_OPERATIONS:
         return LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[]), text, source)
+    if text.startswith(_HEAD):
+        try:
+            told = json.loads(text.removeprefix(_HEAD))
+            seed, made = int(told["seed"]), ClassificationHead(labels=told["labels"])
+        except (ValueError, TypeError, LookupError):
+            raise BadInput(f"{printable(source)}: not the plan of a classification head; was it edited?") from None
+        return LoadedPlan(Plan.model_construct(surgeon=1, seed=seed, operations=[made]), text, source)
     return parse_plan(text, source=source)
 
 

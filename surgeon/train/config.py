@@ -35,6 +35,9 @@ from surgeon.train.outside import AttentionName, TrackerName
 
 _WHAT = "training config"
 
+# Of one classification head.
+MOST_LABELS = 1000
+
 # Shares are written with a few decimals: 0.333 three times is meant to be 1.
 SHARE_TOLERANCE = 0.005
 
@@ -135,10 +138,20 @@ class TrainConfig(Entry):
     sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
     seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
     what: Annotated[
-        Literal["last", "added", "base", "all"] | LayersSpec | list[int] | None,
+        Literal["last", "added", "base", "all", "head"] | LayersSpec | list[int] | None,
         Field(
             description="last (default): new tensors of the last surgery; added: of all; [0, 2]: of these operations of"
-            " the last one; base: the tensors that are not new; all: every tensor; {layers: …}: all of these layers"
+            " the last one; base: the tensors that are not new; all: every tensor; {layers: …}: all of these layers;"
+            " head: the classification head alone, which with labels trains beside all others too"
+        ),
+    ] = None
+    labels: Annotated[
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=MOST_LABELS)]
+        | Annotated[int, Field(ge=2, le=MOST_LABELS)]
+        | None,
+        Field(
+            description="of an encoder without a classification head: names of the labels by their numbers, or how many"
+            " there are; default: those of the data"
         ),
     ] = None
     lora: Annotated[LoraSpec | None, Field(description="a LoRA over the frozen model, instead of `what`")] = None
@@ -206,6 +219,9 @@ class TrainConfig(Entry):
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
         if self.classifies:
             self._check_classifies()
+        elif self.labels is not None or self.what == "head":
+            key = "`what: head`" if self.labels is None else "`labels`"
+            raise ValueError(f"{key} is for texts with labels; give every source `kind: labels`, or leave it out")
         return self
 
     @property
@@ -228,8 +244,8 @@ class TrainConfig(Entry):
             raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
         if self.bytes is not None:
             raise ValueError("`bytes` counts text that a language model predicts; with labels give `epochs` or `steps`")
-        if self.lora is not None:
-            raise ValueError("`lora` is for language models; with labels say `what`, or train the adapter with PEFT")
+        if isinstance(self.labels, list) and (doubled := first_doubled(self.labels)):
+            raise ValueError(f"`labels` names {doubled!r} twice; names must differ")
         for key, given in (("sharding", self.sharding != "none"), ("cross_entropy", self.cross_entropy != "auto")):
             if given:
                 raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")

@@ -46,7 +46,7 @@ def write_sources(
     if ranks.size == 1:
         _write(asked, out, loaded, target, device, listener)
         return
-    _join(devices.resolve(device))
+    join(devices.resolve(device))
     with waiting(ranks) as ranks:
         if not ranks.leads:
             ranks.receive()
@@ -55,7 +55,7 @@ def write_sources(
             _write(asked, out, loaded, target, device, listener)
 
 
-def _join(device: str) -> None:
+def join(device: str) -> None:
     """Let the processes that torchrun started send to each other, as the trainer will have them do it; once is enough.
 
     `device` is "cpu" or "cuda".

@@ -31,15 +31,27 @@ _ADAPTER, _PEFT = "default", "base_model.model."
 _WEIGHT = ".weight"
 
 
-def attach(model: Any, spec: LoraSpec, wanted: Iterable[str], *, base_names: Iterable[str], seed: int) -> list[str]:
+def attach(
+    model: Any,
+    spec: LoraSpec,
+    wanted: Iterable[str],
+    *,
+    beside: Iterable[str] = (),
+    base_names: Iterable[str],
+    seed: int,
+) -> list[str]:
     """Freeze the model and put a LoRA at the matrices `wanted` (on disk); the names of what trains, in its order.
+
+    The tensors `beside` (on disk; a classification head's) train whole.
 
     Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
     it did. Raises BadInput for what is no matrix of a linear module, or makes up a parameter with others.
     """
     import peft
 
-    modules = _modules(model, list(wanted), base_names)
+    beside = list(beside)
+    modules = _modules(model, [name for name in wanted if name not in beside], base_names)
+    whole = {*StoredNames(model, dict.fromkeys((*base_names, *beside))).in_memory(beside)}
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.scale * spec.rank,  # type: ignore[arg-type]  # a float is divided as well
@@ -50,8 +62,12 @@ def attach(model: Any, spec: LoraSpec, wanted: Iterable[str], *, base_names: Ite
     peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     names: list[str] = []
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
-        if ".lora_" in name:
+        parameter.requires_grad_(".lora_" in name or name in whole)
+        if name in whole:
+            # Loaded weights may be mapped from the file.
+            parameter.data = parameter.data.clone()
+            names.append(name)
+        elif ".lora_" in name:
             module = name.partition(".lora_")[0]
             if module not in modules:
                 raise BadInput(f"{printable(module)}: PEFT takes it for one of `lora.targets` by its name; name fewer")
@@ -106,12 +122,13 @@ def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:
 class Merged:
     """A trained LoRA: the weights with it, by their names on disk, and the adapter's own tensors, by PEFT's names.
 
-    `transposed`: its matrices are stored inputs by outputs.
+    `transposed`: its matrices are stored inputs by outputs. `whole` are the modules that trained whole beside it.
     """
 
     tensors: dict[str, Tensor]
     adapter: dict[str, Tensor]
     transposed: bool
+    whole: tuple[str, ...] = ()
 
 
 def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> Merged:
@@ -121,6 +138,13 @@ def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> 
     on_disk = {parameter: name for name in out.tensors if (parameter := stored.alone(name)) is not None}
     tensors: dict[str, Tensor] = {}
     adapter: dict[str, Tensor] = {}
+    whole: dict[str, None] = {}
+    # A classification head's, whole.
+    for name in [name for name in values if ".lora_" not in name]:
+        value = values.pop(name)
+        tensors[on_disk[name]] = value.to(stored_dtype(out.tensors[on_disk[name]].dtype))
+        adapter[f"{_PEFT}{name}"] = value
+        whole.setdefault(name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0])
     for name, down in values.items():
         module, a, rest = name.partition(".lora_A.")
         matrix = "A" if a else "B"
@@ -138,7 +162,7 @@ def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> 
         tensors[disk] = (before + spec.scale * product).to(dtype)
     modules = {name.partition(".lora_")[0] for name in values}
     transposed = any(isinstance(model.get_submodule(module), Conv1D) for module in modules)
-    return Merged(tensors, dict(sorted(adapter.items())), transposed)
+    return Merged(tensors, dict(sorted(adapter.items())), transposed, tuple(whole))
 
 
 def write_adapter(adapter: Mapping[str, Tensor], file: Path) -> None:
@@ -147,13 +171,15 @@ def write_adapter(adapter: Mapping[str, Tensor], file: Path) -> None:
     save_file(dict(adapter), file, metadata={"format": "pt"})
 
 
-def adapter_config(spec: LoraSpec, adapter: Iterable[str], base: str, *, transposed: bool) -> bytes:
-    """adapter_config.json for PeftModel.from_pretrained(base, RUN/adapter)."""
-    modules = sorted({name.removeprefix(_PEFT).partition(".lora_")[0] for name in adapter})
+def adapter_config(
+    spec: LoraSpec, adapter: Iterable[str], base: str, *, transposed: bool, whole: Sequence[str] = ()
+) -> bytes:
+    """adapter_config.json for PeftModel.from_pretrained(base, RUN/adapter); `whole` are a classification head's."""
+    modules = sorted({name.removeprefix(_PEFT).partition(".lora_")[0] for name in adapter if ".lora_" in name})
     alpha = spec.scale * spec.rank
     content = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": None,
         "inference_mode": True,
@@ -165,7 +191,7 @@ def adapter_config(spec: LoraSpec, adapter: Iterable[str], base: str, *, transpo
         "bias": "none",
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": list(whole) or None,
         "layers_to_transform": None,
         "layers_pattern": None,
     }

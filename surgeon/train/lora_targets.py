@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
@@ -47,6 +47,9 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
     found: set[str] = set()
     for index, tensors in enumerate(anatomy.layers):
         linear = anatomy.linear(index)
+        if anatomy.family.encoder:
+            found |= {info.name for suffix, info in tensors.items() if _of_encoder(suffix, linear, targets)}
+            continue
         blocks = anatomy.blocks(index)
         for role in _BLOCKS[targets]:
             if (block := blocks.get(role)) is None:
@@ -66,6 +69,18 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
             f"{where}no layer has linear modules of the kind `{targets}` in places that are known; name them"
         )
     return found
+
+
+def _of_encoder(suffix: str, linear: Collection[str], targets: str) -> bool:
+    """Whether an encoder's tensor is the matrix of a linear module of these blocks.
+
+    Every type calls attention's modules so; what else is linear in a layer is the FFN.
+    """
+    module = suffix.removesuffix(_WEIGHT)
+    if module == suffix or module not in linear:
+        return False
+    attends = any("attention" in part or "attn" in part for part in module.split("."))
+    return targets == "all" or attends == (targets == "attention")
 
 
 def _named(out: CheckpointFolder, targets: Sequence[str], where: str) -> set[str]:

@@ -20,8 +20,9 @@ from surgeon.common import devices
 from surgeon.data.sources import check_there
 from surgeon.data.specs import ORIGINAL
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.dissect import dissect
+from surgeon.families.heads import head_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
@@ -32,8 +33,6 @@ from surgeon.train.lora_targets import lora_set
 from surgeon.train.outside import missing_for_attention, missing_for_tracker
 
 _T = TypeVar("_T")
-# What reads the stack's output for the heads of some types.
-_POOLER = "pooler."
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class Prepared:
     """A run that can begin: its numbers, notes about them, what trains, the model's parts, and how to shard it.
 
     `within` is the base that teaches; None where none does. `settled_for` gives the numbers, and notes, once the steps
-    of the config's `epochs` or `bytes` are counted; None where the config says how many.
+    of the config's `epochs` or `bytes` are counted; None where the config says how many. `headless`: texts with labels
+    train an encoder that has no classification head, so `wanted` is without it (`new_head.headed`).
     """
 
     settings: Settings
@@ -51,6 +51,7 @@ class Prepared:
     sharding: Sharding | None
     within: Within | None = None
     settled_for: Callable[[int], tuple[Settings, list[str]]] | None = None
+    headless: bool = False
 
 
 def prepare(
@@ -88,39 +89,70 @@ def prepare(
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled
+    headless = loaded.config.classifies and not is_classifier(out.config)
     if not loaded.config.counts_text:
-        return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within)
-    return Prepared(settings, notes, wanted, anatomy, sharding, within, lambda steps: settled_for(steps=steps))
+        return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within, headless=headless)
+    later = functools.partial(_settled_with, settled_for)
+    return Prepared(settings, notes, wanted, anatomy, sharding, within, later, headless)
+
+
+def _settled_with(settled_for: Callable[..., tuple[Settings, list[str]]], steps: int) -> tuple[Settings, list[str]]:
+    return settled_for(steps=steps)
 
 
 def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
     """What the config lets train."""
     config = loaded.config
     if config.lora is not None:
-        return lora_set(out, manifest, loaded, anatomy)
+        return with_head(lora_set(out, manifest, loaded, anatomy), out, manifest, loaded, anatomy)
     if config.what is None and manifest is None:
         raise BadInput(
             f"{loaded.where()}`what` is not given, and {printable(str(out.path))} has no surgery (no {MANIFEST_FILE})"
             " whose tensors would train; say `what: all`, `what: {layers: …}` or `lora: {rank: 16}`"
+            + (", or `what: head` for the classification head alone" if config.classifies else "")
         )
+    if config.what == "head":
+        return with_head(TrainableSet((), ()), out, manifest, loaded, anatomy)
     try:
         found = trainable_set(out, manifest, "last" if config.what is None else config.what, anatomy)
     except BadInput as error:
         raise error if config.what is None else BadInput(f"{loaded.where('what')}`what`: {error}") from None
-    return with_head(found, out, anatomy) if config.classifies else found
+    return with_head(found, out, manifest, loaded, anatomy)
 
 
-def with_head(wanted: TrainableSet, out: CheckpointFolder, anatomy: Anatomy) -> TrainableSet:
-    """The same and the classification head: what stands outside of the base model, and its pooler."""
-    head = {
-        name
-        for name in anatomy.outer
-        if not name.startswith(anatomy.prefix) or name.removeprefix(anatomy.prefix).startswith(_POOLER)
-    }
-    more = head - {*wanted.names}
-    names = tuple(name for name in out.tensors if name in more or name in wanted.names)
-    title = f"{wanted.shown} and the classification head" if more else wanted.title
-    return dataclasses.replace(wanted, names=names, of_base=wanted.of_base | more, title=title)
+def with_head(
+    wanted: TrainableSet, out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy
+) -> TrainableSet:
+    """The same and the classification head of `out`, where texts with labels train it and it has one.
+
+    What of another head (masked words') the model does not run is left out. Raises BadInput where transformers cannot
+    build the model.
+    """
+    if not (loaded.config.classifies and anatomy.family.encoder and is_classifier(out.config)):
+        return wanted
+    head = head_of(native_config(out.config), out.tensors)
+    idle = head.idle(anatomy.outer)
+    more = head.births.keys() & out.tensors.keys()
+    names = tuple(name for name in out.tensors if name in more or (name in wanted.names and name not in idle))
+    of_base = {*trainable_set(out, manifest, "base", anatomy).names} & more
+    title = f"{wanted.shown} and the classification head" if wanted.names else "the classification head"
+    return dataclasses.replace(
+        wanted,
+        names=names,
+        of_base=frozenset((wanted.of_base - idle) | of_base),
+        title=wanted.title if more <= {*wanted.names} else title,
+        beside=tuple(name for name in names if name in more) if loaded.config.lora is not None else (),
+    )
+
+
+def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig) -> Prepared:
+    """The same for `out`, which is what was prepared with a new classification head; what trained then trains with it.
+
+    Raises BadInput as `prepare` does.
+    """
+    anatomy = dissect(out.config, out.tensors, out.own)
+    wanted = with_head(prepared.wanted, out, manifest, loaded, anatomy)
+    return dataclasses.replace(prepared, wanted=wanted, anatomy=anatomy, headless=False)
 
 
 def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet) -> list[str]:
@@ -273,16 +305,18 @@ def _check_task(out: CheckpointFolder, anatomy: Anatomy, loaded: LoadedConfig) -
             f" ({model_type}); have it write the labels: `kind: chat` with the label as the assistant's answer"
         )
     if not is_classifier(out.config):
-        named = [str(name) for name in out.config.get("architectures") or ()]
-        raise BadInput(
-            f"{where}`kind: labels` trains a classification head, and config.json of {shown} names"
-            f" {printable(', '.join(named)) or 'none'}; give the base one for your labels before the surgery, with"
-            " transformers' AutoModelForSequenceClassification (docs/training.md shows how)"
-        )
-    if len(labels := label_names(out.config)) < 2:
+        # `new_head.headed` makes one.
+        return
+    labels, asked = label_names(out.config), loaded.config.labels
+    if len(labels) < 2:
         raise BadInput(
             f"{shown}: config.json: `id2label` names {len(labels)} labels, and a text is to get one of two at least;"
-            " give the base a head for your labels (docs/training.md shows how)"
+            " take a base without the head, and training makes one for your labels"
+        )
+    if asked is not None and asked not in (list(labels), len(labels)):
+        raise BadInput(
+            f"{loaded.where('labels')}`labels` is for an encoder without a classification head, and {shown} has one for"
+            f" {printable(', '.join(labels), 300)}; leave it out, or take a base without the head"
         )
 
 

@@ -140,7 +140,7 @@ def write_final(
     """
     adapter = None
     if lora is not None:
-        tensors, adapter = _with_lora(out, trained, work, lora, base)
+        tensors, adapter = _with_lora(out, trained, work, lora, base, auto)
     else:
         tensors = load_file(trained)
         # Of a tied tensor that the checkpoint holds twice, one was trained.
@@ -165,14 +165,15 @@ def write_final(
 
 
 def _with_lora(
-    out: CheckpointFolder, trained: Path, work: Path, spec: LoraSpec, base: str
+    out: CheckpointFolder, trained: Path, work: Path, spec: LoraSpec, base: str, auto: str | None
 ) -> tuple[dict[str, Tensor], bytes]:
     """The weights with the LoRA merged, and its config; its own tensors go to ADAPTER_FILE."""
     from surgeon.train.lora import adapter_config, merged, write_adapter
 
-    found = merged(out, trained, spec, build_model(out, dtype=lambda _: torch.float32))
+    found = merged(out, trained, spec, build_model(out, dtype=lambda _: torch.float32, auto=auto))
     write_adapter(found.adapter, work / ADAPTER_FILE)
-    return found.tensors, adapter_config(spec, found.adapter, base, transposed=found.transposed)
+    config = adapter_config(spec, found.adapter, base, transposed=found.transposed, whole=found.whole)
+    return found.tensors, config
 
 
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from surgeon.common.plain import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
+from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.cached_teacher import CachedTeacher
@@ -42,7 +45,8 @@ _TIMED = 2
 class SourceTokens:
     """One source: its documents, how many tokens one has in the mean, how many the loss counts, what the run takes.
 
-    The means are over at most 200 documents; `passes` is how often the run goes through the source.
+    The means are over at most 200 documents; `passes` is how often the run goes through the source. Of texts with
+    labels the loss counts the label, no token (`counted` 0).
     """
 
     name: str
@@ -52,6 +56,8 @@ class SourceTokens:
     counted: float
     run_tokens: int
     passes: float
+    # Of texts with labels how many documents to train on have each, of those that any has.
+    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Sample:
 
     source: str
     parts: tuple[tuple[str, bool], ...]
+    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,11 @@ class Rehearsal:
         """As plain data for `--json`."""
         return plain_fields(self, without=("samples",)) | {
             "samples": [
-                {"source": one.source, "parts": [{"text": text, "counted": counted} for text, counted in one.parts]}
+                {
+                    "source": one.source,
+                    "label": one.label,
+                    "parts": [{"text": text, "counted": counted} for text, counted in one.parts],
+                }
                 for one in self.samples
             ]
         }
@@ -111,25 +122,23 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
 
     Raises BadInput as a run does, and where memory is short.
     """
-    if run.examples is not None:
-        raise BadInput(
-            f"{run.loaded.where('sources', 0, 'kind')}`--dry-run` counts the tokens of texts without labels; a run of"
-            " `steps: 1` shows what one with labels costs"
-        )
-    settings, encoder, listener = run.settings, run.encoder, run.listener
+    settings, listener = run.settings, run.listener
     cached = cached_teacher(run)
     mixture = run.data.mixture
     streams = list(zip(mixture.streams, mixture.shares, strict=True))
     listener.begin("counting tokens", len(streams), "sources")
     sources: list[SourceTokens] = []
     samples: list[Sample] = []
-    total = settings.steps * settings.batch * settings.length
     for stream, share in streams:
-        encoded = _some(stream, encoder)
-        sources.append(_tokens_of(stream, share, encoded, total))
-        if share:
-            samples.append(Sample(stream.name, _parts(encoded[0], encoder)))
+        counted, sample = (
+            _examples_of(run, stream, share) if run.examples is not None else _texts_of(run, stream, share)
+        )
+        sources.append(counted)
+        samples += [sample] if share else []
         listener.advance(1)
+    total = sum(source.run_tokens for source in sources)
+    if run.examples is None:
+        total = settings.steps * settings.batch * settings.length
     try:
         model, names, held = loaded_model(run)
         model.to(run.device).train()
@@ -164,10 +173,38 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     )
 
 
-def _some(stream: SourceStream, encoder: Encoder) -> list[Encoded]:
-    """Some of the documents that the source would train on: the same ones at every call."""
+def _some(stream: SourceStream | ExampleStream) -> list[int]:
+    """Some of the documents that the source would train on, by number: the same ones at every call."""
     drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
-    return [encoder.encode(stream.documents.read(int(number))) for number in drawn]
+    return [int(number) for number in drawn]
+
+
+def _texts_of(run: Run, stream: SourceStream, share: float) -> tuple[SourceTokens, Sample]:
+    """A source of texts, counted, and the begin of one of them."""
+    encoded = [run.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
+    total = run.settings.steps * run.settings.batch * run.settings.length
+    return _tokens_of(stream, share, encoded, total), Sample(stream.name, _parts(encoded[0], run.encoder))
+
+
+def _examples_of(run: Run, stream: ExampleStream, share: float) -> tuple[SourceTokens, Sample]:
+    """The same of a source of texts with labels."""
+    encoder, settings = stream.encoder, run.settings
+    examples = [example_at(stream.documents, number, encoder, stream.name) for number in _some(stream)]
+    mean = sum(len(example.ids) for example in examples) / len(examples)
+    drawn = share * settings.steps * settings.batch
+    found = Counter(labels_of(stream.documents, stream.numbers, encoder, stream.name))
+    counted = SourceTokens(
+        name=stream.name,
+        share=share,
+        documents=stream.amount(),
+        tokens_a_document=mean,
+        counted=0.0,
+        run_tokens=round(drawn * mean),
+        passes=drawn / stream.amount(),
+        labels={encoder.labels[number]: found[number] for number in sorted(found)},
+    )
+    text = encoder.tokenizer.decode(examples[0].ids[:_SHOWN])
+    return counted, Sample(stream.name, ((text, False),), encoder.labels[examples[0].label])
 
 
 def _tokens_of(stream: SourceStream, share: float, encoded: Sequence[Encoded], total: int) -> SourceTokens:
@@ -215,7 +252,9 @@ def _seconds_a_micro_batch(
     What the base says is made before, where it will lie on disk.
     """
     settings, say = run.settings, run.listener.say
-    batches = iter(Batches(run.data.mixture, settings.micro_batch, 0, 1, make=batch_of, numbered=NUMBERS))
+    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
+    numbered = NUMBERS if run.pad is None else None
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, 0, 1, make=make, numbered=numbered))
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
     seconds = 0.0
     for number in range(_TIMED + 1):
@@ -229,7 +268,7 @@ def _seconds_a_micro_batch(
         ):
             batch.pop(NUMBERS, None)
             if not hasattr(model, "surgery"):
-                batch.pop("domain_ids")
+                batch.pop("domain_ids", None)
             model(**batch).loss.backward()
         if run.device == "cuda":
             torch.cuda.synchronize()

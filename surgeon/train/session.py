@@ -416,7 +416,14 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
         # PEFT is an extra.
         from surgeon.train.lora import attach
 
-        names = attach(model, config.lora, run.wanted.names, base_names=run.out.tensors, seed=config.seed)
+        names = attach(
+            model,
+            config.lora,
+            run.wanted.names,
+            beside=run.wanted.beside,
+            base_names=run.out.tensors,
+            seed=config.seed,
+        )
         check_set(model, names)
     else:
         names = unfreeze(model, run.wanted, base_names=run.out.tensors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +23,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.manifest import Manifest, manifest_of
 from surgeon.train.config import LoadedConfig, load_config
+
+_MOST_LABELS = 6
 
 if TYPE_CHECKING:
     from surgeon.train.preparing import Prepared
@@ -63,17 +67,18 @@ def train(
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
         make_delta_of(run, asked.target, None, metadata_of(run), listener)
 
-    return run_training(
-        asked.out,
-        asked.manifest,
-        asked.loaded,
-        asked.target,
-        device=device,
-        listener=listener,
-        prepared=asked.prepared,
-        deliver=as_delta if delta_only else None,
-        link=link,
-    )
+    with _with_head(asked, None, device, trust_remote_code, listener) as headed:
+        return run_training(
+            headed.out,
+            headed.manifest,
+            headed.loaded,
+            headed.target,
+            device=device,
+            listener=listener,
+            prepared=headed.prepared,
+            deliver=as_delta if delta_only else None,
+            link=link,
+        )
 
 
 def rehearse(
@@ -102,17 +107,21 @@ def rehearse(
 
     listener = listener or Quiet()
     imagined = imagined_sources(asked.out, asked.loaded, asked.target, device=device, say=listener.say)
-    run = opened_run(
-        asked.out,
-        asked.manifest,
-        asked.loaded,
-        asked.target,
-        device=device,
-        listener=listener,
-        prepared=asked.prepared,
-        imagined=imagined.texts,
-    )
-    return measured(run, imagined)
+    with (
+        tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
+        _with_head(asked, Path(room) / "head", device, trust_remote_code, listener) as headed,
+    ):
+        run = opened_run(
+            headed.out,
+            headed.manifest,
+            headed.loaded,
+            headed.target,
+            device=device,
+            listener=listener,
+            prepared=headed.prepared,
+            imagined=imagined.texts,
+        )
+        return measured(run, imagined)
 
 
 class _Asked(NamedTuple):
@@ -138,6 +147,33 @@ def _asked(
     processes = Ranks.of_environment().size
     prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
     return _Asked(folder, manifest, loaded, target, prepared)
+
+
+@contextlib.contextmanager
+def _with_head(
+    asked: _Asked, folder: Path | None, device: str, trust_remote_code: bool, listener: Listener
+) -> Iterator[_Asked]:
+    """The same, of an encoder without a head with the one that its labels need, which lies in `folder` (None: beside
+    the target) while inside."""
+    if not asked.prepared.headless:
+        yield asked
+        return
+
+    from surgeon.train.new_head import headed, headed_folder
+    from surgeon.train.preparing import prepared_with_head
+
+    with headed(
+        asked.out,
+        asked.loaded,
+        folder or headed_folder(asked.target),
+        asked.target,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    ) as out:
+        manifest = manifest_of(out)
+        prepared = prepared_with_head(asked.prepared, out, manifest, asked.loaded)
+        yield asked._replace(out=out, manifest=manifest, prepared=prepared)
 
 
 def trained_view(trained: Trained) -> RenderableType:
@@ -187,7 +223,9 @@ def trained_view(trained: Trained) -> RenderableType:
 def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     """The sources and what the run takes of them, a sample of each with what the loss counts, memory and time."""
     sources = FittedTable("source")
-    for column in ("share", "documents", "tokens each", "the loss counts", "tokens in the run", "passes"):
+    labelled = any(source.labels for source in rehearsal.sources)
+    learned = "labels" if labelled else "the loss counts"
+    for column in ("share", "documents", "tokens each", learned, "tokens in the run", "passes"):
         sources.add_column(column)
     for source in rehearsal.sources:
         sources.add_row(
@@ -195,7 +233,7 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
             f"{source.share:.3g}",
             f"{source.documents:,}",
             f"{source.tokens_a_document:,.0f}",
-            f"{source.counted:.0%}",
+            _labels(source.labels) if labelled else f"{source.counted:.0%}",
             f"{source.run_tokens:,}",
             f"{source.passes:.2g}",
         )
@@ -206,7 +244,10 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
         for text, counted in sample.parts:
             style = "green" if counted else "dim"
             shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
-        parts += [Text(f"a document of {sample.source}; the loss counts what is marked"), shown, Text()]
+        marked = (
+            "the loss counts what is marked" if sample.label is None else f"its label: {printable(sample.label, 80)}"
+        )
+        parts += [Text(f"a document of {sample.source}; {marked}"), shown, Text()]
     facts = FittedTable(headings=False)
     settings = rehearsal.settings
     facts.add_row("trains", f"{count(rehearsal.trained)} of {count(rehearsal.parameters)}, {rehearsal.tensors} tensors")
@@ -227,6 +268,13 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
         "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
     )
     return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
+
+
+def _labels(found: Mapping[str, int]) -> str:
+    """How many texts have each label: `low 40, high 38`, of many labels the most frequent ones."""
+    most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
+    more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
+    return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
 
 
 def _on_a_line(text: str) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
-from surgeon.data.examples import ExampleEncoder, ExampleStream, example_at, labels_in
+from surgeon.data.examples import ExampleEncoder, ExampleStream, example_at, labels_of
 from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.data.specs import ORIGINAL, SourceSpec
@@ -151,7 +151,7 @@ class TrainingData:
         for source in config.sources:
             opened = _read(source, loaded, say)
             kept, aside, numbers = found._parted(source, opened)
-            seen |= labels_in(opened.text, kept, encoder, source.name)
+            seen |= {*labels_of(opened.text, kept, encoder, source.name)}
             streams.append(ExampleStream(source.name, opened.text, kept, encoder, seed=config.seed))
             held = numbers[: config.validation_sequences]
             if held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -18,9 +20,11 @@ from surgeon.data.examples import batch_of_examples
 from surgeon.data.judging import Judged
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
+from surgeon.plan.plan import head_plan
 from surgeon.train import trainer
 from surgeon.train.config import load_config
 from surgeon.train.session import loaded_model, opened_run
+from surgeon.train.train import rehearsal_view
 from tests import tiny
 from tests.encoders import tiny_encoder
 from tests.end_to_end.conftest import run_elsewhere
@@ -232,6 +236,112 @@ def test_a_derived_encoder_with_its_pooler(tmp_path: Path) -> None:
     assert run.unchanged == ()
 
 
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A masked-language model without a head for labels, the same with control states, and texts with labels."""
+    folder = tmp_path_factory.mktemp("headless")
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2}
+    tiny.model("roberta", **still).save_pretrained(folder / "base", max_shard_size="30KB")
+    add_tokenizer(folder / "base")
+    (folder / "plan.yaml").write_text(PLAN)
+    surgeon.apply(folder / "plan.yaml", str(folder / "base"), folder / "out")
+    rows(folder / "words.jsonl")
+    return folder
+
+
+def test_an_encoder_without_a_head_gets_one(headless: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for name in ("base", "out") for path in (headless / name).iterdir()}
+    said = Quiet()
+    asked = config(headless, labels=["high", "low", "middle"])
+    run = surgeon.train(headless / "out", asked, tmp_path / "run", device="cpu", listener=said)
+    assert run is not None
+    assert {path: path.read_bytes() for name in ("base", "out") for path in (headless / name).iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (line,) = [line for line in said.said if "no classification head" in line]
+    assert "made one for 3 labels (high, low, middle), drawn by seed 0" in line
+    grown = manifest_of(CheckpointFolder.open(headless / "out")).new_tensors
+    head = {f"classifier.{module}.{part}" for module in ("dense", "out_proj") for part in ("weight", "bias")}
+    assert run.changes.keys() == {*grown, *head}
+    assert run.scores["words"]["accuracy"] > 0.5
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["id2label"] == {"0": "high", "1": "low", "2": "middle"}
+    for of in ("out", "base"):
+        found = surgeon.verify(headless / of, tmp_path / "run")
+        assert found.holds, [check for check in found.checks if not check.holds]
+    surgeon.revert(tmp_path / "run", tmp_path / "back", to=0)
+    assert digests(tmp_path / "back") == digests(headless / "base")
+    judged = surgeon.evaluate(tmp_path / "run", asked, labels=True, length=24, device="cpu")
+    assert judged.models[0][1][0].accuracy.value == run.scores["words"]["accuracy"]
+    whole = surgeon.evaluate(tmp_path / "run", headless / "words.jsonl", labels=True, length=24, most=0, device="cpu")
+    named = run_elsewhere(ELSEWHERE, str(tmp_path / "run"), str(headless / "words.jsonl"), cache=tmp_path)
+    wanted = [json.loads(line)["label"] for line in (headless / "words.jsonl").read_text().splitlines()]
+    right = np.mean([a == b for a, b in zip(named, wanted, strict=True)])
+    assert whole.models[0][1][0].accuracy.value == pytest.approx(right)
+    # The head of an earlier run is the next run's to train, and no new one is made.
+    again = surgeon.train(tmp_path / "run", config(headless, what="head", steps=2), tmp_path / "more", device="cpu")
+    assert again is not None
+    assert again.changes.keys() == head
+    assert surgeon.verify(headless / "out", tmp_path / "more", logits=False).holds
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+def test_a_lora_beside_a_new_head(headless: Path, tmp_path: Path) -> None:
+    """PEFT gives RUN's outputs from the base and the adapter, which holds the head; the base's matrices are merged."""
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    asked = config(headless, steps=6, lora={"rank": 2, "targets": "attention"}, save_every=6, evaluate_every=6)
+    run = surgeon.train(headless / "base", asked, tmp_path / "run", device="cpu")
+    assert run is not None
+    changed = {name for name in run.changes if not name.startswith("classifier.")}
+    assert {name.partition(".attention.")[2] for name in changed} == {
+        f"{module}.weight" for module in ("self.query", "self.key", "self.value", "output.dense")
+    }
+    assert len(run.changes) == len(changed) + 4
+    assert surgeon.verify(headless / "base", tmp_path / "run", logits=False).holds
+    ids = torch.arange(5, 15)[None]
+    base = AutoModelForSequenceClassification.from_pretrained(headless / "base", num_labels=3)
+    tuned = peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")).eval()
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_dry_run_counts_texts_and_labels(headless: Path) -> None:
+    there = sorted(headless.iterdir())
+    told = surgeon.rehearse(headless / "out", config(headless), headless / "never", device="cpu")
+    assert sorted({*headless.iterdir()} - {headless / "labels.yaml"}) == [p for p in there if p.name != "labels.yaml"]
+    (source,) = told.sources
+    assert sum(source.labels.values()) == source.documents == 90
+    assert source.passes == pytest.approx(40 * 8 / 90)
+    assert told.tokens == source.run_tokens
+    assert told.samples[0].label in NAMES
+    assert told.seconds > 0
+    shown = StringIO()
+    Console(file=shown, width=200).print(rehearsal_view(told))
+    assert "its label: " in shown.getvalue()
+    json.dumps(told.to_json())
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert"])
+@pytest.mark.parametrize("bare", [False, True], ids=["masked words", "no head"])
+def test_heads_of_derived_encoders(family: str, bare: bool, tmp_path: Path) -> None:
+    """Whatever the type calls its head; names of a base without a prefix are kept, and every tensor finds its place."""
+    from transformers import AutoModelForSequenceClassification
+
+    tiny_encoder(tmp_path / "base", family, "AutoModel" if bare else "AutoModelForMaskedLM")
+    plan = head_plan(["no", "yes"], seed=1)
+    surgeon.apply(plan, str(tmp_path / "base"), tmp_path / "out")
+    assert surgeon.verify(tmp_path / "base", tmp_path / "out").identical
+    model, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["mismatched_keys"]
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    assert 0.01 < float(model.get_parameter("classifier.weight").detach().std()) < 0.03
+    surgeon.apply(plan, str(tmp_path / "base"), tmp_path / "same")
+    assert digests(tmp_path / "same") == digests(tmp_path / "out")
+
+
 def test_the_figures_are_sklearns() -> None:
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -269,12 +379,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
     mixed = [*CONFIG["sources"], {"name": "fr", "path": "words.jsonl", "share": 0.0}]
     refused("source 'fr' is of the kind text, others have labels; one run trains one task", low, high, sources=mixed)
     refused("`preserve` holds next tokens to the base's", preserve={"loss": "kl"})
-    refused("`lora` is for language models", lora={"rank": 2})
+    refused("`sharding` is for language models", sharding="fsdp")
+    refused("`labels` is for an encoder without a classification head, .* has one for low, middle, high", labels=2)
+    refused("`labels` names 'low' twice", labels=["low", "low"])
     refused("has 134 positions, a window has 136 tokens", *[low, high] * 4, length=136)
     decoder = add_tokenizer(tiny.checkpoint(tmp_path / "decoder", "llama"))
     refused(r"`kind: labels` trains .*is a decoder \(llama\); have it write the labels", model=decoder, what="all")
     masked = add_tokenizer(tiny.checkpoint(tmp_path / "masked", "roberta"))
-    refused("names RobertaForMaskedLM; give the base one for your labels before the surgery", model=masked, what="all")
+
+    def unknown(told: str, *labels: object, **changes: Any) -> None:
+        refused(told, *({"text": "w1", "label": label} for label in labels), model=masked, what="all", **changes)
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".run")]
+
+    unknown(r"some texts have names as labels \('high'\), others numbers \(1\)", "low", 1, "high", 2)
+    unknown("every text has the label 'low'", *["low"] * 4)
+    unknown("the label -1; classes are numbered from 0", -1, 0, 1, 2)
+    unknown("have 100,000 labels, at most 1,000 are learned; are they classes", 99_999, 0, 1, 2)
+    unknown("`labels` is 3, and the texts have the label 3; .*use 4 at least", 0, 1, 2, 3, labels=3)
+    unknown("the label 'low' is none of the model's", "low", "high", "low", "high", labels=["huge", "tiny"])
+    text_alone = [{"name": "t", "path": "words.jsonl", "share": 1.0}]
+    refused("`what: head` is for texts with labels", model=masked, what="head", sources=text_alone)
     data = tmp_path / "words.jsonl"
     with pytest.raises(BadInput, match=r"an encoder, which predicts no next token; .*--labels"):
         surgeon.evaluate(out, data, device="cpu")
