@@ -100,8 +100,10 @@ def in_transformers(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
 
 
 def furthest(ones: list[np.ndarray], others: list[np.ndarray]) -> float:
-    """The largest difference."""
-    return max(float(np.abs(one - other).max()) for one, other in zip(ones, others, strict=True))
+    """The largest difference, over the tokens that both have."""
+    width = min(ones[0].shape[1], others[0].shape[1])
+    pairs = zip(ones, others, strict=True)
+    return max(float(np.abs(one[:, :width] - other[:, :width]).max()) for one, other in pairs)
 
 
 class Runs:
@@ -159,7 +161,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         f" LLAMA_CPP`, with llama-cpp-python {llama_cpp.__version__} and the llama.cpp in its sdist,"
         f" {', '.join(f'{name} {version(name)}' for name in packages)}. Tiny random models, float32 GGUF, on a CPU.",
         "",
-        "Largest differences of a logit. Every output promises the base's function, exactly or but for rounding.",
+        "Largest differences of a logit. Every output promises the base's function, exactly or but for rounding, but"
+        " those of stack_layers, drop_layers and fold_adapters (of trained adapters): for them transformers is the"
+        " measure. Of a grown vocabulary the base's tokens are compared.",
         "",
         "| output | to the base's GGUF | to transformers | base's GGUF to transformers | largest logit |",
         "|---|---|---|---|---|",

@@ -65,6 +65,19 @@ _SLOTS = {"op": "pmoe_experts", "slots": 2, "threshold": 2}
 _EVERY_TARGET = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _ALL = [_control("dlerp"), _ADAPTERS, _SLOTS, {"op": "pmoe_experts", "rank": 3}, _mixture(top_k=2)]
 
+# The other operations with native outputs, by what their rows are called.
+_NATIVE: dict[str, list[dict[str, Any]]] = {
+    "stack_layers": [{"op": "stack_layers", "bottom": 0.75, "top": 0.75}],
+    "drop_layers": [{"op": "drop_layers", "layers": [4]}],
+    "widen_ffn": [{"op": "widen_ffn", "by": 64}],
+    "widen_attention": [{"op": "widen_attention", "groups": "double"}],
+    "widen_hidden": [{"op": "widen_hidden", "times": 2}],
+    "grow_vocabulary": [{"op": "grow_vocabulary", "tokens": [" hérisson", "châtaigne"], "pad_to_multiple_of": 64}],
+    "fold_adapters": [{**_ADAPTERS, "gate": "none"}, {"op": "fold_adapters"}],
+    "control_llm as a stack": [{"op": "control_llm", "expansion": "stack", "layers": [1, 4]}],
+}
+_BESIDE = [{"op": "upcycle_experts", "form": "shared", "experts": 4}]
+
 # By name: the base, the operations, whether only the base's own class is needed (native).
 OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     **{f"{base} + layers": (base, [_INSERTED], True) for base in BASES if base != "gemma3_62"},
@@ -74,6 +87,8 @@ OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     "llama upcycled to mixtral": ("llama", [{"op": "upcycle_experts", "form": "copies", "experts": 4}], True),
     "qwen3 upcycled to qwen3_moe": ("qwen3", [{"op": "upcycle_experts", "form": "copies", "experts": 4}], True),
     "llama upcycled to glm4_moe": ("llama", [{"op": "upcycle_experts", "form": "shared", "experts": 4}], True),
+    **{f"llama, {what}": ("llama", operations, True) for what, operations in _NATIVE.items()},
+    "gemma, upcycle_experts beside": ("gemma", _BESIDE, False),
     **{f"llama, control_llm {kind}": ("llama", [_control(kind)], False) for kind in ("lerp", "dlerp", "moe", "slerp")},
     "llama, gated_adapters": ("llama", [_ADAPTERS], False),
     "llama, gated_adapters sigmoid": ("llama", [{**_ADAPTERS, "gate": "sigmoid"}], False),
@@ -164,6 +179,13 @@ def expected(folder: Path, given: list[list[int]]) -> list[dict[str, Any]]:
     return found
 
 
+def written(work: Path, title: str, operations: list[dict[str, Any]]) -> Path:
+    """A plan's file."""
+    plan = work / f"{name_of(title)}.yaml"
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
+    return plan
+
+
 def make(work: Path, only: list[str]) -> None:
     """Fill WORK."""
     given = prompts()
@@ -181,9 +203,13 @@ def make(work: Path, only: list[str]) -> None:
             tokenizer(source)
             (work / "expected" / f"{base}.json").write_text(json.dumps(expected(source, given)))
         if not out.exists():
-            plan = work / f"{name_of(title)}.yaml"
-            plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
-            surgeon.apply(plan, str(source), out)
+            *before, last = operations if operations[-1]["op"] == "fold_adapters" else [operations]
+            if before:
+                # What is folded is an output by itself, trained.
+                source = work / f"{name_of(title)}-before"
+                surgeon.apply(written(work, f"{title} before", before), str(work / "bases" / base), source)
+                trained(source, seed=1)
+            surgeon.apply(written(work, title, [last] if before else last), str(source), out)
             if not native:
                 trained(out, seed=1)
             (work / "expected" / f"{out.name}.json").write_text(json.dumps(expected(out, given)))

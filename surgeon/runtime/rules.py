@@ -192,6 +192,8 @@ def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
     check_layers(surgery.older_layers, surgery.trunk_layers, "older_layers")
     for rules in present:
         rules.check(surgery, config)
+    if present:
+        refuse_pipeline(config, "a model with grafts runs there with all its layers in one process")
     _check_types(surgery, getattr(config, "layer_types", None))
     return surgery
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,17 +17,22 @@ from tests.train.texts import add_tokenizer, corpus
 from tests.warm import warm
 
 
-def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported."""
+def run_surgeon(
+    hub: Hub, home: Path, *arguments: str, command: Sequence[str] = (sys.executable,), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported.
+
+    A plain interpreter: preview and apply of such a plan import no torch, which a warm one's server would do first.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return subprocess.run(
-        [*warm(), "-m", "surgeon", *arguments],
+        [*command, "-m", "surgeon", *arguments],
         env=clean | settings | environment,
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -60,7 +67,7 @@ def test_an_output_on_the_hub_is_evaluated_beside_its_base_here(base: Path, tmp_
     corpus(tmp_path / "fr.jsonl", documents=12)
     with serve(Hub(files_of(tmp_path / "out"))) as hub:
         given = ["evaluate", f"user/model@{COMMIT}", "--base", str(base), "--data", str(tmp_path / "fr.jsonl")]
-        ran = run_surgeon(hub, tmp_path / "home", *given, "--json", "--device", "cpu")
+        ran = run_surgeon(hub, tmp_path / "home", *given, "--json", "--device", "cpu", command=warm())
         assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert [row["model"] for row in found["models"]] == [str(base), f"user/model@{COMMIT}"]
@@ -78,7 +85,7 @@ def test_a_continual_run_from_the_hub(base: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").write_text(tasks, encoding="utf-8")
     with serve(Hub(files_of(base))) as hub:
         given = [str(tmp_path / "tasks.yaml"), "user/model", str(tmp_path / "run")]
-        ran = run_surgeon(hub, tmp_path / "home", "continual", *given, "--json", "--device", "cpu")
+        ran = run_surgeon(hub, tmp_path / "home", "continual", *given, "--json", "--device", "cpu", command=warm())
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["base"] == "user/model"
     manifest = surgeon.inspect(tmp_path / "run").manifest

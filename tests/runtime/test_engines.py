@@ -46,6 +46,8 @@ def in_vllm(surgery: dict[str, Any], monkeypatch: pytest.MonkeyPatch, matrices: 
         (PREFIX, 1, 1, "inference_routing is `prefix_mean`.* set it to `token`"),
         (control(), 1, 2, "expanded twin.* set pipeline_parallel_size to 1"),
         (experts(), 1, 2, "router.* set pipeline_parallel_size to 1"),
+        (adapters(), 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
+        (TOKEN, 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
         (experts(), 2, 1, "slots.* set tensor_parallel_size to 1"),
     ],
 )
@@ -57,7 +59,7 @@ def test_what_vllm_would_compute_wrongly_is_refused(
 
 
 def test_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_vllm(adapters(), monkeypatch, 2, 2)
+    in_vllm(adapters(), monkeypatch, 2, 1)
     in_vllm(TOKEN, monkeypatch, 2, 1)
     in_vllm(states(top_k=0, inference_routing="prefix_mean"), monkeypatch, 1, 1)
 
