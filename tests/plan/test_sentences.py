@@ -248,7 +248,21 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "`bytes` counts text that a language model predicts",
     ),
-    (load_config, f"{LABELS}lora: {{}}\n", 1, "", "`lora` is for language models; with labels say `what`"),
+    (
+        load_config,
+        LABELS.replace("steps: 4", "bytes: 4"),
+        1,
+        "",
+        "`bytes` counts text that a language model predicts; with labels give `epochs` or `steps`",
+    ),
+    (load_config, f"{LABELS}labels: [a, b, a]\n", 1, "", "`labels` names 'a' twice; names must differ"),
+    (
+        load_config,
+        f"{TRAIN}  - {{name: a, path: a.jsonl, share: 1}}\nwhat: head\n",
+        1,
+        "",
+        "`what: head` is for texts with labels; give every source `kind: labels`, or leave it out",
+    ),
     (
         load_config,
         f"{LABELS}cross_entropy: chunked\n",
