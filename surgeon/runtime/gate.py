@@ -6,8 +6,8 @@ The gate reads h, what goes into its layer, all of it the base's. Every token gi
 w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root mean square. The score of a
 prefix of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. The gate
 opens where the score is above its threshold. Every document begins closed. Once open it stays open to the end of the
-document, as later tokens attend to keys and values that hold what was added; with a `hysteresis` it closes again where
-the score falls that far below the threshold.
+document, as later tokens attend to keys and values that hold what was added; with a `hysteresis` it closes again
+where the score falls that far below the threshold.
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
