@@ -10,6 +10,7 @@ the same command goes on from: records of finished runs and the recalled text. T
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,10 +155,17 @@ def remedies(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
 
 def claims(found: dict[str, Any]) -> list[str]:
     """What papers say, and what the frontiers do."""
+    halves = [row["difference"]["half"] for row in found["claims"] if (row["difference"] or {}).get("half") is not None]
+    noise = (
+        f" Where three were run, an interval is ± {statistics.median(halves):.3f} in the median: a smaller difference by one"
+        " seed tells nothing."
+        if halves
+        else ""
+    )
     return [
         "## What papers say",
         "",
-        "*agrees* and *disagrees* need three seeds; fewer only point a way.",
+        f"*agrees* and *disagrees* need three seeds; fewer only point a way.{noise}",
         "",
         *table(
             ("paper", "claim", "remedy", "here", "difference"),
