@@ -157,8 +157,8 @@ def claims(found: dict[str, Any]) -> list[str]:
     """What papers say, and what the frontiers do."""
     halves = [row["difference"]["half"] for row in found["claims"] if (row["difference"] or {}).get("half") is not None]
     noise = (
-        f" Where three were run, an interval is ± {statistics.median(halves):.3f} in the median: a smaller difference by one"
-        " seed tells nothing."
+        f" Where three were run, an interval is ± {statistics.median(halves):.3f} in the median: a smaller difference"
+        " by one seed tells nothing."
         if halves
         else ""
     )
