@@ -58,7 +58,7 @@ def page(found: dict[str, Any], name: str) -> str:
     """All that the study found so far."""
     labels = {row["method"]: row["label"].removesuffix(f", {row['remedy']}") for row in found["rows"]}
     sections = (head(found, name), methods(found, labels), remedies(found, labels), claims(found))
-    return "\n".join(line for section in sections for line in (*section, ""))
+    return "\n".join(line for section in sections if section for line in (*section, ""))
 
 
 def head(found: dict[str, Any], name: str) -> list[str]:
@@ -125,7 +125,9 @@ def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
 
 
 def remedies(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
-    """Each method with one remedy beside itself with the other."""
+    """Each method with one remedy beside itself with the other; nothing where there is one alone."""
+    if not found["remedies"]:
+        return []
     return [
         "## Remedies",
         "",
@@ -163,7 +165,7 @@ def claims(found: dict[str, Any]) -> list[str]:
         else ""
     )
     return [
-        "## What papers say",
+        "## What papers say" if any(row["paper"] for row in found["claims"]) else "## What was asked",
         "",
         f"*agrees* and *disagrees* need three seeds; fewer only point a way.{noise}",
         "",

@@ -57,7 +57,7 @@ def study(asked: argparse.Namespace) -> dict[str, Any]:
         "train": {"attention": "eager"},
         "remedies": [{"name": "replayed", "replay": {"source": "text", "share": 0.1}}],
         "methods": [
-            {"name": "full", "full": True, "rates": _RATES["full"]},
+            {"name": "full", "label": "full fine-tuning", "full": True, "rates": _RATES["full"]},
             {
                 "name": "full-words",
                 "label": f"full fine-tuning, {pieces}",
@@ -74,9 +74,9 @@ def study(asked: argparse.Namespace) -> dict[str, Any]:
             },
         ],
         "claims": [
-            {"says": f"with {pieces} {says}", "better": f"{better}-words", "worse": better, "on": on}
-            for better in ("full", "layers")
-            for on, says in (("learns", "it learns more"), ("forgets", "it forgets less"))
+            {"says": f"{words} with {pieces} {says}", "better": f"{name}-words", "worse": name, "on": on}
+            for name, words in (("full", "full fine-tuning"), ("layers", "copied layers"))
+            for on, says in (("learns", "learns more"), ("forgets", "forgets less"))
         ],
     }
 
