@@ -77,6 +77,21 @@ class UpcycledPreTrained(PreTrainedModel):
         finally:
             _off.models = before
 
+    @classmethod
+    def native_class(cls) -> type[PreTrainedModel]:
+        """The class of transformers that this one extends."""
+        return next(kind for kind in cls.__mro__ if not issubclass(kind, UpcycledPreTrained))
+
+    # For these two transformers reads the source of a class's module, which here is not the one where experts and
+    # attention are: the model would run experts one by one, and so sum otherwise than the base does.
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return bool(cls.native_class()._can_set_experts_implementation())
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return bool(cls.native_class()._can_set_attn_implementation())
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Newborn):

@@ -347,9 +347,12 @@ import copy, inspect, tempfile, torch, transformers
 transformers.logging.set_verbosity_error()
 auto, folder, twin = sys.stdin.read().split()
 Auto = getattr(transformers, auto)
-base = Auto.from_pretrained(folder)
+# The output first: transformers remembers of a class how it can run, and what extends it asks for that.
 model, info = Auto.from_pretrained(twin, trust_remote_code=True, output_loading_info=True)
+base = Auto.from_pretrained(folder)
 assert not info["missing_keys"] and not info["unexpected_keys"], info
+experts = [each.config.get_text_config()._experts_implementation for each in (base, model)]
+assert experts[0] == experts[1], experts
 for value in (*base.parameters(), *model.parameters()):
     value.data = value.data.clone()
 ids = torch.arange(5, 25).reshape(2, 10)
