@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, StaticCache
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from tests import tiny
 from tests.runtime.grafting import both, control, every_graft_in, everything, gate, grafted, perturbed, states, tokens
@@ -119,8 +120,8 @@ DRAFTS = (
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_drafts_by_the_first_layers(family: str) -> None:
     base, ids = tiny.model(family), tokens(1, 14)
-    # transformers 5.0 itself cannot: its two classes disagree on their arguments.
-    drafts = "kwargs" in inspect.signature(EarlyExitCandidateGenerator.get_candidates).parameters
+    # Before 5.20 transformers cannot take back a draft's tokens that a window has passed, of a base neither.
+    drafts = family == "llama" or Version(transformers.__version__) >= Version("5.20")
     how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     for surgery, depths in DRAFTS:
         model = perturbed(grafted(family, surgery, base=base))
