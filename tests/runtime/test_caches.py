@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import DynamicCache, StaticCache
 
 from tests import tiny
@@ -120,15 +118,12 @@ DRAFTS = (
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_drafts_by_the_first_layers(family: str) -> None:
     base, ids = tiny.model(family), tokens(1, 14)
-    # Before 5.20 transformers cannot take back a draft's tokens that a window has passed, of a base neither.
-    drafts = family == "llama" or Version(transformers.__version__) >= Version("5.20")
     how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     for surgery, depths in DRAFTS:
         model = perturbed(grafted(family, surgery, base=base))
         right = model.generate(ids, **how)
         for depth in depths:
-            if drafts:
-                assert torch.equal(model.generate(ids, assistant_early_exit=depth, **how), right)
+            assert torch.equal(model.generate(ids, assistant_early_exit=depth, **how), right)
             # As transformers makes a model of its first layers.
             model.config.num_hidden_layers = depth
             whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
