@@ -84,7 +84,9 @@ def _hint(path: Path, known: list[str]) -> str:
     beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
     name = path.as_posix()
     group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
-    near = (beside or group or difflib.get_close_matches(name.lower().replace("_", "-"), known, n=3, cutoff=0.4))[:3]
+    # A folder that is there, or a path from the root, is no misspelt name, however many letters they share.
+    misspelt = "" if path.is_dir() or path.is_absolute() else name.lower().replace("_", "-")
+    near = (beside or group or difflib.get_close_matches(misspelt, known, n=3, cutoff=0.4))[:3]
     if not near:
         return "`surgeon plans` lists the names, a plan file ends in .yaml"
     shown = [f"`{printable(plan)}`" for plan in near]

@@ -257,8 +257,9 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
             layer.compose_with(twins.get(index), self.config, index, surgery)
         for graft in surgery.rules:
             graft.complete(self, surgery)
-        # Kept by class when a model is made, and this one was made as another.
-        output_capturing._CAN_RECORD_REGISTRY[self] = self._can_record_outputs
+        # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
+        registry: Any = output_capturing._CAN_RECORD_REGISTRY
+        registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
         self.post_init()
 
     @torch.no_grad()

@@ -80,7 +80,8 @@ class UpcycledPreTrained(PreTrainedModel):
     @classmethod
     def native_class(cls) -> type[PreTrainedModel]:
         """The class of transformers that this one extends."""
-        return next(kind for kind in cls.__mro__ if not issubclass(kind, UpcycledPreTrained))
+        natives = (kind for kind in cls.__mro__ if issubclass(kind, PreTrainedModel))
+        return next(kind for kind in natives if not issubclass(kind, UpcycledPreTrained))
 
     # For these two transformers reads the source of a class's module, which here is not the one where experts and
     # attention are: the model would run experts one by one, and so sum otherwise than the base does.

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers.utils import is_torchvision_available
 
@@ -167,6 +169,8 @@ def plan(tmp_path: Path) -> Path:
 def test_from_surgery_to_training_and_back(
     model_type: str, plan: Path, tmp_path: Path, elsewhere: Callable[..., str]
 ) -> None:
+    if model_type == "gemma4" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("until then its layers count themselves: new ones are of another kind, and refused")
     auto, changes = LAYOUTS[model_type]
     method = QUANTISED.get(model_type)
     base = tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16" if method else "float32", **changes)

@@ -164,6 +164,9 @@ def test_at_most_three_plans_are_suggested(tmp_path: Path) -> None:
     assert "did you mean `control-llm`, `control-llm/" in told("Control_LLM")
     assert "did you mean `ablation/average`, `ablation/copy` or `ablation/random`?" in told("ablation")
     assert "`surgeon plans` lists the names" in told("zzz")
+    # A path whose letters are those of a name, in order.
+    (tmp_path / "mixture-of-control" / "top-7").mkdir(parents=True)
+    assert "`surgeon plans` lists the names" in told(str(tmp_path / "mixture-of-control" / "top-7"))
     for name in ("mine", "other"):
         (tmp_path / f"{name}.yaml").write_text(GOOD, encoding="utf-8")
     (tmp_path / "train.yaml").write_text("surgeon_train: 1\n", encoding="utf-8")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from tests import tiny
 from tests.runtime.grafting import both, control, every_graft_in, everything, gate, grafted, perturbed, states, tokens
@@ -119,15 +118,12 @@ DRAFTS = (
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 def test_drafts_by_the_first_layers(family: str) -> None:
     base, ids = tiny.model(family), tokens(1, 14)
-    # transformers 5.0 itself cannot: its two classes disagree on their arguments.
-    drafts = "kwargs" in inspect.signature(EarlyExitCandidateGenerator.get_candidates).parameters
     how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     for surgery, depths in DRAFTS:
         model = perturbed(grafted(family, surgery, base=base))
         right = model.generate(ids, **how)
         for depth in depths:
-            if drafts:
-                assert torch.equal(model.generate(ids, assistant_early_exit=depth, **how), right)
+            assert torch.equal(model.generate(ids, assistant_early_exit=depth, **how), right)
             # As transformers makes a model of its first layers.
             model.config.num_hidden_layers = depth
             whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
