@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.common.plain import plain_fields
-from surgeon.compare.config import Claim, LoadedStudy, MethodSpec, Remedy, Study
+from surgeon.compare.config import LoadedStudy
 from surgeon.compare.frontier import (
     Interval,
     Pair,
@@ -25,6 +25,7 @@ from surgeon.compare.frontier import (
 )
 from surgeon.compare.order import Run, rates_of, wanted
 from surgeon.compare.records import Record, losses_of
+from surgeon.compare.specs import Claim, MethodSpec, Remedy, Study
 
 
 @dataclass(frozen=True)

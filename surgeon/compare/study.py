@@ -20,7 +20,7 @@ from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.working import write_durably
 from surgeon.common.listener import Listener
-from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy
+from surgeon.compare.config import LoadedStudy
 from surgeon.compare.configs import (
     RECALLED,
     measured_names,
@@ -30,6 +30,7 @@ from surgeon.compare.configs import (
 )
 from surgeon.compare.order import Run, wanted
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
+from surgeon.compare.specs import MethodSpec, Remedy
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.data.documents import files_of
 from surgeon.data.specs import BEGIN, TEMPLATE
