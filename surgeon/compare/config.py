@@ -44,7 +44,7 @@ _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 class LoadedStudy:
     """A study as read; relative paths in it start at the file's folder, those of options in the current one.
 
-    `plans` are those of methods, by the methods' names.
+    `plans` are those of methods, by the methods' names; `notes` what is to be said of its base.
     """
 
     config: Study
@@ -52,6 +52,7 @@ class LoadedStudy:
     lines: Mapping[Place, int]
     given: Mapping[Place, str]
     plans: Mapping[str, LoadedPlan]
+    notes: tuple[str, ...] = ()
 
     @property
     def gated(self) -> frozenset[str]:
@@ -126,6 +127,7 @@ def load_study(
             " FILE), or let the remedy replay what the base writes (`source: recall`)"
         )
     wrong += _absent(loaded)
+    wrong += _learned_and_kept(loaded)
     plans = _plans(loaded, wrong)
     if wrong:
         raise bad_input(wrong)
@@ -173,6 +175,18 @@ def _absent(loaded: LoadedStudy) -> list[str]:
                 if not path.startswith("dataset:") and (why := absent(loaded.resolve(path), key)):
                     wrong.append(f"{loaded.where(group, number, key)}{why}")
     return wrong
+
+
+def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
+    """Every file that is to be learned, and is also what must not be forgotten."""
+    new = {loaded.resolve(text.path).resolve() for text in loaded.config.new if not text.path.startswith("dataset:")}
+    return [
+        f"{loaded.where(group, number, 'path')}{printable(text.path)} is new text too, and what is learned cannot be"
+        " forgotten; give another file"
+        for group in ("original", "replayed")
+        for number, text in enumerate(getattr(loaded.config, group))
+        if loaded.resolve(text.path).resolve() in new
+    ]
 
 
 def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:

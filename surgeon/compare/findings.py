@@ -189,7 +189,7 @@ def find(
     corner = losses_of(start, names, by_byte=by_byte)
     rows = _rows(study, records, losses, corner)
     shown = [row for row in rows if row.best is not None]
-    notes = [f"{row.label}: {row.open_end}" for row in rows if row.open_end]
+    notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
     if by_byte:
