@@ -263,8 +263,8 @@ def _there(asked: Recalled, beside: Path) -> Recalled:
         same = False
     if not same:
         raise BadInput(
-            f"{printable(str(asked.path))}: not what this model writes by these settings; remove"
-            f" {printable(str(asked.path.parent))}, and it is written anew"
+            f"{printable(str(asked.path))}: not what this model writes by these settings; remove it, and it is written"
+            " anew"
         )
     return made
 

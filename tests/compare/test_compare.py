@@ -168,6 +168,13 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
             asked(old, new)
     with pytest.raises(BadInput, match="holds runs of another study"):
         asked("seeds", "seeds", new=[whole.folder / "known.jsonl"], original=[whole.folder / "new.jsonl"])
+    memory = results / "work" / "recalled.jsonl"
+    kept = memory.read_bytes()
+    memory.write_bytes(kept + kept)
+    with pytest.raises(BadInput, match=r"recalled.jsonl: not what this model writes by these settings; remove it, and"):
+        asked("seeds", "seeds")
+    memory.unlink()
+    assert asked("seeds", "seeds").made == 0 and memory.read_bytes() == kept
     record = results / "work" / "records" / "base.json"
     record.write_bytes(record.read_bytes().replace(b"loss", b"boss", 1))
     with pytest.raises(BadInput, match=r"base.json: damaged or edited"):
