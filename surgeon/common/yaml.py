@@ -264,6 +264,15 @@ def check_yaml(
     raise bad_input(found[:MOST_PROBLEMS])
 
 
+def check_given(model: type[ModelT], **given: Any) -> ModelT:
+    """Options of a call as `model` has them. Raises BadInput with every one that it does not allow, a line each."""
+    try:
+        return model(**given)
+    except ValidationError as error:
+        problems = error.errors()
+    raise bad_input([_about_value(problem, ".".join(map(str, problem["loc"]))) for problem in problems])
+
+
 def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[Place, str] = NOTHING_GIVEN) -> str:
     """How an error about a place of a document begins: its file and line, or the option that set it."""
     for cut in range(len(place), 0, -1):

@@ -28,6 +28,7 @@ from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
+from surgeon.compare.suited import suited
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
@@ -109,6 +110,7 @@ def compare(
     located = locate(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     _check_base(folder, loaded)
+    loaded = suited(loaded, folder)
     _check_place(target, folder)
     _check_plans(loaded, base, revision, trust_remote_code=trust_remote_code)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy, Study, StudyText, study_replays
+from surgeon.compare.config import LoadedStudy
+from surgeon.compare.specs import MethodSpec, Remedy, Study, StudyText, study_replays
 from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
 from surgeon.errors import BadInput
 from surgeon.plan.plan import LoadedPlan, parse_plan

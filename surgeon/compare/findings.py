@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.common.plain import plain_fields
-from surgeon.compare.config import Claim, LoadedStudy, MethodSpec, Remedy, Study
+from surgeon.compare.config import LoadedStudy
 from surgeon.compare.frontier import (
     Interval,
     Pair,
@@ -25,6 +25,7 @@ from surgeon.compare.frontier import (
 )
 from surgeon.compare.order import Run, rates_of, wanted
 from surgeon.compare.records import Record, losses_of
+from surgeon.compare.specs import Claim, MethodSpec, Remedy, Study
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def find(
     corner = losses_of(start, names, by_byte=by_byte)
     rows = _rows(study, records, losses, corner)
     shown = [row for row in rows if row.best is not None]
-    notes = [f"{row.label}: {row.open_end}" for row in rows if row.open_end]
+    notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
     if by_byte:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.working import parse_record, read_own, write_record
+from surgeon.checkpoint.working import LOCK_FILE, parse_record, read_own, write_record
 from surgeon.errors import BadInput, printable
 
 STUDY_FILE = "study.json"
@@ -71,14 +72,25 @@ class Records:
         """Note what the records are of. Raises BadInput where those that are there are of something else."""
         file = self.work / STUDY_FILE
         content = read_own(file)
-        if content is None:
-            write_record(file, {"fingerprint": fingerprint})
-        elif _parsed(file, content).get("fingerprint") != fingerprint:
+        other = content is not None and _parsed(file, content).get("fingerprint") != fingerprint
+        if other and any(self.folder.glob("*.json")):
             raise BadInput(
                 f"{printable(str(self.work.parent))}: holds runs of another study (the base, its texts, steps or"
                 " settings differ, or surgeon's version); undo the change, or choose another folder for RESULTS"
             )
+        if other:
+            self._clear()
+        if other or content is None:
+            write_record(file, {"fingerprint": fingerprint})
         self.folder.mkdir(exist_ok=True)
+
+    def _clear(self) -> None:
+        """Remove what a study left of which nothing was finished: what the base wrote, what was under way."""
+        for entry in self.work.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in (LOCK_FILE, STUDY_FILE):
+                entry.unlink()
 
     def get(self, key: str, fingerprint: str) -> Record | None:
         """The record of a run that is finished. Raises BadInput where one of this name was made otherwise."""

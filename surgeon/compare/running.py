@@ -6,6 +6,7 @@ Tasks and answers are plain data, so that it makes no difference in which proces
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -15,14 +16,15 @@ from typing import Any
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
-from surgeon.compare.configs import seeded_plan
+from surgeon.compare.configs import RECALLED, seeded_plan
 from surgeon.data.recall import recalled
-from surgeon.data.sources import HeldOut
+from surgeon.data.sources import HeldOut, open_source
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import Mistakes, SurgeonError
 from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
 from surgeon.families.twin import one_thread
+from surgeon.train.config import load_config
 from surgeon.train.itself import memory_folder
 from surgeon.train.session import work_folder
 from surgeon.train.train import train
@@ -102,7 +104,25 @@ def _run(task: Task) -> Answer:
     found = _measured(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
+    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+    if odd is not None:
+        return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
     return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"]}
+
+
+def _texts(task: Task) -> Answer:
+    """Read all texts through; of those that are measured something must be held out."""
+    seen: set[tuple[Any, ...]] = set()
+    for path in task["configs"]:
+        config = load_config(Path(path))
+        for source in config.config.sources:
+            known = (source.path, source.field, source.kind, source.validation)
+            if known not in seen and source.name != RECALLED:
+                open_source(source, config)
+            seen.add(known)
+    if given := [name for name in task["names"] if name != RECALLED]:
+        open_sources(task["measure"], only=given, most=task["documents"])
+    return {}
 
 
 def _base(task: Task) -> Answer:
@@ -137,4 +157,10 @@ def _measured(task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
-_TASKS: dict[str, Callable[[Task], Answer]] = {"recall": _recall, "grow": _grow, "run": _run, "base": _base}
+_TASKS: dict[str, Callable[[Task], Answer]] = {
+    "texts": _texts,
+    "recall": _recall,
+    "grow": _grow,
+    "run": _run,
+    "base": _base,
+}

@@ -20,7 +20,7 @@ from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.working import write_durably
 from surgeon.common.listener import Listener
-from surgeon.compare.config import LoadedStudy, MethodSpec, Remedy
+from surgeon.compare.config import LoadedStudy
 from surgeon.compare.configs import (
     RECALLED,
     measured_names,
@@ -30,12 +30,15 @@ from surgeon.compare.configs import (
 )
 from surgeon.compare.order import Run, wanted
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
+from surgeon.compare.specs import MethodSpec, Remedy
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.data.documents import files_of
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, bad_input, printable
+from surgeon.manifest.manifest import manifest_of
 from surgeon.models.templates import template_of
 from surgeon.train.config import load_config
+from surgeon.train.preparing import check_base_trains
 
 SECONDS_FILE = "seconds.jsonl"
 _TIMES = ("seconds", "cpu_seconds")
@@ -96,11 +99,14 @@ class Course:
     def _check_configs(self) -> None:
         """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
         wrong: list[str] = []
-        study = self.asked.loaded.config
+        study, base = self.asked.loaded.config, self.asked.base
+        manifest = None if base.manifest is None else manifest_of(base)
         for method, remedy in study.entries:
             run = Run(method.called, remedy.name, study.rates_of(method, remedy)[0], 0)
             try:
-                load_config(self._config(run))
+                config = load_config(self._config(run))
+                if method.plan is None:
+                    check_base_trains(base, manifest, config)
             except BadInput as error:
                 wrong.append(f"{printable(str(self.asked.loaded.source))}: method {method.called}: {error}")
         if wrong:
@@ -158,6 +164,11 @@ class Course:
     def _begin(self, workers: Workers) -> None:
         """Have the base write what it must, and measure it."""
         study, asked = self.asked.loaded.config, self.asked
+        fingerprint = digest([self.common, BASE])
+        measured = self.records.get(BASE, fingerprint) is not None
+        if not measured:
+            # A text that cannot be used is refused before the base writes for hours.
+            self._alone(workers, {"do": "texts", "configs": self._each_remedys(), **self._measuring()})
         if study.recalls:
             spec = recalled_by(study)
             if spec.prompts is None:
@@ -169,11 +180,17 @@ class Course:
                 workers,
                 {"do": "recall", "asked": spec.model_dump(), "to": str(self.memory), "shown": asked.source},
             )
-        fingerprint = digest([self.common, BASE])
-        if self.records.get(BASE, fingerprint) is None:
+        if not measured:
             asked.listener.say("measuring the base")
             answer = self._alone(workers, {"do": "base", **self._measuring()})
             self.records.add(BASE, fingerprint, Record.parse({"trained": 0, "diverged": "", **answer}))
+
+    def _each_remedys(self) -> list[str]:
+        """A training config of each remedy: together they have all texts that runs are trained on."""
+        study = self.asked.loaded.config
+        first = {remedy.name: (method, remedy) for method, remedy in reversed(study.entries)}
+        runs = [Run(m.called, r.name, study.rates_of(m, r)[0], 0) for m, r in first.values()]
+        return [str(self._config(run)) for run in runs]
 
     def _alone(self, workers: Workers, task: Task) -> Answer:
         asked = self.asked

@@ -32,6 +32,7 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
 from surgeon.common.tables import FittedTable
+from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
 from surgeon.errors import BadInput, printable
@@ -48,6 +49,10 @@ _RECORD, _PART = "run.json", "part.jsonl"
 # With fewer documents kept than this share, of this many batches, something is wrong.
 _LEAST_KEPT, _JUDGED = 0.05, 4
 _MANY_LOST = 0.3
+
+
+class _NearlyNothing(BadInput):
+    """Of what a model writes nearly nothing can be kept."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,14 @@ def recall(
         raise BadInput(f"{printable(str(target))}: recalled text is JSON lines; give a name that ends in .jsonl")
     check_new_name(target)
     devices.check(device)
-    asked = GenerateSpec(
-        tokens=tokens, prompts=prompts, temperature=temperature, top_p=top_p, length=length, batch=batch
+    asked = check_given(
+        GenerateSpec,
+        tokens=tokens,
+        prompts=prompts,
+        temperature=temperature,
+        top_p=top_p,
+        length=length,
+        batch=batch,
     )
     located = locate(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
@@ -185,7 +196,12 @@ def recalled(
     with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
         part = _Part.open(work, fingerprint)
         made = Recalled(target, shown, digest, settings, part.counts, "", part.counts.tokens, 0.0, None)
-        made = _written(made, part, writer, device, listener)
+        try:
+            made = _written(made, part, writer, device, listener)
+        except _NearlyNothing:
+            # Nothing to go on with: other settings may have the name.
+            work.remove(last=_RECORD)
+            raise
         write_durably(beside, json.dumps(made.record(), indent=1) + "\n")
         work.check_there()
         part.path.rename(target)
@@ -247,8 +263,8 @@ def _there(asked: Recalled, beside: Path) -> Recalled:
         same = False
     if not same:
         raise BadInput(
-            f"{printable(str(asked.path))}: not what this model writes by these settings; remove"
-            f" {printable(str(asked.path.parent))}, and it is written anew"
+            f"{printable(str(asked.path))}: not what this model writes by these settings; remove it, and it is written"
+            " anew"
         )
     return made
 
@@ -427,12 +443,12 @@ def _judge(counts: Counts, settings: dict[str, Any]) -> None:
         raise _nearly_nothing(counts, settings)
 
 
-def _nearly_nothing(counts: Counts, settings: dict[str, Any]) -> BadInput:
+def _nearly_nothing(counts: Counts, settings: dict[str, Any]) -> _NearlyNothing:
     temperature = settings["temperature"]
     other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
     why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
     advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
-    return BadInput(f"{_filtered(counts)}, since {why}; {advice}")
+    return _NearlyNothing(f"{_filtered(counts)}, since {why}; {advice}")
 
 
 def _filtered(counts: Counts) -> str:

@@ -18,7 +18,6 @@ from surgeon.data.packing import generator
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model, running
-from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import open_tokenizer
 
 # Text loops where more than this share of its runs of tokens of this length stood in it before.
@@ -194,7 +193,10 @@ class Writer:
     def _rendered(self, turns: list[dict[str, str]], *, prompt: bool = False) -> tuple[str, str]:
         """What the template writes before and behind the words that stand for somebody's."""
         if not self.tokenizer.chat_template:
-            raise BadInput(no_template(self.folder.path))
+            raise BadInput(
+                f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
+                " begin`, or a file with a beginning a line, or add chat_template.jinja"
+            )
         before, found, behind = self.tokenizer.render(turns, prompt=prompt).rpartition(_WORDS)
         if not found:
             raise BadInput(

@@ -96,6 +96,14 @@ def prepare(
     return Prepared(settings, notes, wanted, anatomy, sharding, within, later, headless)
 
 
+def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
+    """Raise BadInput where `prepare` would refuse what the config has train, or its teacher, whatever the texts."""
+    anatomy = dissect(out.config, out.tensors, out.own)
+    wanted = _wanted(out, manifest, loaded, anatomy)
+    _check_trainable(out, wanted, loaded.config.dtype)
+    _teacher(out, manifest, loaded, wanted, anatomy)
+
+
 def _settled_with(settled_for: Callable[..., tuple[Settings, list[str]]], steps: int) -> tuple[Settings, list[str]]:
     return settled_for(steps=steps)
 

@@ -13,11 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.compare import workers
 from surgeon.compare.compare import Compared
+from surgeon.compare.config import load_study
+from surgeon.compare.configs import training_config
+from surgeon.compare.suited import suited
 from surgeon.errors import BadInput
+from surgeon.train.config import load_config
+from surgeon.train.preparing import check_base_trains
 from tests import tiny, vocabularies
+from tests.decoders import tiny_decoder
 from tests.report.test_page import Reader
 from tests.test_api import check_json
 from tests.train.texts import add_tokenizer, corpus
@@ -161,6 +168,13 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
             asked(old, new)
     with pytest.raises(BadInput, match="holds runs of another study"):
         asked("seeds", "seeds", new=[whole.folder / "known.jsonl"], original=[whole.folder / "new.jsonl"])
+    memory = results / "work" / "recalled.jsonl"
+    kept = memory.read_bytes()
+    memory.write_bytes(kept + kept)
+    with pytest.raises(BadInput, match=r"recalled.jsonl: not what this model writes by these settings; remove it, and"):
+        asked("seeds", "seeds")
+    memory.unlink()
+    assert asked("seeds", "seeds").made == 0 and memory.read_bytes() == kept
     record = results / "work" / "records" / "base.json"
     record.write_bytes(record.read_bytes().replace(b"loss", b"boss", 1))
     with pytest.raises(BadInput, match=r"base.json: damaged or edited"):
@@ -184,6 +198,54 @@ def test_refused_before_anything_is_made(whole: Whole, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"study.yaml:4: `length` is 4096, the base's context 128; use 128 at most"):
         surgeon.compare(study, whole.folder / "base", tmp_path / "results", new=[whole.folder / "new.jsonl"])
     assert not (tmp_path / "results").exists()
+
+
+def test_what_runs_would_refuse_is_said_before_the_base_writes(whole: Whole, tmp_path: Path) -> None:
+    """And a folder in which nothing was finished takes another study."""
+    study = tmp_path / "study.yaml"
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text("\n\n")
+    texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
+
+    def asked(methods: str = "", **changed: Any) -> Compared:
+        study.write_text(STUDY.partition("methods")[0] + f"methods: [full, {methods}]\n", encoding="utf-8")
+        place = whole.folder / "base", tmp_path / "results"
+        return surgeon.compare(study, *place, device="cpu", jobs=1, minutes=1e-9, **(texts | changed))
+
+    for methods, changed, why in (
+        ("", {"new": [blank]}, "blank.jsonl: no document with text"),
+        ("", {"original": ["kept=" + str(whole.folder / "new.jsonl")]}, "is new text too, and what is learned"),
+        ("{lora: {targets: [gone]}}", {}, "method lora: .* no module of .* is called gone"),
+        ("{partial: {every: 9}}", {}, "method partial: .* matches nothing in a model of 6 layers"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            asked(methods, **changed)
+        assert not list((tmp_path / "results").glob("work/*recalled*"))
+    assert asked().findings.missing
+
+
+def test_methods_that_say_no_more_are_as_the_base_allows(tmp_path: Path) -> None:
+    """Matrices stored inputs by outputs, experts, and fewer layers than partial tuning counts."""
+    corpus(tmp_path / "new.jsonl", documents=3)
+    study = tmp_path / "study.yaml"
+    study.write_text("surgeon_study: 1\nsteps: 2\nmethods: [full]\n", encoding="utf-8")
+    loaded = load_study(study, new=[tmp_path / "new.jsonl"])
+    for model_type, targets in (
+        ("gpt2", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]),
+        ("qwen3_moe", [f"self_attn.{name}_proj" for name in "koqv"]),
+    ):
+        base = CheckpointFolder.open(tiny_decoder(tmp_path / model_type, model_type, layers=3))
+        found = suited(loaded, base)
+        _, lora, partial = found.config.all_methods
+        assert lora.lora is not None and lora.lora.targets == targets
+        assert partial.partial is not None and partial.partial.every == 3
+        assert [note.partition(":")[0] for note in found.notes] == ["LoRA", "partial tuning"]
+        for method in found.config.all_methods:
+            config = tmp_path / "train.yaml"
+            asked = training_config(found, method, found.config.remedies[0], rate=1e-3, seed=0, memory="memory.jsonl")
+            config.write_text(json.dumps(asked), encoding="utf-8")
+            check_base_trains(base, None, load_config(config))
+    assert suited(loaded, CheckpointFolder.open(tiny.checkpoint(tmp_path / "llama", "llama"))) is loaded
 
 
 @pytest.fixture
