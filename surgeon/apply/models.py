@@ -21,8 +21,11 @@ from surgeon.manifest.manifest import ModelEntry
 from surgeon.plan.plan import LoadedPlan
 
 _MOST_ITEMS = 10_000_000
-# What a layer's MLP computes by, beside its weights.
-_SAME = ("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size")
+# What a layer's MLP computes by, beside its weights, and what shows a model of another shape.
+_SAME = (
+    *("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
 
 
 def models_of_plan(loaded: LoadedPlan, *, weights: bool) -> dict[str, CheckpointFolder]:

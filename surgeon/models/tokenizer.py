@@ -361,7 +361,11 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             )
             return b"i", array("I", [*found["input_ids"], *found["token_type_ids"]]).tobytes()
         case "many", [texts]:
-            encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            backend = tokenizer.backend_tokenizer
+            # A tokenizer.json may say how texts are cut and padded for a batch, which is not what they consist of.
+            backend.no_truncation()
+            backend.no_padding()
+            encoded = backend.encode_batch(texts, add_special_tokens=False)
             return b"i", _joined([each.ids for each in encoded])
         case "words", [texts]:
             backend = tokenizer.backend_tokenizer
