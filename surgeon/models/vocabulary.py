@@ -127,7 +127,7 @@ def grow(
         with _opened(files | grown, base) as after:
             _check_ids(old, new.tokens, after)
             if not isinstance(wanted, LearnedTokens):
-                _check_words(wanted, after, listed)
+                _check_words(wanted, after, rows, listed)
             measured = tuple(_measured(use, paths, tokenizer, after) for use, paths in texts if paths)
     facts = GrownVocabulary(
         kind="byte-level BPE" if old.read.byte_level else old.read.kind,
@@ -579,9 +579,15 @@ def _check_ids(old: _Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
             )
 
 
-def _check_words(wanted: Sequence[str], after: Tokenizer, listed: Listed) -> None:
-    """BadInput where a word that was asked for is not one token."""
+def _check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
+    """BadInput where a word that was asked for is not one token, of an id from `rows` on."""
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
+        if len(ids) == 1 and ids[0] < rows:
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
+                f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
+                " out"
+            )
         if len(ids) != 1:
             parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
             parts += ", …" if len(ids) > 4 else ""

@@ -297,6 +297,19 @@ def test_tokenizers_that_cannot_grow(tmp_path: Path) -> None:
         grow(CheckpointFolder.open(base), LearnedTokens((nothing,), 4, (nothing,), "unseen"), rows=300)
 
 
+def test_a_word_that_is_too_long_for_its_tokenizer(tmp_path: Path) -> None:
+    base = base_with(tmp_path / "base", vocabularies.word_piece, rows=96)
+    with pytest.raises(BadInput, match=r"`tokens` 1 \('lune.*'\): the tokenizer makes '<unk>' of it"):
+        grow(CheckpointFolder.open(base), ["lune", "lune" * 40], rows=96)
+
+
+def test_bytes_are_known_by_what_cuts_texts_too(tmp_path: Path) -> None:
+    """Else the mark of a space before an ASCII word would be taken for a character beyond ASCII."""
+    base = base_with(tmp_path / "base", vocabularies.byte_level, rows=300)
+    data = json.loads((base / TOKENIZER_FILE).read_text()) | {"decoder": None}
+    assert TokenizerJson.parse(json.dumps(data).encode()).byte_level
+
+
 def test_files_beside_tokenizer_json_grow_with_it(tmp_path: Path) -> None:
     """vocab.json and merges.txt, which a tokenizer without tokenizer.json is made of, in GPT-2's layout."""
     base = base_with(tmp_path / "base", vocabularies.byte_level, rows=300)
