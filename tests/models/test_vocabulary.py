@@ -235,6 +235,19 @@ def test_sections_for_batches_say_nothing_of_a_text(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("make", [vocabularies.byte_level, vocabularies.sentencepiece_like])
+def test_words_begin_and_end_at_special_tokens(make: Made, tmp_path: Path) -> None:
+    """Text of chats has them in it, and what stands beside one is cut as if the text began or ended there."""
+    base = base_with(tmp_path / "base", make, rows=340)
+    chats = ["<s>gogo</s><s>gogogo</s>", "the cat</s>gugu"]
+    keep = write_text(tmp_path / "keep.jsonl", chats)
+    learn = write_text(tmp_path / "learn.jsonl", ["gogo gugu gagigo", "gagugi gigi"], times=5)
+    grown = grow(CheckpointFolder.open(base), LearnedTokens((learn,), 30, (keep,), "unseen"), rows=340)
+    old, new = AutoTokenizer.from_pretrained(base), written(base, grown, tmp_path / "out")
+    assert grown.tokens and ids_of(new, chats) == ids_of(old, chats)
+    assert next(text for text in grown.facts.measured if text.use == "kept").unchanged == 2
+
+
 def test_a_unigram_that_falls_back_on_bytes_gets_characters_that_leave_old_text(tmp_path: Path) -> None:
     base = base_with(tmp_path / "base", vocabularies.unigram, rows=320)
     data = json.loads((base / TOKENIZER_FILE).read_text())
