@@ -29,6 +29,8 @@ _QUERY, _KEY, _VALUE, _JOINT = (f"self_attn.{name}.weight" for name in ("q_proj"
 _GATE, _UP, _BOTH, _DOWN = (f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
 # Half of a matrix has another kernel for its activation where its width is no multiple of this.
 _ALIGNED = 32
+# Products of many experts at once (torch's grouped_mm) take rows of a multiple of 16 bytes: so many numbers of 16 bits.
+_GROUPED = 8
 # Of the twin's largest logit: what rounding makes of one function.
 _ROUNDING = 1e-4
 # What every class means the same by. Of classes' own defaults none is trusted.
@@ -499,17 +501,23 @@ def target_for(
     told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
     dense = dense_of(config, shapes, mixture)
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
+
+    def why_not(target: Target) -> str:
+        uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
+        return _why_not(*told, target.model_type, mixture.segments) or (uneven if dense.width % _GROUPED else "")
+
     # Of each reason the classes that it rules out.
     reasons: dict[str, list[str]] = {}
     for target in asked:
-        wrong = _why_not(*told, target.model_type, mixture.segments)
+        wrong = why_not(target)
         if not wrong:
+            _check_segments(dense, mixture)
             return target, dense
         reasons.setdefault(wrong, []).append(target.model_type)
     if not asked:
         held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
-    others = (t for t in TARGETS if t not in asked and not _why_not(*told, t.model_type, mixture.segments))
+    others = (t for t in TARGETS if t not in asked and not why_not(t))
     other = next(others, None)
     why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items())
     raise NoTarget(
@@ -521,6 +529,17 @@ def target_for(
             else f"use `form: {other.form}` ({other.model_type})"
         )
     )
+
+
+def _check_segments(dense: Dense, mixture: Mixture) -> None:
+    """Raise BadInput for experts that are cut into pieces that transformers cannot multiply."""
+    width = dense.width // mixture.segments
+    if width % _GROUPED:
+        fitting = [n for n in range(2, mixture.segments) if dense.width % (n * _GROUPED) == 0]
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` makes experts of {width} neurons, and transformers multiplies those of"
+            f" a multiple of {_GROUPED}; give {max(fitting, default=1)}"
+        )
 
 
 @functools.lru_cache(maxsize=16)

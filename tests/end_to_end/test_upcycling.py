@@ -477,8 +477,22 @@ def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
     assert not all(each.rounded for each in found)
 
 
+def test_rotary_factors_of_a_twin_are_of_its_heads(tmp_path: Path) -> None:
+    """LongRoPE has one for each pair of a head's dimensions, and a twin has two heads where the base has four."""
+    base = base_of(tmp_path, "phi3")
+    config = json.loads((base / "config.json").read_text())
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope"} | factors}
+    del config["rope_parameters"]
+    (base / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 64}))
+    shown = surgeon.preview(plan_of(tmp_path, form="copies"), base)
+    assert "MixtralForCausalLM" in shown.blueprint.records[0].matched
+
+
 REFUSED = [
     ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
+    ("llama", {}, {"fine_grained": 16}, "`fine_grained: 16` makes experts of 4 neurons, .* a multiple of 8; give 8"),
+    ("llama", {"intermediate_size": 100}, {"form": "copies"}, "multiple of 8 neurons.*use `form: shared` without"),
     ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
     ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
