@@ -486,7 +486,7 @@ def test_rotary_factors_of_a_twin_are_of_its_heads(tmp_path: Path) -> None:
     del config["rope_parameters"]
     (base / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 64}))
     shown = surgeon.preview(plan_of(tmp_path, form="copies"), base)
-    assert "MixtralForCausalLM" in shown.blueprint.records[0].matched
+    assert "MixtralForCausalLM" in shown.blueprint.operations[0].matched
 
 
 REFUSED = [
