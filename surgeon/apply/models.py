@@ -21,8 +21,11 @@ from surgeon.manifest.manifest import ModelEntry
 from surgeon.plan.plan import LoadedPlan
 
 _MOST_ITEMS = 10_000_000
-# What a layer's MLP computes by, beside its weights.
-_SAME = ("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size")
+# What a layer's MLP computes by, beside its weights, and what shows a model of another shape.
+_SAME = (
+    *("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
 
 
 def models_of_plan(loaded: LoadedPlan, *, weights: bool) -> dict[str, CheckpointFolder]:
@@ -72,7 +75,8 @@ def check_models(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[s
                     f"{shown}: {printable(tensor)} is {found}, the base's {here.dtype} {list(here.shape)}; experts must"
                     " be fine-tunes of the base's own architecture, in full precision"
                 )
-        if not same_json(_vocabulary(base), _vocabulary(model)):
+        one, other = _vocabulary(base), _vocabulary(model)
+        if one is not None and other is not None and not same_json(one, other):
             raise BadInput(
                 f"{shown}: its {TOKENIZER_FILE} has another vocabulary than the base's; give a fine-tune of it"
             )

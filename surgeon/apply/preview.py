@@ -56,6 +56,7 @@ from surgeon.families.remembered import keep, recalled
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
+from surgeon.operations.selectors import show_layers
 from surgeon.plan.plan import LoadedPlan, draw, load_plan
 from surgeon.plan.shipped import find_plan
 
@@ -360,9 +361,16 @@ def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
     """
     layers = blueprint.layers
     gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
-    if anatomy.derivation is None or blueprint.promise != "exact":
+    if anatomy.derivation is None:
         return
     config = blueprint.config
+    if blueprint.promise != "exact":
+        if gone:
+            try:
+                anatomy.derivation.check_runs(native_config(config))
+            except BadInput as error:
+                raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
+        return
     if blueprint.more_rows:
         # A twin has words of its own.
         config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)

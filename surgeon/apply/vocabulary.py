@@ -11,7 +11,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.operations.operation import NewTokens, Operation
+from surgeon.operations.operation import Operation
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,22 @@ def vocabularies_of(
         return Vocabularies()
     number, tokens = wanted[0]
     # Of a second one the draft says why it is refused.
-    from surgeon.models.vocabulary import LearnedTokens, grow
+    from surgeon.models.vocabulary import LearnedTokens, Listed, grow
 
     folder = Path(source).parent
     learned = LearnedTokens(_paths(folder, tokens.learn), tokens.count, _paths(folder, tokens.keep), tokens.how)
-    grown = grow(
-        base,
-        learned if tokens.learn else _words(tokens, folder),
-        rows=anatomy.sizes.vocabulary,
-        measure=_paths(folder, tokens.measure),
-    )
+    rows, measure = anatomy.sizes.vocabulary, _paths(folder, tokens.measure)
+    if tokens.learn:
+        grown = grow(base, learned, rows=rows, measure=measure)
+    elif tokens.file is not None:
+        path = _there(folder / tokens.file)
+        lines = _lines(path)
+        listed = Listed(printable(str(path)), tuple(lines))
+        grown = grow(base, tuple(lines.values()), rows=rows, measure=measure, listed=listed)
+    else:
+        if not tokens.words:
+            raise BadInput("`tokens`: empty, so there is nothing to add; name at least one word")
+        grown = grow(base, tokens.words, rows=rows, measure=measure)
     return Vocabularies({number: grown.facts}, grown.files)
 
 
@@ -59,19 +65,17 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _words(tokens: NewTokens, folder: Path) -> tuple[str, ...]:
-    """The words of the list, or of the file, whose lines they are."""
-    words = tokens.words
-    if tokens.file is not None:
-        path = _there(folder / tokens.file)
-        shown = printable(str(path))
-        if path.stat().st_size > MAX_SIDE_FILE_BYTES:
-            raise BadInput(f"{shown}: more than {MAX_SIDE_FILE_BYTES:,} bytes of tokens; is this the right file?")
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise BadInput(f"{shown}: not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
-        words = tuple(line for line in lines if line.strip())
+def _lines(path: Path) -> dict[int, str]:
+    """The words of a file that has one a line, by the numbers of their lines. Raises BadInput."""
+    shown = printable(str(path))
+    if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+        raise BadInput(f"{shown}: more than {MAX_SIDE_FILE_BYTES:,} bytes of tokens; is this the right file?")
+    try:
+        # Some editors put a byte order mark before the first word.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{shown}: not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
+    words = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
     if not words:
-        raise BadInput("`tokens`: empty, so there is nothing to add; name at least one word")
+        raise BadInput(f"{shown}: empty, so there is nothing to add; write at least one word, one a line")
     return words

@@ -110,8 +110,8 @@ class TokenizerJson:
             )
         if model.get("dropout"):
             raise BadInput(f"{TOKENIZER_FILE}: its BPE drops merges at random (`dropout`); take that out first")
-        # As a whole or as one of a sequence of decoders.
-        byte_level = kind == "BPE" and '"ByteLevel"' in _json(data.get("decoder"))
+        # As a whole or as one of a sequence, of what cuts texts or of decoders.
+        byte_level = kind == "BPE" and '"ByteLevel"' in _json([data.get("pre_tokenizer"), data.get("decoder")])
         scores: dict[str, float] = {}
         if isinstance(model["vocab"], list):
             try:

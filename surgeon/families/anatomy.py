@@ -92,6 +92,13 @@ class Derivation(ABC):
         """
 
     @abstractmethod
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """Have a twin of the config `grown`, which has fewer layers, run.
+
+        Raises BadInput where it does not, and one of the base does.
+        """
+
+    @abstractmethod
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
 

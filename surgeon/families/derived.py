@@ -39,7 +39,7 @@ from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.mixture import Mixture, groups_of, mixtures
 from surgeon.families.names import Names, match
 from surgeon.families.own_classes import code_of, like, trusted, written
-from surgeon.families.proof import layer_axis, prove, run_cached
+from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences, some_tokens
@@ -313,6 +313,11 @@ class _Found(Derivation):
         told = [self.config, like(grown, self.config), [*order], [*kept], in_memory, before, self.derived.heads]
         _prove(json.dumps(told, sort_keys=True))
 
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        told = [self.config, like(grown, self.config), self.derived.heads]
+        _check_runs(json.dumps(told, sort_keys=True))
+
     def _in_memory(self, layer: int, values: Mapping[str, float]) -> dict[str, float]:
         """Values of tensors of a layer, given by suffix on disk, by the names of its parameters."""
         made = _made_of(_without_scales(self.names.layers[layer], self.config))
@@ -388,6 +393,13 @@ def _prove(told: str) -> None:
     """Once for what preview and apply ask alike."""
     config, grown, order, kept, silenced, silent, heads = json.loads(told)
     prove(config, grown, order, kept, silenced, {int(n): values for n, values in silent.items()}, heads=heads)
+
+
+@lru_cache(maxsize=8)
+def _check_runs(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    config, grown, heads = json.loads(told)
+    check_runs(config, grown, heads=heads)
 
 
 @lru_cache(maxsize=8)

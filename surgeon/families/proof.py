@@ -85,6 +85,33 @@ def prove(
             )
 
 
+def check_runs(config: Mapping[str, Any], grown: Mapping[str, Any], *, heads: int) -> None:
+    """Raise BadInput where a twin of `config` runs, and one of `grown`, which has other layers, does not.
+
+    A layer may compute what others need, and a cache may need one layer of a kind, which no setting shows.
+    """
+    import torch
+
+    with torch.no_grad(), one_thread():
+        base, result = twin_of(config, heads=heads), twin_of(grown, heads=heads)
+        for run in (run_prefill, run_cached):
+            failure = _failure(run, result)
+            if failure and not _failure(run, base):
+                raise BadInput(
+                    f"transformers cannot run this model ({failure}), as it needs something of these layers; leave one"
+                    " of them in, or take out others"
+                )
+
+
+def _failure(run: Callable[[Skeleton, Tensor], Tensor], twin: Skeleton) -> str:
+    """Why a twin cannot be run; empty where it can."""
+    try:
+        run(twin, some_tokens(twin))
+    except LOAD_FAILURES as error:
+        return first_line(error)
+    return ""
+
+
 def _fill(
     base: Skeleton,
     result: Skeleton,

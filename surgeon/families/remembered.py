@@ -152,6 +152,15 @@ class Remembered(Derivation):
 
         self._asked(bool, proven, "prove", grown, [*order], [*kept], [*silenced], sorted(silent.items()))
 
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """As `Derivation` says; once checked, it is not checked again."""
+
+        def runs(own: Derivation) -> bool:
+            own.check_runs(grown)
+            return True
+
+        self._asked(bool, runs, "check_runs", grown)
+
     def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
         """As `Derivation` says; once proven, it is not proven again."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,8 @@ _QUERY, _KEY, _VALUE, _JOINT = (f"self_attn.{name}.weight" for name in ("q_proj"
 _GATE, _UP, _BOTH, _DOWN = (f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
 # Half of a matrix has another kernel for its activation where its width is no multiple of this.
 _ALIGNED = 32
+# Products of many experts at once (torch's grouped_mm) take rows of a multiple of 16 bytes: so many numbers of 16 bits.
+_GROUPED = 8
 # Of the twin's largest logit: what rounding makes of one function.
 _ROUNDING = 1e-4
 # What every class means the same by. Of classes' own defaults none is trusted.
@@ -83,9 +85,7 @@ class Dense:
 
     def check(self) -> None:
         """Raise BadInput for a layer that has no gated MLP of three matrices, or has experts already."""
-        experts = next((suffix for suffix in self.shapes if "expert" in suffix or "moe." in suffix), None)
-        if experts is not None:
-            raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
+        check_no_experts(self.shapes)
         gated = {_GATE, _UP} <= self.shapes.keys() or _BOTH in self.shapes
         if not gated or _DOWN not in self.shapes:
             raise BadInput(
@@ -155,6 +155,13 @@ class Dense:
         return Take(*inside[role])
 
 
+def check_no_experts(suffixes: Iterable[str]) -> None:
+    """Raise BadInput where a layer's tensors, by suffix, have experts among them."""
+    experts = next((suffix for suffix in suffixes if "expert" in suffix or "moe." in suffix), None)
+    if experts is not None:
+        raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
+
+
 @dataclass(frozen=True)
 class Take:
     """Rows `start:stop` of a tensor of the base's layer."""
@@ -217,6 +224,8 @@ class Target:
         made: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         made |= {key: written.get(key, full.get(key)) for key in _COMMON}
         made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
+        if made["rms_norm_eps"] is None:
+            raise BadInput("it has RMS norms, and the base's norms are others (no `rms_norm_eps` in its config.json)")
         heads, kv_heads = dense.heads
         made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dense.head_dim}
         made |= {key: written[key] for key in _AS_WRITTEN if key in written}
@@ -492,26 +501,45 @@ def target_for(
     told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
     dense = dense_of(config, shapes, mixture)
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
-    reasons: list[str] = []
+
+    def why_not(target: Target) -> str:
+        uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
+        return _why_not(*told, target.model_type, mixture.segments) or (uneven if dense.width % _GROUPED else "")
+
+    # Of each reason the classes that it rules out.
+    reasons: dict[str, list[str]] = {}
     for target in asked:
-        wrong = _why_not(*told, target.model_type, mixture.segments)
+        wrong = why_not(target)
         if not wrong:
+            _check_segments(dense, mixture)
             return target, dense
-        reasons.append(f"{target.model_type}: {wrong}")
+        reasons.setdefault(wrong, []).append(target.model_type)
     if not asked:
         held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
-    others = (t for t in TARGETS if t not in asked and not _why_not(*told, t.model_type, mixture.segments))
+    others = (t for t in TARGETS if t not in asked and not why_not(t))
     other = next(others, None)
+    why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items())
     raise NoTarget(
         f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
-        f" experts in the place of its MLP ({'; '.join(reasons)}); "
+        f" experts in the place of its MLP ({why}); "
         + (
             "use `form: shared` without `target`, which brings modules of its own"
             if other is None
             else f"use `form: {other.form}` ({other.model_type})"
         )
     )
+
+
+def _check_segments(dense: Dense, mixture: Mixture) -> None:
+    """Raise BadInput for experts that are cut into pieces that transformers cannot multiply."""
+    width = dense.width // mixture.segments
+    if width % _GROUPED:
+        fitting = [n for n in range(2, mixture.segments) if dense.width % (n * _GROUPED) == 0]
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` makes experts of {width} neurons, and transformers multiplies those of"
+            f" a multiple of {_GROUPED}; give {max(fitting, default=1)}"
+        )
 
 
 @functools.lru_cache(maxsize=16)

@@ -94,7 +94,19 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
             made[key] = copy.deepcopy(value)
     _fit_state_space(made, width)
     _fit_boxes(made, width)
+    if head and width // heads != head:
+        _fit_rotary(made, head, width // heads)
     return made
+
+
+def _fit_rotary(made: dict[str, Any], old: int, new: int) -> None:
+    """Factors of rotary embeddings, one for each pair of a head's dimensions (LongRoPE), for heads of another size."""
+    for key in ("rope_parameters", "rope_scaling"):
+        for name in ("short_factor", "long_factor"):
+            factors = made[key].get(name) if isinstance(made.get(key), dict) else None
+            if isinstance(factors, list) and factors:
+                count = max(1, len(factors) * new // old)
+                made[key][name] = [factors[n * len(factors) // count] for n in range(count)]
 
 
 def _fit_boxes(made: dict[str, Any], width: int) -> None:

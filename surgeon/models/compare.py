@@ -276,11 +276,10 @@ class Tally:
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
         """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
         if base_BTV.shape[:-1] != out_BTV.shape[:-1] or base_BTV.shape[-1] + self.more != out_BTV.shape[-1]:
+            expected = f"{self.more} tokens more" if self.more else "the same vocabulary"
             raise PromiseBroken(
                 f"the output gives logits of shape {tuple(out_BTV.shape)}, the base {tuple(base_BTV.shape)};"
-                f" expected {self.more} tokens more"
-                if self.more
-                else " expected the same vocabulary"
+                f" expected {expected}"
             )
         if base_BTV.shape[:-1] != targets_BT.shape:
             raise BadInput(

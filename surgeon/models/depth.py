@@ -21,11 +21,13 @@ from torch.nn import functional
 from surgeon.blueprint.measured import Stack, collapsed, runs_above
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 from surgeon.operations.operation import LayersOut
+from surgeon.operations.selectors import show_layers
 
 # Logits of one batch of windows, in numbers.
 _MOST_LOGITS = 2**26
@@ -39,6 +41,10 @@ class Choice:
     merged: Mapping[int, Mapping[int, int]]
     loss: float
     scores: tuple[float, ...]
+
+
+class CannotRun(BadInput):
+    """What is left of a model without some of its layers cannot be run, as theirs is something that others need."""
 
 
 @dataclass
@@ -141,16 +147,22 @@ class Depth:
         for _ in range(count):
             numbers, influence = list(stack), now.influence
             ranked = sorted(range(len(numbers)), key=lambda place: (influence[place], place))[:candidates]
-            tried = []
-            for place in ranked:
+            tried: list[tuple[Run, Stack]] = []
+            for nth, place in enumerate(ranked, start=1):
                 left = {layer: made for layer, made in stack.items() if layer != numbers[place]}
-                tried.append((self.run(left), left))
+                try:
+                    tried.append((self.run(left), left))
+                except CannotRun:
+                    if nth == len(ranked) and not tried:
+                        raise
             now, stack = min(tried, key=lambda each: each[0].loss)
         gone = tuple(layer for layer in self.whole if layer not in stack)
         return Choice(gone, {}, now.loss, tuple(self.first.influence))
 
     def _by_merging(self, wanted: LayersOut) -> Choice:
         """LaCo, Algorithm 1: from the top down, each merge that keeps the last states near the base's is taken."""
+        if wanted.merge >= self.count:
+            raise BadInput(f"`merge` {wanted.merge}: above layer 0 there are only {self.count - 1} layers; give fewer")
         stack, loss = self.whole, self.before
         place = self.count - 1 - wanted.merge
         found: list[float] = []
@@ -171,7 +183,8 @@ class Depth:
         if len(stack) > self.count - wanted.count:
             raise BadInput(
                 f"laco: only {self.count - len(stack)} of {wanted.count} layers merge with a likeness above"
-                f" {wanted.threshold:g} (layers of one kind side by side); lower `threshold`, or ask for fewer"
+                f" {wanted.threshold:g} (layers of one kind side by side); lower `threshold` or `interval`, or ask for"
+                " fewer"
             )
         gone = tuple(layer for layer in self.whole if layer not in stack)
         return Choice(gone, _merged(stack), loss, tuple(found))
@@ -181,7 +194,22 @@ class Depth:
         return total / self.ids.numel()
 
     def run(self, stack: Stack, span: int = 1) -> Run:
-        """One pass over the text by what is left of the base. Raises BadInput where the model cannot be run."""
+        """One pass over the text by what is left of the base.
+
+        Raises BadInput where the model cannot be run, which is a CannotRun where it can as a whole.
+        """
+        try:
+            return self._run(stack, span)
+        except BadInput as error:
+            if stack == self.whole:
+                raise
+            out = show_layers([layer for layer in self.whole if layer not in stack])
+            raise CannotRun(
+                f"without {out} the model cannot be run, as other layers need what is computed there"
+                f" ({first_line(error.__cause__ or error)}); name layers that can go in `layers`"
+            ) from error
+
+    def _run(self, stack: Stack, span: int) -> Run:
         self._stack, found = stack, Run()
         self.model.skipped = {id(layer) for number, layer in enumerate(self.model.layers) if number not in stack}
         cosines, angles = [0.0] * (len(stack) + 1), [0.0] * (len(stack) + 1)

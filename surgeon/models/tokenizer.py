@@ -18,7 +18,8 @@ import warnings
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
@@ -224,6 +225,53 @@ def _words(backend: Any, text: str) -> list[str]:
     return [word for whole in cut for word in (_MARKED.findall(whole) if "▁" in whole[1:] else [whole])]
 
 
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class _Added:
+    """The added tokens of a tokenizer by their contents, at which texts are cut before anything else is done to them.
+
+    `first` finds their first characters; `lengths` are theirs, the longest first.
+    """
+
+    tokens: dict[str, Any]
+    first: re.Pattern[str] | None
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, backend: Any) -> _Added:
+        tokens = {token.content: token for token in backend.get_added_tokens_decoder().values() if token.content}
+        first = "".join(re.escape(each) for each in sorted({content[0] for content in tokens}))
+        lengths = sorted({len(content) for content in tokens}, reverse=True)
+        return cls(tokens, re.compile(f"[{first}]") if first else None, tuple(lengths))
+
+    def words(self, backend: Any, text: str) -> Iterator[str]:
+        """The words of a text between added tokens."""
+        for nth, part in enumerate(self._parts(text)):
+            words = _words(backend, part) if part else []
+            yield from words
+            if nth and words and words[0].startswith("▁") and not part[0].isspace() and len(words[0]) > 1:
+                # Some tokenizers put a mark before the first part alone, others before each.
+                yield words[0][1:]
+
+    def _parts(self, text: str) -> list[str]:
+        found: list[str] = []
+        begin = at = 0
+        while self.first is not None and (match := self.first.search(text, at)):
+            at = match.start()
+            content = next((text[at : at + n] for n in self.lengths if text[at : at + n] in self.tokens), None)
+            if content is None:
+                at += 1
+                continue
+            found.append(text[begin:at].rstrip() if self.tokens[content].lstrip else text[begin:at])
+            at += len(content)
+            if self.tokens[content].rstrip and (space := _SPACE.match(text, at)):
+                at = space.end()
+            begin = at
+        return [*found, text[begin:]]
+
+
 def _what(method: str) -> str:
     called = {"render": "its chat template", "facts": "loading the tokenizer", "picture": "the processor"}
     return called.get(method, "the tokenizer")
@@ -361,11 +409,16 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             )
             return b"i", array("I", [*found["input_ids"], *found["token_type_ids"]]).tobytes()
         case "many", [texts]:
-            encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            backend = tokenizer.backend_tokenizer
+            # A tokenizer.json may say how texts are cut and padded for a batch, which is not what they consist of.
+            backend.no_truncation()
+            backend.no_padding()
+            encoded = backend.encode_batch(texts, add_special_tokens=False)
             return b"i", _joined([each.ids for each in encoded])
         case "words", [texts]:
             backend = tokenizer.backend_tokenizer
-            return b"j", json.dumps(Counter(word for text in texts for word in _words(backend, text))).encode()
+            added = _Added.of(backend)
+            return b"j", json.dumps(Counter(word for text in texts for word in added.words(backend, text))).encode()
         case "cut", [texts]:
             return b"j", json.dumps([_words(tokenizer.backend_tokenizer, text) for text in texts]).encode()
         case "pieces", [words]:

@@ -44,8 +44,9 @@ _MEASURED = 1 << 21
 _WORDS_AT_ONCE = 4096
 # Words of a list that are tokens already and are named in one line.
 _NAMED = 20
-# A piece of a vocabulary is a word at most.
+# A learned piece of a vocabulary is a word at most; one that is asked for may be longer, as vocabularies write it.
 _LONGEST = 64
+_LONGEST_ASKED = 1024
 # What a new piece of a Unigram is better by than the pieces that it is made of.
 _BETTER = 1e-4
 # Characters that a SentencePiece-like BPE lacks get a token where they occur this often; at most half of all.
@@ -63,6 +64,22 @@ class LearnedTokens:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """Where words that are asked for stand: in the plan, or in a `file`, one on each of its `lines`."""
+
+    file: str = ""
+    lines: tuple[int, ...] = ()
+
+    def full(self, nth: int) -> str:
+        """Where a word stands."""
+        return f"{self.file}, line {self.lines[nth]}" if self.file else f"`tokens` {nth}"
+
+    def short(self, nth: int) -> str:
+        """Where a word stands, behind one of which all is said."""
+        return f"line {self.lines[nth]}" if self.file else str(nth)
+
+
+@dataclass(frozen=True)
 class Grown:
     """A growth: the facts, the new files by name, and the contents of the new tokens in the order of their ids."""
 
@@ -77,11 +94,13 @@ def grow(
     *,
     rows: int,
     measure: Sequence[Path] = (),
+    listed: Listed = Listed(),
 ) -> Grown:
     """The growth of the tokenizer in `base`, whose model has `rows` rows of embeddings, by the tokens `wanted`.
 
-    `measure` are texts on which is measured what changes, beside those of `wanted`. Raises BadInput for a base without
-    a tokenizer.json, with more tokens than rows, of a kind that cannot grow, and for tokens that cannot be added.
+    `measure` are texts on which is measured what changes, beside those of `wanted`. `listed` says where words stand.
+    Raises BadInput for a base without a tokenizer.json, with more tokens than rows, of a kind that cannot grow, and for
+    tokens that cannot be added.
     """
     if TOKENIZER_FILE not in base.side_files:
         raise BadInput(
@@ -101,13 +120,14 @@ def grow(
                 "non_ascii": "pairs with a byte beyond ASCII",
             }[wanted.how]
         else:
-            new = _asked(old, tokenizer, wanted)
+            wanted = _marked_once(tokenizer, wanted)
+            new = _asked(old, tokenizer, wanted, listed)
             texts, how = [("measured", tuple(measure))], "the words asked for"
         grown, inserted = grown_files(files, old.taken, rows, new.tokens)
         with _opened(files | grown, base) as after:
             _check_ids(old, new.tokens, after)
             if not isinstance(wanted, LearnedTokens):
-                _check_words(wanted, after)
+                _check_words(wanted, after, rows, listed)
             measured = tuple(_measured(use, paths, tokenizer, after) for use, paths in texts if paths)
     facts = GrownVocabulary(
         kind="byte-level BPE" if old.read.byte_level else old.read.kind,
@@ -145,6 +165,11 @@ class _Old:
         return {number: content for content, number in self.read.vocabulary.items()}
 
     @cached_property
+    def lowest(self) -> float:
+        """Of a Unigram the lowest score: what a character costs at most that has a token of its own."""
+        return min(self.read.scores.values(), default=0.0)
+
+    @cached_property
     def refused(self) -> set[int]:
         """Tokens that no piece is made of: single bytes of a fallback, which decode by themselves, and unknown ones."""
         unknown = self.read.model.get("unk_token")
@@ -178,6 +203,7 @@ class _Maker:
     old: _Old
     new: _New
     allowed: Callable[[Pair, str], bool]
+    longest: int = _LONGEST
 
     def content(self, number: int) -> str:
         """The content of an old or a new token."""
@@ -195,7 +221,7 @@ class _Maker:
         first, second = self.content(one), self.content(other)
         content = first + second.removeprefix(read.prefix)
         if (
-            len(content) > _LONGEST
+            len(content) > self.longest
             or content in self.old.taken
             or content in self.new.contents
             or any(each.isspace() for each in content)
@@ -204,10 +230,11 @@ class _Maker:
             return False
         made_of = (*self.made_of(one), *self.made_of(other))
         merge = (first, second) if read.kind == "BPE" else None
-        self.new.add(NewToken(content, merge, self._score(one) + self._score(other) + _BETTER), made_of)
+        self.new.add(NewToken(content, merge, self.score(one) + self.score(other) + _BETTER), made_of)
         return True
 
-    def _score(self, number: int) -> float:
+    def score(self, number: int) -> float:
+        """The score of an old or a new token of a Unigram; 0 elsewhere."""
         if number < self.old.rows:
             return self.old.read.scores.get(self.old.contents[number], 0.0)
         return self.new.tokens[number - self.old.rows].score
@@ -303,7 +330,7 @@ def _add_characters(old: _Old, new: _New, counted: Mapping[str, int], kept: set[
         and _bytes_of(old, character)
     ]
     for _, character in sorted(missing, key=lambda entry: (-entry[0], entry[1]))[: wanted.count // 2]:
-        new.add(NewToken(character), _bytes_of(old, character))
+        new.add(NewToken(character, score=old.lowest), _bytes_of(old, character))
 
 
 def _with_characters(old: _Old, new: _New, ids: Sequence[int]) -> list[int]:
@@ -328,14 +355,25 @@ def _length_of(first: int | None) -> int:
     return 1 if first is None or first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 
 
-def _asked(old: _Old, tokenizer: Tokenizer, wanted: Sequence[str]) -> _New:
+def _marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
+    """The words, less the space (or mark) before them where the tokenizer puts one before every text by itself.
+
+    With both, `▁▁word` would be made, which stands in no text but where there are two spaces.
+    """
+    (bare, spaced) = (found[0] if found else "" for found in tokenizer.cut(["a", " a"]))
+    if not (bare.startswith("▁") and spaced == f"▁{bare}"):
+        return list(wanted)
+    return [text[1:] if text[:1] in (" ", "▁") and text[1:].strip() else text for text in wanted]
+
+
+def _asked(old: _Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> _New:
     """The tokens that make whole words: with BPE also those on the way to them."""
     new = _New()
-    maker = _Maker(old, new, lambda _pair, _content: True)
+    maker = _Maker(old, new, lambda _pair, _content: True, _LONGEST_ASKED)
     cut = list(_cut(tokenizer, wanted))
-    _check_new(old, cut)
+    _check_new(old, cut, tokenizer, listed)
     for nth, (text, found, ids) in enumerate(cut):
-        shown = f"`tokens` {nth} ({printable(repr(text), 60)})"
+        shown = f"{listed.full(nth)} ({printable(repr(text), 60)})"
         if not text.strip():
             raise BadInput(f"{shown}: empty; write a word, with the space before it where it has one")
         if len(found) != 1:
@@ -344,30 +382,63 @@ def _asked(old: _Old, tokenizer: Tokenizer, wanted: Sequence[str]) -> _New:
                 " before it looks for tokens, so it cannot be one; give its parts"
             )
         word = found[0]
-        if word in new.contents:
-            raise BadInput(f"{shown}: already a token ({printable(repr(word), 60)}); leave it out")
-        _add_word(maker, word, ids, shown)
+        if any(character.isspace() for character in word):
+            raise BadInput(f"{shown}: has white space inside, which no new token may; give its parts")
+        if len(word) > _LONGEST_ASKED:
+            raise BadInput(
+                f"{shown}: {len(word)} characters as the vocabulary writes it, of {_LONGEST_ASKED} that a token may"
+                " have; give its parts"
+            )
+        # With BPE it may be on the way to an earlier one, but not by the merges that make it of its own pieces.
+        if old.read.kind == "BPE" or word not in new.contents:
+            _add_word(maker, word, ids, shown)
     return new
 
 
-def _check_new(old: _Old, cut: Sequence[tuple[str, list[str], list[int]]]) -> None:
-    """BadInput that names every text of a list that is a token already, so that one edit leaves all of them out."""
-    there = [
-        nth
-        for nth, (text, found, _) in enumerate(cut)
-        if text.strip() and (text in old.taken or (len(found) == 1 and found[0] in old.taken))
-    ]
-    if not there:
-        return
-    text, found, _ = cut[there[0]]
-    shown = f"`tokens` {there[0]} ({printable(repr(text), 60)}): already a token"
-    if text not in old.taken:
-        shown += f" ({printable(repr(found[0]), 60)})"
-    if len(there) == 1:
-        raise BadInput(f"{shown}; leave it out")
-    others = ", ".join(f"{nth} ({printable(repr(cut[nth][0]), 30)})" for nth in there[1 : 1 + _NAMED])
-    more = f" and {len(there) - 1 - _NAMED} more" if len(there) > 1 + _NAMED else ""
-    raise BadInput(f"{shown}, and so are {others}{more}; leave these {len(there)} out")
+def _check_new(
+    old: _Old,
+    cut: Sequence[tuple[str, list[str], list[int]]],
+    tokenizer: Tokenizer,
+    listed: Listed,
+) -> None:
+    """BadInput that names every text of a list that is a token already, or that the list has twice.
+
+    So that one edit leaves all of them out.
+    """
+    there: list[int] = []
+    twice: dict[int, int] = {}
+    words: dict[str, int] = {}
+    for nth, ((text, found, _), whole) in enumerate(
+        zip(cut, tokenizer.many([text for text, _, _ in cut]), strict=True)
+    ):
+        word = found[0] if len(found) == 1 else ""
+        # A special token is one whatever it would be cut into; what is not known is one token too.
+        if text.strip() and ((word and word in old.taken) or (len(whole) == 1 and whole[0] not in old.refused)):
+            there.append(nth)
+        elif word and words.setdefault(word, nth) != nth:
+            twice[nth] = words[word]
+
+    def rest(numbers: Sequence[int]) -> str:
+        if len(numbers) == 1:
+            return "; leave it out"
+        others = ", ".join(
+            f"{listed.short(nth)} ({printable(repr(cut[nth][0]), 30)})" for nth in numbers[1 : 1 + _NAMED]
+        )
+        more = f" and {len(numbers) - 1 - _NAMED} more" if len(numbers) > 1 + _NAMED else ""
+        return f", and so are {others}{more}; leave these {len(numbers)} out"
+
+    if there:
+        text, found, _ = cut[there[0]]
+        as_written = f" ({printable(repr(found[0]), 60)})" if len(found) == 1 and found[0] != text else ""
+        raise BadInput(
+            f"{listed.full(there[0])} ({printable(repr(text), 60)}): already a token{as_written}{rest(there)}"
+        )
+    if twice:
+        nth, first = next(iter(twice.items()))
+        raise BadInput(
+            f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): given before, as the tokenizer makes the same"
+            f" token of {listed.full(first)}{rest(list(twice))}"
+        )
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list[str], list[int]]]:
@@ -386,7 +457,7 @@ def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:
         for character in dict.fromkeys(word):
             made_of = _bytes_of(old, character)
             if character not in old.taken and character not in new.contents and made_of:
-                new.add(NewToken(character), made_of)
+                new.add(NewToken(character, score=old.lowest), made_of)
         ids = _with_characters(old, new, ids)
     if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
         # A word with an unknown character is unknown as a whole, so nothing is known of its pieces.
@@ -395,8 +466,9 @@ def _add_word(maker: _Maker, word: str, ids: list[int], shown: str) -> None:
     if any(number in old.refused for number in ids):
         raise BadInput(f"{shown}: has a character that the tokenizer does not know; leave it out")
     if old.read.kind != "BPE":
-        score = sum(old.read.scores.get(old.contents[number], 0.0) for number in ids) + _BETTER
-        new.add(NewToken(word, None, score), tuple(ids))
+        if word not in new.contents:
+            made_of = tuple(old_id for number in ids for old_id in maker.made_of(number))
+            new.add(NewToken(word, None, sum(map(maker.score, ids)) + _BETTER), made_of)
         return
     while len(ids) > 1:
         pairs = [(maker.content(one), maker.content(other)) for one, other in pairwise(ids)]
@@ -507,13 +579,22 @@ def _check_ids(old: _Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
             )
 
 
-def _check_words(wanted: Sequence[str], after: Tokenizer) -> None:
-    """BadInput where a word that was asked for is not one token."""
+def _check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
+    """BadInput where a word that was asked for is not one token, of an id from `rows` on."""
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
-        if len(ids) != 1:
+        if len(ids) == 1 and ids[0] < rows:
             raise BadInput(
-                f"`tokens` {nth} ({printable(repr(text), 60)}): other words of the list take its pieces, so it is still"
-                f" {len(ids)} tokens; put it before them, or leave it out"
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
+                f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
+                " out"
+            )
+        if len(ids) != 1:
+            parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
+            parts += ", …" if len(ids) > 4 else ""
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): still {len(ids)} tokens ({parts}): an"
+                " added token of the base or other words of the list take a part of it; put it before them, or leave"
+                " it out"
             )
 
 

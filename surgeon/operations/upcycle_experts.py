@@ -35,7 +35,18 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.sparse import TARGETS, Dense, Made, Mixture, NoTarget, Take, Target, dense_of, target_for
+from surgeon.families.sparse import (
+    TARGETS,
+    Dense,
+    Made,
+    Mixture,
+    NoTarget,
+    Take,
+    Target,
+    check_no_experts,
+    dense_of,
+    target_for,
+)
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN
@@ -94,7 +105,7 @@ class UpcycleExperts(Operation):
         Field(description="the base's MLP as an expert that every token passes, or copies of it that are chosen from"),
     ] = "shared"
     experts: Annotated[
-        Annotated[int, Field(ge=2, le=1024)] | Annotated[list[str], Field(min_length=2, max_length=256)],
+        Annotated[int, Field(ge=2, le=1024)] | list[str],
         Field(
             description="how many experts begin as the base's MLP; or, with `form: copies`, the fine-tunes of the base"
             " whose MLPs they are: folders, seen from the plan, or Hub ids, and `base` for the base's"
@@ -139,6 +150,11 @@ class UpcycleExperts(Operation):
 
     @model_validator(mode="after")
     def _check(self) -> UpcycleExperts:
+        # Of a list here, as of a union each alternative says what the others would have it be.
+        if not 2 <= self._count <= 1024:
+            raise ValueError(f"`experts` is a list of {self._count}: give 2 to 1024")
+        if isinstance(self.experts, list) and not all(name.strip() for name in self.experts):
+            raise ValueError("`experts` has an empty name; write a folder, a Hub id, or `base`")
         if self.top_k > self._count:
             raise ValueError(f"`top_k: {self.top_k}` of {self._count} experts: a token cannot take more than there are")
         if isinstance(self.experts, list) and self.form == "shared":
@@ -391,6 +407,7 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
     if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
         raise BadInput("the layers stand in a larger model, or without a head; save the text model with its head alone")
     first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
+    check_no_experts(suffix for layer in draft.layers for suffix in layer.tensors)
     for index, layer in enumerate(draft.layers):
         if {suffix: recipe.shape for suffix, recipe in layer.tensors.items()} != first:
             raise BadInput(f"layer {index} holds other tensors than layer 0, and a mixture here is one for all layers")

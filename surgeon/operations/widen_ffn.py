@@ -73,7 +73,9 @@ class WidenFFN(Operation):
                 "config.json: `intermediate_size` is not one number for all layers; widen a model where it is"
             )
         after = self.to if self.to is not None else before + (self.by or 0)
-        if not before < after <= LARGEST_SIZE:
+        if after > LARGEST_SIZE:
+            raise BadInput(f"FFNs of {before} would have {after} neurons; beyond 2^31 is refused")
+        if after <= before:
             raise BadInput(f"`to` {after}: the FFNs have {before} neurons already, and only become wider")
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _ROLES)

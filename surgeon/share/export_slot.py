@@ -81,7 +81,8 @@ def export_slot(
     for note in folder.notes:
         listener.say(note)
     manifest, target = manifest_of(folder), Path(dest)
-    if not is_grafted(folder.config):
+    here = grafts_of(folder.config).values() if is_grafted(folder.config) else ()
+    if not any(graft.kind == "expert_router" for grafts in here for graft in grafts):
         raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     origin = origin_of(folder, manifest)
@@ -171,11 +172,7 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
     slots = [c["slot"] for here in grafts.values() for g in here if g.kind == "expert_router" for c in g.entry["slots"]]
     if slot not in slots:
         has = f"slots {min(slots)}-{max(slots)}" if len(slots) > 1 else f"slot {slots[0]}"
-        raise BadInput(
-            f"{shown}: no slot {slot}; there is {has}"
-            if slots
-            else f"{shown}: has no slots; give an output of pmoe_experts"
-        )
+        raise BadInput(f"{shown}: no slot {slot}; there is {has}")
     pieces: list[Piece] = []
     for index, here in sorted(grafts.items()):
         for graft in here:

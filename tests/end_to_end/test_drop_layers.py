@@ -249,6 +249,26 @@ def test_what_is_gone_does_not_come_back_and_a_delta_is_small(tmp_path: Path) ->
     assert "6 layers became 5" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_layers_that_others_need_stay(tmp_path: Path) -> None:
+    """Of a hybrid the one layer with attention, whose length its cache takes; and one whose keys others read."""
+    hybrid = add_letters(tiny_decoder(tmp_path / "hybrid", "qwen3_next", CAUSAL))
+    with pytest.raises(
+        BadInput, match=r"^without layer 3 transformers cannot run this model \(.*; leave one of them in"
+    ):
+        surgeon.preview(plan_of(tmp_path, {"layers": [3]}), hybrid)
+    sharing = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }
+    base = add_letters(tiny_decoder(tmp_path / "sharing", "gemma3n_text", CAUSAL, **sharing))
+    plan = plan_of(tmp_path, {"count": 1, "by": "loss", "candidates": 4} | MEASURED)
+    measured = surgeon.preview(plan, base).blueprint.dropped
+    assert all(layer in (2, 3) for layers in measured.values() for layer in layers)
+
+
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "all": ([{"layers": [0, 1, 2, 3, 4, 5]}], "all 6 layers would go"),
     "all by count": ([{"count": 6} | MEASURED], "`count` 6 of 6 layers: at least one must stay"),
@@ -260,6 +280,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "laco at the bottom": ([{"layers": [0], "by": "laco"}], "no layer below"),
     "laco of two kinds": ([{"layers": [1], "by": "laco"}], "are of different kinds"),
     "laco nowhere": ([{"count": 2, "by": "laco"} | MEASURED], "only 0 of 2 layers merge"),
+    "laco of more than there are": ([{"count": 2, "by": "laco", "merge": 6} | MEASURED], "there are only 5 layers"),
     "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 carry grafts"),
 }
 

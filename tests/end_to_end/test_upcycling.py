@@ -442,6 +442,7 @@ def test_other_models_than_fine_tunes_are_refused(tmp_path: Path) -> None:
     base = add_tokenizer(base_of(tmp_path, "llama"))
     tiny.checkpoint(tmp_path / "wider", "llama", **(SIZES | {"intermediate_size": 96}))
     tiny.checkpoint(tmp_path / "mistral", "mistral", **(SIZES | {"sliding_window": None}))
+    add_tokenizer(tiny.checkpoint(tmp_path / "deeper", "llama", **(SIZES | {"num_hidden_layers": 3})))
     other = tiny.checkpoint(tmp_path / "tokens", "llama", **SIZES)
     tokenizer = json.loads((base / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = {piece: -1 - n for piece, n in tokenizer["model"]["vocab"].items()}
@@ -449,6 +450,7 @@ def test_other_models_than_fine_tunes_are_refused(tmp_path: Path) -> None:
     for name, words in (
         ("wider", "`intermediate_size` is 96, the base's 64; experts must be fine-tunes"),
         ("mistral", "`model_type` is 'mistral', the base's 'llama'"),
+        ("deeper", "`num_hidden_layers` is 3, the base's 2"),
         ("tokens", "another vocabulary than the base's"),
         ("nowhere", "nowhere"),
     ):
@@ -475,8 +477,22 @@ def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
     assert not all(each.rounded for each in found)
 
 
+def test_rotary_factors_of_a_twin_are_of_its_heads(tmp_path: Path) -> None:
+    """LongRoPE has one for each pair of a head's dimensions, and a twin has two heads where the base has four."""
+    base = base_of(tmp_path, "phi3")
+    config = json.loads((base / "config.json").read_text())
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope"} | factors}
+    del config["rope_parameters"]
+    (base / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 64}))
+    shown = surgeon.preview(plan_of(tmp_path, form="copies"), base)
+    assert "MixtralForCausalLM" in shown.blueprint.operations[0].matched
+
+
 REFUSED = [
     ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
+    ("llama", {}, {"fine_grained": 16}, "`fine_grained: 16` makes experts of 4 neurons, .* a multiple of 8; give 8"),
+    ("llama", {"intermediate_size": 100}, {"form": "copies"}, "multiple of 8 neurons.*use `form: shared` without"),
     ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
     ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
@@ -507,6 +523,10 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
     out = upcycled(tmp_path, base)
     with pytest.raises(BadInput, match="the base is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), out)
+    with pytest.raises(BadInput, match="the base is a mixture of experts already"):
+        surgeon.preview(plan_of(tmp_path), tiny_decoder(tmp_path / "hybrid", "qwen3_next"))
+    with pytest.raises(BadInput, match=r"\(mixtral, qwen3_moe, granitemoe, flex_olmo: it has RMS norms, and the base"):
+        surgeon.preview(plan_of(tmp_path, form="copies"), tiny_decoder(tmp_path / "cohere", "cohere"))
     insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
     for operations, words in (
         ([{"op": OP}, insert], "comes after `upcycle_experts`, which makes a model of another class"),

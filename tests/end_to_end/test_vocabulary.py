@@ -323,6 +323,15 @@ def test_pieces_for_tied_embeddings_and_words_of_a_file(tmp_path: Path) -> None:
     base = base_of(tmp_path, "qwen3")
     with pytest.raises(BadInput, match="tied"):
         surgeon.preview(plan_of(tmp_path, GROW | {"input_init": "pieces"}), base)
+    plan = plan_of(tmp_path, {"op": "grow_vocabulary", "tokens": "words.txt"})
     (tmp_path / "words.txt").write_text(" zebra\n\nquagga\n", encoding="utf-8")
-    shown = surgeon.preview(plan_of(tmp_path, {"op": "grow_vocabulary", "tokens": "words.txt"}), base)
-    assert shown.blueprint.more_rows >= 2
+    rows = surgeon.preview(plan, base).blueprint.more_rows
+    assert rows >= 2
+    # As some editors save it, with a byte order mark and line ends of two characters.
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbf zebra\r\n\r\nquagga\r\n")
+    assert surgeon.preview(plan, base).blueprint.more_rows == rows
+    (tmp_path / "words.txt").write_text("quagga\n\nzebra\nquagga\n", encoding="utf-8")
+    with pytest.raises(
+        BadInput, match=r"words.txt, line 4 \('quagga'\): given before, .*words.txt, line 1; leave it out"
+    ):
+        surgeon.preview(plan, base)

@@ -207,14 +207,61 @@ def test_what_the_ways_promise_and_what_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [vocabularies.byte_level, vocabularies.sentencepiece_like, vocabularies.word_piece])
 def test_words_asked_for_are_one_token_each(make: Made, tmp_path: Path) -> None:
+    """Where they stand in a text: also with a tokenizer that puts a mark of its own before every text."""
     base = base_with(tmp_path / "base", make, rows=340)
-    words = ["lumière", " légère", "terrasse", "fish" if make is vocabularies.word_piece else " fishes"]
+    # The last one is on the way to the first, or has a part of it.
+    words = [" légère", " lumière", " terrasse", " fishes", " légè"]
     words = [word.strip() for word in words] if make is vocabularies.word_piece else words
     grown = grow(CheckpointFolder.open(base), words, rows=340)
     new = written(base, grown, tmp_path / "out")
-    assert all(len(ids) == 1 and ids[0] >= 340 for ids in ids_of(new, words))
     for text in words:
-        assert new.decode(new(text, add_special_tokens=False)["input_ids"]).strip() == text.strip()
+        ids = ids_of(new, [f"the {text.strip()}"])[0]
+        assert ids[0] < 340 <= ids[-1] and len(ids) == 2, text
+        assert new.decode(ids) == f"the {text.strip()}"
+
+
+def test_sections_for_batches_say_nothing_of_a_text(tmp_path: Path) -> None:
+    """A tokenizer.json that was saved for training may cut and pad every text to one length."""
+    found = []
+    for padded in (False, True):
+        base = base_with(tmp_path / f"base{padded}", vocabularies.byte_level, rows=300)
+        if padded:
+            made = Tokenizer.from_file(str(base / TOKENIZER_FILE))
+            made.enable_padding(length=32, pad_token="<pad>")
+            made.enable_truncation(8)
+            made.save(str(base / TOKENIZER_FILE))
+        assert grow(CheckpointFolder.open(base), ["lumière"], rows=300).tokens[-1] == "lumiÃ¨re"
+        found.append(grow(CheckpointFolder.open(base), learned(tmp_path), rows=300).facts.measured)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [vocabularies.byte_level, vocabularies.sentencepiece_like])
+def test_words_begin_and_end_at_special_tokens(make: Made, tmp_path: Path) -> None:
+    """Text of chats has them in it, and what stands beside one is cut as if the text began or ended there."""
+    base = base_with(tmp_path / "base", make, rows=340)
+    chats = ["<s>gogo</s><s>gogogo</s>", "the cat</s>gugu"]
+    keep = write_text(tmp_path / "keep.jsonl", chats)
+    learn = write_text(tmp_path / "learn.jsonl", ["gogo gugu gagigo", "gagugi gigi"], times=5)
+    grown = grow(CheckpointFolder.open(base), LearnedTokens((learn,), 30, (keep,), "unseen"), rows=340)
+    old, new = AutoTokenizer.from_pretrained(base), written(base, grown, tmp_path / "out")
+    assert grown.tokens and ids_of(new, chats) == ids_of(old, chats)
+    assert next(text for text in grown.facts.measured if text.use == "kept").unchanged == 2
+
+
+def test_a_unigram_that_falls_back_on_bytes_gets_characters_that_leave_old_text(tmp_path: Path) -> None:
+    base = base_with(tmp_path / "base", vocabularies.unigram, rows=320)
+    data = json.loads((base / TOKENIZER_FILE).read_text())
+    pieces = [entry for entry in data["model"]["vocab"] if entry[0] != "é"]
+    data["model"] |= {"byte_fallback": True, "vocab": pieces + [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]}
+    data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, data["decoder"]]}
+    (base / TOKENIZER_FILE).write_text(json.dumps(data))
+    old = AutoTokenizer.from_pretrained(base)
+    new = written(base, grow(CheckpointFolder.open(base), ["été"], rows=320), tmp_path / "out")
+    assert len(ids_of(new, ["été"])[0]) == 1
+    assert ids_of(new, ENGLISH) == ids_of(old, ENGLISH)
+    # No score of 0, which would beat every word that the character stands in.
+    scores = dict(json.loads((tmp_path / "out" / TOKENIZER_FILE).read_text())["model"]["vocab"])
+    assert scores["é"] == -20.0 and scores["▁été"] < 0
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -224,7 +271,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         r"'the'\): already a token, and so are 2 \('cat'\); leave these 2 out",
     ),
     "a special token": (["</s>"], "already a token"),
-    "twice": (["moon", "moon"], "already a token"),
+    "twice": (["lune", "soleil", "lune"], "`tokens` 2 .'lune'.: given before, as .* of `tokens` 0; leave it out"),
+    "too long": (["é" * 600], "1200 characters as the vocabulary writes it"),
     "empty": ([" "], "empty"),
     "two words": (["New York"], "cuts it into"),
 }
@@ -260,6 +308,19 @@ def test_tokenizers_that_cannot_grow(tmp_path: Path) -> None:
     base = base_with(tmp_path / "base", vocabularies.byte_level, rows=300)
     with pytest.raises(BadInput, match="nothing to add"):
         grow(CheckpointFolder.open(base), LearnedTokens((nothing,), 4, (nothing,), "unseen"), rows=300)
+
+
+def test_a_word_that_is_too_long_for_its_tokenizer(tmp_path: Path) -> None:
+    base = base_with(tmp_path / "base", vocabularies.word_piece, rows=96)
+    with pytest.raises(BadInput, match=r"`tokens` 1 \('lune.*'\): the tokenizer makes '<unk>' of it"):
+        grow(CheckpointFolder.open(base), ["lune", "lune" * 40], rows=96)
+
+
+def test_bytes_are_known_by_what_cuts_texts_too(tmp_path: Path) -> None:
+    """Else the mark of a space before an ASCII word would be taken for a character beyond ASCII."""
+    base = base_with(tmp_path / "base", vocabularies.byte_level, rows=300)
+    data = json.loads((base / TOKENIZER_FILE).read_text()) | {"decoder": None}
+    assert TokenizerJson.parse(json.dumps(data).encode()).byte_level
 
 
 def test_files_beside_tokenizer_json_grow_with_it(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ OPERATIONS = [
     ),
     ("op: upcycle_experts, experts: 2, top_k: 3", "`top_k: 3` of 2 experts: a token cannot take more than there are"),
     ("op: upcycle_experts, experts: [a, b]", "`experts` of other models need `form: copies`: beside a shared"),
+    ("op: upcycle_experts, form: copies, experts: [base]", "`experts` is a list of 1: give 2 to 1024"),
+    ("op: upcycle_experts, form: copies, experts: [base, ' ']", "`experts` has an empty name; write a folder"),
     ("op: upcycle_experts, experts: 3, router: {prompts: [[a], [b]]}", "`prompts` has 2 lists for 3 experts; give one"),
     (
         "op: upcycle_experts, experts: 2, router: {prompts: [[a], [b]], negative_prompts: [[c]]}",
