@@ -24,9 +24,9 @@ from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
 from surgeon.families.twin import one_thread
 from surgeon.train.itself import memory_folder
-from surgeon.train.session import work_folder
 from surgeon.train.train import train
 from surgeon.train.trainer import Diverged
+from surgeon.train.work_folder import work_folder
 
 Task = dict[str, Any]
 Answer = dict[str, Any]
