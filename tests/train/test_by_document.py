@@ -33,6 +33,8 @@ def test_losses_and_gradients_are_those_of_the_whole(
     small = {"sliding_window": 4} if family != "llama" else {}
     tiny.checkpoint(tmp_path / "base", family, dtype="float32", **small)
     model: Any = load_model(tmp_path / "base", attention="sdpa")
+    # With a cache transformers looks for no packed documents.
+    model.config.use_cache = False
     batch, longest = packed(model.config.vocab_size), []
 
     def watched(module: Any, query: torch.Tensor, *given: Any, **named: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -61,39 +62,29 @@ def test_a_checkpoint_written_while_steps_go_on_is_that_of_its_step(
     assert found[0][0]["files"]["trained.safetensors"] != found[0][1]["files"]["trained.safetensors"]
 
 
-def test_a_full_disk_ends_the_run_in_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, run, told = grown(tmp_path), tmp_path / "run", []
-
-    def full(folder: Path, *_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "optimizer.pt"))
-
-    for saving in ("beside", "in_step"):
-        with monkeypatch.context() as patched, pytest.raises(BadInput, match="the disk is full") as raised:
-            patched.setattr(trainer, "complete", full)
-            surgeon.train(out, config(tmp_path, **FOUR, saving=saving), run, device="cpu")
-        told.append(str(raised.value).split(" (")[0])
-        assert not run.exists() and not work_folder(run).exists()
-    assert told == [f"{work_folder(run) / 'checkpoint-2' / 'optimizer.pt'}: the disk is full"] * 2
-
-
-def test_one_that_was_not_finished_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_run_in_the_same_line_and_it_goes_on_from_what_was_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How they were written is nothing that the run's numbers depend on."""
-    out, run = grown(tmp_path), tmp_path / "run"
-    complete = trainer.complete
+    out, run, told = grown(tmp_path), tmp_path / "run", []
+    complete, asked = trainer.complete, FOUR | {"save_every": 1}
+    for saving, full in (("beside", 2), ("in_step", 3)):
 
-    def full(folder: Path, step: int, *more: Any) -> None:
-        if step == 2:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
-        complete(folder, step, *more)
+        def fails(folder: Path, step: int, *more: Any, full: int = full) -> None:
+            if step == full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+            complete(folder, step, *more)
 
-    asked = FOUR | {"save_every": 1}
-    with monkeypatch.context() as patched, pytest.raises(BadInput, match="Input/output error; checkpoints are kept"):
-        patched.setattr(trainer, "complete", full)
-        surgeon.train(out, config(tmp_path, **asked), run, device="cpu")
-    kept = newest_checkpoint(work_folder(run))
-    assert kept is not None and kept.name == "checkpoint-1"
+        with monkeypatch.context() as patched, pytest.raises(BadInput, match="the disk is full") as raised:
+            patched.setattr(trainer, "complete", fails)
+            surgeon.train(out, config(tmp_path, **asked, saving=saving), run, device="cpu")
+        told.append(re.sub(r"checkpoint-\d|[\d.]+ [GTM]B", "…", str(raised.value)))
+        kept = newest_checkpoint(work_folder(run))
+        assert kept is not None and kept.name == f"checkpoint-{full - 1}"
+    assert told[0] == told[1]
+    assert not run.exists()
     for target in (run, tmp_path / "whole"):
-        surgeon.train(out, config(tmp_path, **asked, saving="in_step"), target, device="cpu")
+        surgeon.train(out, config(tmp_path, **asked), target, device="cpu")
     assert digests(run) == digests(tmp_path / "whole")
 
 
