@@ -107,11 +107,11 @@ def make_base(folder: Path) -> None:
 def by_surgeon(out: Path, what: str, steps: int, dtype: str) -> float:
     """`surgeon train`, whole."""
     import surgeon
-    from surgeon.train import session
+    from surgeon.train import opening
 
     clock, work = Clock(), out.parent
     # In the place of trackers, which are called as it is.
-    session.open_trackers = lambda *_, **__: [callback(clock)()]
+    opening.open_trackers = lambda *_, **__: [callback(clock)()]
     how = {"all": "what: all", "lora": f"lora: {{rank: {RANK}}}", "new": "what: last"}[what]
     config = work / f"{what}.yaml"
     config.write_text(CONFIG.format(steps=steps, batch=BATCH, length=LENGTH, what=how, dtype=dtype))

@@ -192,6 +192,13 @@ class TrainConfig(Entry):
         Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
+    saving: Annotated[
+        Literal["auto", "beside", "in_step"],
+        Field(
+            description="beside: checkpoints are written while training goes on, from a copy in memory; auto: where the"
+            " copy is no larger than the model"
+        ),
+    ] = "auto"
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
     validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64
     keep_best: Annotated[

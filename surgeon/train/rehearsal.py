@@ -19,20 +19,14 @@ from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
+from surgeon.train.by_document import by_document
 from surgeon.train.cached_teacher import CachedTeacher
 from surgeon.train.cross_entropy import FusedHead
+from surgeon.train.footprint import copied_bytes, optimizer_bytes, peak_memory
 from surgeon.train.itself import Imagined
+from surgeon.train.loading import cached_teacher, fused_head, loaded_model, preserving_by, trained_numbers
+from surgeon.train.opening import Run
 from surgeon.train.preserving import NUMBERS, Preserving
-from surgeon.train.session import (
-    Run,
-    cached_teacher,
-    fused_head,
-    loaded_model,
-    optimizer_bytes,
-    peak_memory,
-    preserving_by,
-    trained_numbers,
-)
 from surgeon.train.top_k import TopK
 
 # Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
@@ -76,8 +70,8 @@ class Rehearsal:
     `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints, and
     without `seconds_writing` before it, in which the model writes its sources with `generate`, and `seconds_asking`, in
     which the base says what is kept of it on disk, `teacher_bytes` at most;
-    `peak_memory` is in bytes, that of the micro-batches and `optimizer_bytes` for AdamW's state, which is made at the
-    first step.
+    `peak_memory` is in bytes, that of the micro-batches, `optimizer_bytes` for AdamW's state, which is made at the
+    first step, and on a CPU `copy_bytes` for a checkpoint that is written beside the steps.
     """
 
     settings: dict[str, Any]
@@ -94,6 +88,7 @@ class Rehearsal:
     teacher_bytes: int
     tokens: int
     optimizer_bytes: int
+    copy_bytes: int
     peak_memory: int
     notes: tuple[str, ...]
 
@@ -144,15 +139,16 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         model.to(run.device).train()
         fused = fused_head(run, model)
         preserving = preserving_by(run, model, fused)
-        asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
-        seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
+        with by_document():
+            asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
+            seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise BadInput(
             f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
             " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
         ) from error
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer_bytes(trained)
+    optimizer, copy = optimizer_bytes(trained), copied_bytes(run, model)
     return Rehearsal(
         settings=settings.to_json(),
         device=run.device,
@@ -168,7 +164,9 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         teacher_bytes=0 if cached is None else cached.most_bytes,
         tokens=total,
         optimizer_bytes=optimizer,
-        peak_memory=peak_memory(run.device) + optimizer,
+        copy_bytes=copy,
+        # The copy is not the GPU's.
+        peak_memory=peak_memory(run.device) + optimizer + (0 if run.device == "cuda" else copy),
         notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
     )
 

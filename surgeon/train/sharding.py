@@ -64,13 +64,18 @@ def let_go(model: nn.Module) -> None:
             module.reshard()
 
 
-def gathered(state: Any) -> Any:
-    """The same nest of dictionaries, lists and tensors, with every share made whole, on the CPU; all processes call."""
+def gathered(state: Any, *, copy: bool = False) -> Any:
+    """The same nest of dictionaries, lists and tensors, with every share made whole, on the CPU; all processes call.
+
+    With `copy` all of it is on the CPU, and nothing is shared with what it was made of.
+    """
     if isinstance(state, dict):
-        return {key: gathered(value) for key, value in state.items()}
+        return {key: gathered(value, copy=copy) for key, value in state.items()}
     if isinstance(state, list):
-        return [gathered(value) for value in state]
-    return state.full_tensor().cpu() if isinstance(state, DTensor) else state
+        return [gathered(value, copy=copy) for value in state]
+    if isinstance(state, DTensor):
+        return state.full_tensor().cpu()
+    return state.to("cpu", copy=True) if copy and isinstance(state, Tensor) else state
 
 
 def dealt_out(whole: Tensor, like: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -25,6 +25,8 @@ from surgeon.manifest.manifest import Manifest, manifest_of
 from surgeon.train.config import LoadedConfig, load_config
 
 _MOST_LABELS = 6
+
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from surgeon.train.preparing import Prepared
@@ -68,17 +70,8 @@ def train(
         make_delta_of(run, asked.target, None, metadata_of(run), listener)
 
     with _with_head(asked, None, device, trust_remote_code, listener) as headed:
-        return run_training(
-            headed.out,
-            headed.manifest,
-            headed.loaded,
-            headed.target,
-            device=device,
-            listener=listener,
-            prepared=headed.prepared,
-            deliver=as_delta if delta_only else None,
-            link=link,
-        )
+        deliver = as_delta if delta_only else None
+        return headed.given_to(run_training, device=device, listener=listener, deliver=deliver, link=link)
 
 
 def rehearse(
@@ -102,8 +95,8 @@ def rehearse(
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
 
     from surgeon.train.itself import imagined_sources
+    from surgeon.train.opening import opened_run
     from surgeon.train.rehearsal import measured
-    from surgeon.train.session import opened_run
 
     listener = listener or Quiet()
     imagined = imagined_sources(asked.out, asked.loaded, asked.target, device=device, say=listener.say)
@@ -111,16 +104,7 @@ def rehearse(
         tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
         _with_head(asked, Path(room) / "head", device, trust_remote_code, listener) as headed,
     ):
-        run = opened_run(
-            headed.out,
-            headed.manifest,
-            headed.loaded,
-            headed.target,
-            device=device,
-            listener=listener,
-            prepared=headed.prepared,
-            imagined=imagined.texts,
-        )
+        run = headed.given_to(opened_run, device=device, listener=listener, imagined=imagined.texts)
         return measured(run, imagined)
 
 
@@ -132,6 +116,10 @@ class _Asked(NamedTuple):
     loaded: LoadedConfig
     target: Path
     prepared: Prepared
+
+    def given_to(self, call: Callable[..., _T], **more: Any) -> _T:
+        """What a call makes of all of it, and of `more`."""
+        return call(self.out, self.manifest, self.loaded, self.target, prepared=self.prepared, **more)
 
 
 def _asked(
@@ -267,6 +255,9 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     facts.add_row(
         "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
     )
+    if rehearsal.copy_bytes:
+        beside = "beside it, in the machine's memory" if rehearsal.device == "cuda" else "of them"
+        facts.add_row("", f"{beside}: {size(rehearsal.copy_bytes)} for the copy of which checkpoints are written")
     return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
 
 

@@ -30,11 +30,13 @@ from surgeon.data.packing import Batches, PackedSequence
 from surgeon.data.scoring import score
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.manifest.trainable import Fixed, TrainableSet
+from surgeon.train.by_document import by_document
 from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.preserving import NUMBERS, Preserving
+from surgeon.train.saving import Saving
 from surgeon.train.sharding import dealt_out, gathered, let_go
 from surgeon.train.shares import Share, shares_of, weighed
 from surgeon.train.stored import StoredNames, WrongSet
@@ -71,6 +73,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         keep_best: str | None = None,
         fitted: Sequence[str] = (),
         pad: int | None = None,
+        saving: Saving | None = None,
     ) -> None:
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -96,9 +99,15 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.keep_best = keep_best
         # Of a classification head: what fills a batch up.
         self.pad = pad
+        self.saving = saving or Saving(beside=False)
         if pad is not None:
             # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
             self.model_accepts_loss_kwargs = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; at its end, whatever ended it, no checkpoint is being written any more."""
+        with self.saving:
+            return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Our batches; nothing is fetched ahead of the step that trains on it."""
@@ -122,7 +131,9 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.saving.check()
+        with by_document():
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # Of all processes: one that stopped alone would leave the others waiting for it.
         total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
@@ -177,6 +188,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return norm
 
     def _diverged(self, what: str, value: float) -> Diverged:
+        self.saving.wait()
         kept = newest_checkpoint(Path(self.args.output_dir))
         where = f"the checkpoint of step {step_of(kept)} is kept" if kept else "there was no checkpoint yet"
         return Diverged(
@@ -213,20 +225,25 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         held = dict(self.model.named_parameters()) if state_dict is None else state_dict
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
-            tensors = {name: gathered(held[name].detach()).cpu().contiguous() for name in (*self.names, *self.fitted)}
+            wanted = {name: held[name].detach() for name in (*self.names, *self.fitted)}
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in self._taken(wanted).items()}
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                safetensors.torch.save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+                write, to = safetensors.torch.save_file, folder / TRAINED_FILE
+                self.saving.add(lambda: write(tensors, to, metadata={"format": "pt"}))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        # The same files: a run may go on with another number of processes, sharded or not.
-        state = gathered(self.optimizer.state_dict())
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        # The same files, sharded or not: a run may go on with another number of processes.
+        if is_sharded(self.model) or self.args.should_save:
+            state = self._taken(self.optimizer.state_dict())
+            if self.args.should_save:
+                write, to = torch.save, Path(output_dir) / OPTIMIZER_NAME
+                self.saving.add(lambda: write(state, to))
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _taken(self, state: Any) -> Any:
+        """A nest of tensors as it is now, also when it is written beside the steps that follow."""
+        return gathered(state, copy=self.saving.beside)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
@@ -249,14 +266,16 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self._write_checkpoint(model, trial)
 
     def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        self.saving.begin(last=step >= self.state.max_steps)
         super()._save_checkpoint(model, trial)
         if self.args.world_size > 1:
             torch.distributed.barrier()
         if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            folder = Path(self.args.output_dir) / f"checkpoint-{step}"
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
             best = None if self.keep_best is None else best_step(self.state.log_history, self.keep_best)
-            complete(folder, self.state.global_step, best)
+            self.saving.finish(lambda: complete(folder, step, best))
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]

@@ -72,7 +72,15 @@ def inputs(folder: Path) -> Path:
     corpus(folder / "text.jsonl", documents=20)
     for number, name in enumerate(("fr", "en")):
         corpus(folder / f"{name}.jsonl", documents=60, seed=number, first=50 * number, count=50)
-    training = {"steps": 2, "batch": 2, "length": 16, "save_every": 1, "evaluate_every": 2, "validation_sequences": 2}
+    training = {
+        "steps": 2,
+        "batch": 2,
+        "length": 16,
+        "save_every": 1,
+        "saving": "beside",
+        "evaluate_every": 2,
+        "validation_sequences": 2,
+    }
     source = {"name": "text", "path": "text.jsonl", "share": 1.0, "validation": 0.2}
     new = source | {"share": 0.5}
     known = {"name": "known", "share": 0.5, "role": "original", "validation": 0}
@@ -94,7 +102,7 @@ def inputs(folder: Path) -> Path:
         "all": {"what": "all", "preserve": {"loss": "kl"}, "sources": [new, known | {"path": "text.jsonl"}]},
     }.items():
         (folder / f"{name}.yaml").write_text(json.dumps({"surgeon_train": 1, **training, **changes}))
-    del training["validation_sequences"]
+    del training["validation_sequences"], training["saving"]
     tasks = [{"name": name, "sources": [{"path": "text.jsonl", "validation": 0.2}]} for name in "ab"]
     plan = {"rank": 2, "threshold": 2}
     (folder / "tasks.yaml").write_text(

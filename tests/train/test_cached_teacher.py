@@ -21,10 +21,10 @@ from surgeon.errors import BadInput
 from surgeon.train import cached_teacher
 from surgeon.train.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
 from surgeon.train.preserving import Preserving, chunked_divergence
-from surgeon.train.session import work_folder
 from surgeon.train.top_k import TopK
 from surgeon.train.train import rehearsal_view
 from surgeon.train.trainer import SurgeonTrainer
+from surgeon.train.work_folder import work_folder
 from tests.train.test_preserve import ORIGINAL, curve
 from tests.train.test_train import base_of, config, digests
 

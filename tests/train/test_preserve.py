@@ -14,7 +14,7 @@ import surgeon
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
-from surgeon.train import session
+from surgeon.train import loading
 from surgeon.train.config import PreserveSpec
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.preserving import Preserving, chunked_divergence
@@ -271,12 +271,12 @@ def test_a_teacher_that_is_not_the_base_ends_the_run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the manifest's layers misread, the first step would not be taken."""
-    plain = session.Preserving
+    plain = loading.Preserving
 
     def misread(model: Any, spec: Any, within: Within, head: Any, **more: Any) -> Preserving:
         return plain(model, spec, Within(within.layers, (2,), None, newborn=True), head)
 
-    monkeypatch.setattr(session, "Preserving", misread)
+    monkeypatch.setattr(loading, "Preserving", misread)
     with pytest.raises(SurgeonError, match="does not compute what the base does"):
         run(made, tmp_path / "run", preserve={})
     assert not (tmp_path / "run").exists()

@@ -28,9 +28,9 @@ from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
 from surgeon.train import session, trainer
 from surgeon.train.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
-from surgeon.train.session import work_folder
 from surgeon.train.train import rehearsal_view, trained_view
 from surgeon.train.trainer import Diverged, losses_by_source
+from surgeon.train.work_folder import work_folder
 from tests import tiny
 from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
     "batch": 4,
     "length": 24,
     "save_every": 4,
+    "saving": "beside",
     "evaluate_every": 6,
     "log_every": 1,
     "validation_sequences": 4,
@@ -546,6 +547,8 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     assert (shown.settings["batch"], shown.tokens, shown.sources[0].documents) == (2, 2 * 2 * 24, 10)
     assert shown.seconds == 2 * shown.seconds_a_step > 0
     assert shown.optimizer_bytes == 12 * shown.trained, "two moments and a master of what is bfloat16"
+    assert shown.copy_bytes == 14 * shown.trained, "and what trains"
+    assert shown.peak_memory > shown.copy_bytes + shown.optimizer_bytes
     asking, answering = shown.samples[0].parts
     assert not asking[1] and answering[1], "the loss is on the answer alone"
     told = io.StringIO()

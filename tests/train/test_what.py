@@ -33,7 +33,8 @@ from surgeon.train import trainer
 from surgeon.train.checkpoints import step_of
 from surgeon.train.config import LoraSpec, load_config
 from surgeon.train.lora import attach
-from surgeon.train.session import opened_run, work_folder
+from surgeon.train.opening import opened_run
+from surgeon.train.work_folder import work_folder
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.train.test_train import CONFIG, base_of, config, digests

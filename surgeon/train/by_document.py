@@ -1,0 +1,92 @@
+"""Attention document by document: where packed documents are kept apart, none is computed across them.
+
+For sequences of several documents transformers makes `sdpa` a mask, and on a CPU that computes all T² scores of a
+sequence of T tokens and throws those away that the mask forbids. Here each document of n tokens is attended to by
+itself: n² / 2 where attention is causal, which needs no mask then, else n². What a token sees is the same; the sum is
+taken in another order, so results differ by rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_SDPA = "sdpa"
+
+
+class Span(NamedTuple):
+    """Tokens `begin` to `end` of a sequence, which see none outside; `causal`: each sees all of them up to itself."""
+
+    begin: int
+    end: int
+    causal: bool
+
+
+def spans_of(mask: Tensor) -> list[list[Span]] | None:
+    """The documents of each sequence; None where the mask (B 1 T T, true: seen) does not keep any apart.
+
+    One begins where a token does not see the one before; that none sees out of its own is checked.
+    """
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return None
+    length, found = mask.shape[-1], []
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    for seen in mask[:, 0]:
+        begins = [0, *(torch.nonzero(~seen.diagonal(-1)).flatten() + 1).tolist()]
+        row, within = [], 0
+        for begin, end in zip(begins, [*begins[1:], length], strict=True):
+            own = seen[begin:end, begin:end]
+            within += int(own.sum())
+            row.append(Span(begin, end, bool((own == causal[: end - begin, : end - begin]).all())))
+        if within != int(seen.sum()):
+            return None
+        found.append(row)
+    return found if any(len(row) > 1 for row in found) else None
+
+
+@contextlib.contextmanager
+def by_document() -> Iterator[None]:
+    """Inside, transformers' `sdpa` attends document by document on a CPU, where its mask keeps documents apart."""
+    # Layers share a mask, and look at it once.
+    known = WeakTensorKeyDictionary()
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        spans = None
+        if attention_mask is not None and query.device.type == "cpu" and more.get("position_bias") is None:
+            if attention_mask not in known:
+                known[attention_mask] = spans_of(attention_mask)
+            spans = known[attention_mask]
+        shape = (len(query), query.shape[2], key.shape[2])
+        if spans is None or attention_mask is None or shape != (len(spans), *attention_mask.shape[2:]):
+            plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+            return plain
+        rows = []
+        for number, row in enumerate(spans):
+            parts = []
+            for begin, end, causal in row:
+                given = (each[number : number + 1, :, begin:end] for each in (query, key, value))
+                seen = None if causal else attention_mask[number : number + 1, :, begin:end, begin:end]
+                options = more | {"is_causal": causal}
+                parts.append(sdpa_attention_forward(module, *given, seen, **options)[0])
+            rows.append(torch.cat(parts, dim=1))
+        return torch.cat(rows), None
+
+    before = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    if before is not sdpa_attention_forward:
+        # Somebody's own, or inside another of these.
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS[_SDPA] = attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_SDPA]

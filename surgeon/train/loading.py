@@ -1,0 +1,130 @@
+"""The model of a run, with exactly what is wanted set to train, its head, and the base that teaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from surgeon.manifest.trainable import Fixed
+from surgeon.models.encoders import check_window, load_encoder
+from surgeon.models.load import load_model, stored_dtype
+from surgeon.train.cached_teacher import CachedTeacher
+from surgeon.train.cross_entropy import FusedHead, choose
+from surgeon.train.fitting import fit_gate
+from surgeon.train.opening import Run
+from surgeon.train.preserving import Preserving
+from surgeon.train.stored import StoredNames
+from surgeon.train.trainer import check_set, hold_fixed, unfreeze
+
+
+def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
+    """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
+    config = run.loaded.config
+    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": run.say}
+    if run.auto is None:
+        model = load_model(run.out, **options)
+    else:
+        model = load_encoder(run.out, auto=run.auto, **options)
+        check_window(model, run.settings.length)
+    held: dict[str, Fixed] = {}
+    if config.lora is not None:
+        # PEFT is an extra.
+        from surgeon.train.lora import attach
+
+        names = attach(
+            model,
+            config.lora,
+            run.wanted.names,
+            beside=run.wanted.beside,
+            base_names=run.out.tensors,
+            seed=config.seed,
+        )
+        check_set(model, names)
+    else:
+        names = unfreeze(model, run.wanted, base_names=run.out.tensors)
+        for name in names:
+            # Loaded weights may be mapped from the file.
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.clone()
+        held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
+    run.say(f"trains {len(names)} tensors, {trained_numbers(model, held):,} numbers: {run.wanted.shown}")
+    model.config.use_cache = False
+    if config.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model, names, held
+
+
+def fit(run: Run, model: Any) -> list[str]:
+    """Fit what gets its values before the first step; its names in the model."""
+    if not run.wanted.fitted:
+        return []
+    stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *run.wanted.fitted)))
+    dtypes: dict[str, torch.dtype] = {}
+    for name in run.wanted.fitted:
+        (target,) = stored.in_memory([name])
+        dtypes[target] = stored_dtype(run.out.tensors[name].dtype)
+    fit_gate(
+        model,
+        run.data.mixture,
+        run.data.held,
+        list(dtypes),
+        work=run.work,
+        dtypes=dtypes,
+        seed=run.loaded.config.seed,
+        device=run.device,
+        leads=run.ranks.leads,
+        say=run.say,
+    )
+    return list(dtypes)
+
+
+def fused_head(run: Run, model: Any) -> FusedHead | None:
+    """The head that computes cross-entropy without all logits at once; None where torch's own does."""
+    if run.examples is not None:
+        return None
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    tokens = run.settings.micro_batch * run.settings.length
+    kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
+    if kind == "torch":
+        # What teaches needs what the head reads.
+        return None if run.within is None else FusedHead(model, kind)
+    run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
+    return FusedHead(model, kind)
+
+
+def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving | None:
+    """The base within the model that teaches it through the head `fused`; None where none does."""
+    if run.within is None or run.loaded.config.preserve is None:
+        return None
+    assert fused is not None
+    spec, config = run.loaded.config.preserve, run.loaded.config
+    copy: FusedHead | None = None
+    if run.within.apart and spec.cached is None:
+        frozen = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
+        frozen.config.use_cache = False
+        copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
+    how = "the base within" if copy is None else "a frozen copy of the base"
+    if spec.cached is not None:
+        how = "what the base said before the first step"
+    run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
+    return Preserving(model, spec, run.within, fused, copy=copy)
+
+
+def cached_teacher(run: Run) -> CachedTeacher | None:
+    """What the base says on disk; None where it speaks during training, or not at all."""
+    spec, settings = run.loaded.config.preserve, run.settings
+    if run.within is None or spec is None or spec.cached is None:
+        return None
+    sequences = settings.steps * settings.batch
+    return CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
+
+
+def trained_numbers(model: Any, held: Mapping[str, Fixed]) -> int:
+    """How many numbers train, without those that are fixed."""
+    training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    fixed: int = sum(p.numel() // p.shape[held[n].axis] * held[n].size for n, p in training if n in held)
+    total: int = sum(p.numel() for _, p in training)
+    return total - fixed

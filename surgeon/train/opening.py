@@ -1,0 +1,163 @@
+"""A run before its first step: settled, its output as it was left, its texts opened and read through."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.common import devices
+from surgeon.common.distributed import Ranks
+from surgeon.common.listener import Listener
+from surgeon.data.documents import Corpus
+from surgeon.data.encoding import Encoder
+from surgeon.data.examples import ExampleEncoder
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.manifest.compose import BaseId, without_surgery
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by
+from surgeon.manifest.trainable import TrainableSet
+from surgeon.manifest.within import Within
+from surgeon.models.load import CLASSIFIER
+from surgeon.models.templates import TEMPLATES
+from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.itself import memory_folder
+from surgeon.train.launching import Sharding
+from surgeon.train.preparing import Prepared, prepare
+from surgeon.train.trainer import open_trackers
+from surgeon.train.training_data import TrainingData
+from surgeon.train.work_folder import work_folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers.
+
+    `within` is the base that teaches; None where none does. `manifest` is None where there was no surgery, until the
+    tensors are read.
+    """
+
+    out: CheckpointFolder
+    manifest: Manifest | None
+    loaded: LoadedConfig
+    settings: Settings
+    wanted: TrainableSet
+    data: TrainingData
+    target: Path
+    device: str
+    ranks: Ranks
+    sharding: Sharding | None
+    within: Within | None
+    anatomy: Anatomy
+    trackers: Sequence[TrainerCallback]
+    listener: Listener
+    say: Callable[[str], None]
+    encoder: Encoder
+    notes: Sequence[str]
+    # Of a classification head.
+    examples: ExampleEncoder | None = None
+
+    @property
+    def auto(self) -> str | None:
+        """transformers' class of the model; None: a decoder's."""
+        return None if self.examples is None else CLASSIFIER
+
+    @property
+    def pad(self) -> int | None:
+        """What fills a batch of examples up."""
+        return None if self.examples is None else self.examples.pad
+
+    @property
+    def work(self) -> Path:
+        """Where checkpoints lie until the run is published."""
+        return work_folder(self.target)
+
+
+def opened_run(
+    out: CheckpointFolder,
+    manifest: Manifest | None,
+    loaded: LoadedConfig,
+    target: Path,
+    *,
+    device: str,
+    listener: Listener,
+    prepared: Prepared | None,
+    imagined: Mapping[str, Corpus] | None = None,
+) -> Run:
+    """A run whose texts are opened and read through; `imagined` are those that are not there. Raises BadInput."""
+    ranks = Ranks.of_environment()
+    say = listener.say if ranks.leads else lambda _: None
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
+    settings, wanted, sharding = prepared.settings, prepared.wanted, prepared.sharding
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
+    device = devices.resolve(device)
+    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
+    named = loaded.config.chat_template
+    template = None if named is None else TEMPLATES[named]
+    vocabulary = prepared.anatomy.sizes.vocabulary
+    encoder = Encoder(out.path, vocabulary=vocabulary, template=template)
+    if loaded.config.classifies:
+        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
+        data = TrainingData.open_examples(loaded, examples, say)
+    else:
+        examples = None
+        data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(target), imagined=imagined)
+    notes = prepared.notes
+    if prepared.settled_for is not None:
+        settings, more = prepared.settled_for(data.steps_of(loaded, settings, say))
+        notes = [*notes, *more]
+    return Run(
+        out,
+        manifest,
+        loaded,
+        settings,
+        wanted,
+        data,
+        target,
+        device,
+        ranks,
+        sharding,
+        prepared.within,
+        prepared.anatomy,
+        trackers,
+        listener,
+        say,
+        encoder,
+        notes,
+        examples,
+    )
+
+
+def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Listener) -> dict[str, str]:
+    """Digests of all tensors of the output; BadInput where one is not what surgery or training left.
+
+    Where there was no surgery nothing says what they should be.
+    """
+    listener.begin("reading", sum(info.nbytes for info in out.tensors.values()))
+    found = digests_of(out, out.tensors, listener.advance)
+    if manifest is None:
+        return found
+    held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
+    changed = [name for name, digest in found.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
+    if changed:
+        more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
+        raise BadInput(
+            f"{printable(changed[0])}{more}: not what {MANIFEST_FILE} of {printable(str(out.path))} says, so it was"
+            " changed since; train what apply or train wrote"
+        )
+    return found
+
+
+def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
+    """The manifest of a model that had no surgery."""
+    out = run.out
+    names = out.side_files if out.own is None else {*out.side_files, *out.own.files}
+    files = {name: hashlib.sha256(out.read_side_file(name)).hexdigest() for name in names}
+    return without_surgery(out, BaseId(out.path.resolve().name), run.anatomy, digests=digests, files=files)

@@ -1,0 +1,72 @@
+"""Where a run's checkpoints lie until it is published: ours alone, and of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from surgeon._version import __version__
+from surgeon.checkpoint.working import WorkFolder, working_in
+from surgeon.errors import BadInput, printable
+from surgeon.train.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
+from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.training_data import TrainingData
+
+
+def work_folder(target: Path) -> Path:
+    """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
+    return target.with_name(f".{target.name}.training")
+
+
+@contextlib.contextmanager
+def held_by_run(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterator[WorkFolder | None]:
+    """The work folder, ours alone while inside (None on processes that do not lead).
+
+    It is removed where this call made it and fails before a step was finished. BadInput where it is another run's, or
+    not ours, or another process is at it.
+    """
+    if not leads:
+        yield None
+        return
+    there = work.exists()
+    with working_in(work, target=target, marker=RUN_FILE) as folder:
+        try:
+            record = RunRecord.read(work)
+            if record is None:
+                RunRecord(fingerprint).write(work)
+            elif record.fingerprint != fingerprint:
+                raise BadInput(
+                    f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
+                    " it, or train to another folder"
+                )
+            yield folder
+        except Exception:
+            # While we hold it: a moment before or after, it may be another process'.
+            with contextlib.suppress(OSError, BadInput):
+                folder.check_there()
+                if not there and newest_checkpoint(work) is None:
+                    folder.remove(last=RUN_FILE)
+            raise
+
+
+def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
+    """Digest of all that the run's numbers depend on, but for the number of processes."""
+    numbers = settings.to_json()
+    for key in ("micro_batch", "accumulation"):
+        numbers.pop(key)
+    about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding", "saving"}
+    config = loaded.config.model_dump(mode="json", exclude={"log_every", "report_to", *about_memory})
+    for source in config["sources"]:
+        # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
+        source.pop("revision")
+    content = {
+        "version": __version__,
+        "config": config,
+        "settings": numbers,
+        "tensors": held,
+        "data": [documents.identity() for documents in data.documents],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
