@@ -75,7 +75,7 @@ def config(model_type: str, **overrides: Any) -> Any:
         # More positions than decoders have: windows as long as theirs must fit behind the padding's position.
         own = {"max_position_embeddings": 136, "num_labels": 3} | ENCODERS[model_type]
         return AutoConfig.for_model(model_type, **(common | own | overrides))
-    return AutoConfig.for_model(model_type, **(COMMON | FAMILIES[model_type] | overrides))
+    return AutoConfig.for_model(model_type, **(COMMON | FAMILIES.get(model_type, {}) | overrides))
 
 
 def model(

@@ -46,8 +46,12 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_62": ("gemma3_text", {**WINDOWED, "head_dim": 64, "num_hidden_layers": 62}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": None}),
+    # No family of its own in surgeon: what a derived model type gets.
+    "glm4": ("glm4", {"head_dim": 32}),
 }
 GREEDY = 16
+# They keep something of a sequence in transformers' cache, which other engines do not have.
+_BY_SEQUENCE = ("prefix_mean", "domain_gate")
 
 
 def _control(kind: str) -> dict[str, Any]:
@@ -74,21 +78,27 @@ _NATIVE: dict[str, list[dict[str, Any]]] = {
     "widen_hidden": [{"op": "widen_hidden", "times": 2}],
     "grow_vocabulary": [{"op": "grow_vocabulary", "tokens": [" hérisson", "châtaigne"], "pad_to_multiple_of": 64}],
     "fold_adapters": [{**_ADAPTERS, "gate": "none"}, {"op": "fold_adapters"}],
+    "merge_branches": [_control("lerp"), {"op": "merge_branches"}],
     "control_llm as a stack": [{"op": "control_llm", "expansion": "stack", "layers": [1, 4]}],
 }
+_COPIES = {"op": "upcycle_experts", "form": "copies", "experts": 4}
 _BESIDE = [{"op": "upcycle_experts", "form": "shared", "experts": 4}]
+# They fold what another plan brought.
+_FOLD = ("fold_adapters", "merge_branches")
 
 # By name: the base, the operations, whether only the base's own class is needed (native).
 OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
-    **{f"{base} + layers": (base, [_INSERTED], True) for base in BASES if base != "gemma3_62"},
+    **{f"{base} + layers": (base, [_INSERTED], True) for base in BASES if base not in ("gemma3_62", "glm4")},
     "gemma3_62 + periods": ("gemma3_62", [_PERIODS], True),
     "gemma2 + periods": ("gemma2", [_PERIODS], True),
     "gemma3_text + periods": ("gemma3_text", [_PERIODS], True),
-    "llama upcycled to mixtral": ("llama", [{"op": "upcycle_experts", "form": "copies", "experts": 4}], True),
-    "qwen3 upcycled to qwen3_moe": ("qwen3", [{"op": "upcycle_experts", "form": "copies", "experts": 4}], True),
-    "llama upcycled to glm4_moe": ("llama", [{"op": "upcycle_experts", "form": "shared", "experts": 4}], True),
+    "llama upcycled to mixtral": ("llama", [_COPIES], True),
+    "qwen3 upcycled to qwen3_moe": ("qwen3", [_COPIES], True),
+    "olmo2 upcycled to flex_olmo": ("olmo2", [_COPIES], True),
+    "llama upcycled to glm4_moe": ("llama", _BESIDE, True),
     **{f"llama, {what}": ("llama", operations, True) for what, operations in _NATIVE.items()},
-    "gemma, upcycle_experts beside": ("gemma", _BESIDE, False),
+    **{f"{base}, upcycle_experts beside": (base, _BESIDE, False) for base in ("gemma", "gemma2", "glm4", "olmo2")},
+    "gemma, upcycle_experts beside, top 1": ("gemma", [{**_BESIDE[0], "top_k": 1}], False),
     **{f"llama, control_llm {kind}": ("llama", [_control(kind)], False) for kind in ("lerp", "dlerp", "moe", "slerp")},
     "llama, gated_adapters": ("llama", [_ADAPTERS], False),
     "llama, gated_adapters sigmoid": ("llama", [{**_ADAPTERS, "gate": "sigmoid"}], False),
@@ -97,9 +107,10 @@ OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     "llama, mixture_of_control by token": ("llama", [_mixture(top_k=2)], False),
     "llama, Parallel Control": ("llama", [{"op": "mixture_of_control", "rank": 4, "top_k": 0}], False),
     "llama, mixture_of_control prefix_mean": ("llama", [{"op": "mixture_of_control", "rank": 4}], False),
-    "llama, all": ("llama", _ALL, False),
-    "qwen3, all": ("qwen3", _ALL, False),
-    "gemma3_text, all": ("gemma3_text", _ALL, False),
+    "llama, domain_gate": ("llama", [_ADAPTERS, {"op": "domain_gate"}], False),
+    **{f"{base}, all": (base, _ALL, False) for base in BASES if base != "gemma3_62"},
+    "qwen3 upcycled to qwen3_moe, all": ("qwen3", [_COPIES, *_ALL], False),
+    "gemma2, all and experts": ("gemma2", [*_BESIDE, *_ALL], False),
 }
 
 
@@ -179,6 +190,15 @@ def expected(folder: Path, given: list[list[int]]) -> list[dict[str, Any]]:
     return found
 
 
+def plans(operations: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The operations of a plan to apply first, if any, and those of the one to apply to its output, trained."""
+    if operations[-1]["op"] in _FOLD:
+        return operations[:-1], operations[-1:]
+    # What makes a model of another class stands in a plan of its own.
+    cut = 1 if operations[0] == _COPIES and len(operations) > 1 else 0
+    return operations[:cut], operations[cut:]
+
+
 def written(work: Path, title: str, operations: list[dict[str, Any]]) -> Path:
     """A plan's file."""
     plan = work / f"{name_of(title)}.yaml"
@@ -203,17 +223,22 @@ def make(work: Path, only: list[str]) -> None:
             tokenizer(source)
             (work / "expected" / f"{base}.json").write_text(json.dumps(expected(source, given)))
         if not out.exists():
-            *before, last = operations if operations[-1]["op"] == "fold_adapters" else [operations]
+            before, last = plans(operations)
             if before:
-                # What is folded is an output by itself, trained.
                 source = work / f"{name_of(title)}-before"
                 surgeon.apply(written(work, f"{title} before", before), str(work / "bases" / base), source)
                 trained(source, seed=1)
-            surgeon.apply(written(work, title, [last] if before else last), str(source), out)
+            surgeon.apply(written(work, title, last), str(source), out)
             if not native:
                 trained(out, seed=1)
             (work / "expected" / f"{out.name}.json").write_text(json.dumps(expected(out, given)))
-        cases[title] = {"base": base, "folder": out.name, "native": native, "refused": "prefix_mean" in title}
+        cases[title] = {
+            "base": base,
+            "folder": out.name,
+            "native": native,
+            "operations": [operation["op"] for operation in operations],
+            "by_sequence": title.endswith(_BY_SEQUENCE),
+        }
         print(title, flush=True)
     (work / "cases.json").write_text(json.dumps(cases, indent=1))
 

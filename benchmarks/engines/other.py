@@ -430,7 +430,7 @@ def lm_eval(tried: Tried) -> str:
 
 
 def sglang(_: Tried) -> str:
-    """Whether it is there at all."""
+    """Whether it is there at all: its wheels in the registry hold kernels for CUDA alone."""
     import sglang as library
 
     return f"sglang {library.__version__} imports; not run"
