@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from surgeon.transport.passes import TORCH
 from surgeon.transport.sinkhorn import passes_for
@@ -50,11 +51,11 @@ def run(*arguments: str, interpret: bool) -> str:
 
 
 def test_interpreted_kernels_agree_with_torch() -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if Version(triton.__version__) < Version("3.4"):
+        pytest.skip("torch 2.7's interprets by what NumPy warns of")
     file = HERE / "interpreted_fused.py"
-    # What an older triton's interpreter asks of a newer NumPy is not ours.
-    quiet = ("-W", "default::DeprecationWarning")
-    told = run("-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-n0", *quiet, interpret=True)
+    told = run("-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-n0", interpret=True)
     assert " passed" in told
     assert "skipped" not in told
 
