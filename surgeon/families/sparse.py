@@ -225,7 +225,7 @@ class Target:
         made |= {key: written.get(key, full.get(key)) for key in _COMMON}
         made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
         if made["rms_norm_eps"] is None:
-            raise BadInput("it has RMS norms, and the base's norms are others (no `rms_norm_eps` in its config.json)")
+            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
         heads, kv_heads = dense.heads
         made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dense.head_dim}
         made |= {key: written[key] for key in _AS_WRITTEN if key in written}
