@@ -61,9 +61,12 @@ class Origin:
         return self.parts is None and not self.pieces and not self.begins
 
     @property
-    def key(self) -> tuple[int, str]:
-        """What distinguishes it from the others: its source and its name there."""
-        return id(self.source), self.tensor.name
+    def key(self) -> tuple[int, str, str]:
+        """What distinguishes it from the others: its source, and its file and name there.
+
+        What a run keeps of the base lies in files of their own, by the names that the weights have.
+        """
+        return id(self.source), self.tensor.file, self.tensor.name
 
 
 class OpenShards:
@@ -114,7 +117,7 @@ class ReadBack:
         self.files: dict[str, str] = {}
         self.ways: dict[str, Way] = {}
         self._origins = origins
-        self._originals: dict[tuple[int, str], str] = {}
+        self._originals: dict[tuple[int, str, str], str] = {}
         self._staging = staging
         self._compare = compare
         self._lock = threading.Lock()

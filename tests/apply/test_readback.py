@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import surgeon
 from surgeon.apply import readback
-from surgeon.apply.readback import ReadBack
+from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.source import LocalSource
 from surgeon.errors import PromiseBroken
 from tests import tiny
 from tests.end_to_end.conftest import weights
@@ -44,6 +46,17 @@ def test_copies_of_one_tensor_are_hashed_once(tmp_path: Path, monkeypatch: pytes
         assert facts.sha256 == hashlib.sha256(held[output].view(torch.uint8).numpy().tobytes()).hexdigest(), output
     # Four copies of gate and of up; the router, which is computed, is hashed too where nothing is compared.
     assert len(hashed) <= len(weights(base)) + (0 if read_back else 1)
+
+
+def test_tensors_of_one_name_in_two_files_are_two(tmp_path: Path) -> None:
+    """What a run keeps of the base lies beside the weights by the names that they have: its digests are its own."""
+    files = ["kept.safetensors", "model.safetensors"]
+    for file in files:
+        save_file({"weight": torch.zeros(2)}, tmp_path / file)
+    source = LocalSource(tmp_path)
+    infos = [header.tensors[0] for header in source.headers(files).values()]
+    assert [info.name for info in infos] == ["weight", "weight"]
+    assert len({Origin(source, info).key for info in infos}) == 2
 
 
 def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
