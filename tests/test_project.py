@@ -57,6 +57,12 @@ def test_workflows_run_what_is_run_here() -> None:
     assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
 
 
+def test_actions_are_pinned_by_commit() -> None:
+    for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for used in re.findall(r"uses: *(.*)", workflow.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used), f"{workflow.name}: {used}"
+
+
 def test_issues_ask_for_what_answers_need() -> None:
     for name in ("bug", "family"):
         form = read(f".github/ISSUE_TEMPLATE/{name}.yml")
