@@ -92,7 +92,12 @@ def _type(field: dict[str, Any]) -> str:
 
 def _bounds(field: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {field[key]:,}" for key, sign in signs.items() if key in field and field[key] < 2**53]
+    # pydantic 2.10 writes 0.0 where newer ones write 0.
+    bounds = [
+        f"{sign} {int(bound) if bound == int(bound) else bound:,}"
+        for key, sign in signs.items()
+        if (bound := field.get(key)) is not None and bound < 2**53
+    ]
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
