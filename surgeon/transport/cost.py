@@ -9,9 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Enough for the full rate, few enough that their copies are small beside the matrix.
-_COLUMNS = 1024
-
 
 def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """left · right (+ bias on every row), (n, m), all of one dtype and device; `right` may be a transposed view."""
@@ -19,20 +16,6 @@ def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> 
     if linear is not None:
         return linear(left_NK, right_KM.T, bias_M, "none", [], "")
     return left_NK @ right_KM if bias_M is None else torch.addmm(bias_M, left_NK, right_KM)
-
-
-def transposed_product(left_KN: Tensor, right_KM: Tensor) -> Tensor:
-    """leftᵀ · right, (n, m), without a copy of `left`, which is the large one here.
-
-    oneDNN would copy a transposed first factor whole; (rightᵀ · left)ᵀ is the same, by columns a copy of a few.
-    """
-    if not _suits(left_KN) or _one_dnn() is None:
-        return left_KN.T @ right_KM
-    made = left_KN.new_empty(left_KN.shape[1], right_KM.shape[1])
-    for start in range(0, right_KM.shape[1], _COLUMNS):
-        columns = slice(start, start + _COLUMNS)
-        made[:, columns] = product(right_KM[:, columns].T.contiguous(), left_KN).T
-    return made
 
 
 def _suits(factor: Tensor) -> bool:
@@ -82,7 +65,7 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) 
     """
     if block_elements is None:
         block_elements = max(_BLOCK_ELEMENTS, len(x_ND) * len(y_MD) // _PIECES)
-    largest = max(float(x_ND.abs().amax()), float(y_MD.abs().amax()))
+    largest = max(abs(float(end)) for rows in (x_ND, y_MD) for end in torch.aminmax(rows))
     # A power of two: scaling by it rounds nothing.
     unit = 1.0 if largest == 0 or _SMALL < largest < _LARGE else 2.0 ** math.floor(math.log2(largest))
     if unit != 1.0:
@@ -90,7 +73,7 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) 
     # Distances do not change when both sets move together; small numbers cancel less.
     centre_D = (x_ND.mean(0) + y_MD.mean(0)) / 2
     x_centred_ND, y_centred_MD = x_ND - centre_D, y_MD - centre_D
-    x_norm_N, y_norm_M = x_centred_ND.square().sum(1), y_centred_MD.square().sum(1)
+    x_norm_N, y_norm_M = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x_centred_ND, y_centred_MD))
     squared_NM = product(x_centred_ND, y_centred_MD.mul_(-2).T, y_norm_M)
     del x_centred_ND, y_centred_MD
     step = max(1, block_elements // len(y_MD))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surgeon.transport.cost import distances, transposed_product
+from surgeon.transport.cost import distances, product
 from surgeon.transport.maps import Solution, TransportMap, TransportSettings
 from surgeon.transport.solving import check_rows, solve_cost
 
@@ -55,7 +55,7 @@ class HeadMap(TransportMap):
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (m, d)."""
         heads = weight_ND.to(self._scaled.dtype).reshape(len(self._scaled), -1)
-        return transposed_product(self._scaled, heads).reshape(self.m, *weight_ND.shape[1:])
+        return product(self._scaled.T, heads).reshape(self.m, *weight_ND.shape[1:])
 
     def align_columns(self, weight_RN: Tensor) -> Tensor:
         """s · W · T, (r, m)."""
@@ -94,7 +94,7 @@ def head_maps(
     within = _map_within(query_NN.view(n_kv_heads, group, n_kv_heads, group), query_rows, settings)
     shared = torch.einsum("gahb,gahb->gh", within.plans, query_NN.view(n_kv_heads, group, n_kv_heads, group))
     squared = (key_GG + group * shared) / (key_rows + group * query_rows)
-    between = solve_cost(lambda: squared.sqrt(), settings)
+    between = solve_cost(lambda: squared.T.sqrt().contiguous(), settings)
     groups = between.matrix().double()
     heads = (groups[:, None, :, None] * within.plans).reshape(n_heads, n_heads)
     dtype = torch.float64 if source.query.dtype == torch.float64 else torch.float32
@@ -129,7 +129,7 @@ def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) ->
     iterations, converged = 0, True
     for g in range(groups):
         for h in range(groups):
-            solved = solve_cost(cost_GAGA[g, :, h].clone, inner)
+            solved = solve_cost(cost_GAGA[g, :, h].T.contiguous().clone, inner)
             plans[g, :, h] = solved.matrix()
             iterations = max(iterations, solved.solution.iterations)
             converged = converged and solved.solution.converged

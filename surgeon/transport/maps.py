@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from surgeon.transport.cost import product, transposed_product
+from surgeon.transport.cost import product
 
 
 @dataclass(frozen=True)
@@ -105,24 +105,24 @@ class TransportMap(ABC):
 
 
 class DenseMap(TransportMap):
-    """s · T in one buffer, which this map owns from then on."""
+    """s · Tᵀ, (m, n), in one buffer, which this map owns from then on: both products read it row by row."""
 
-    def __init__(self, scaled_NM: Tensor, *, factor: float, solution: Solution) -> None:
+    def __init__(self, scaled_MN: Tensor, *, factor: float, solution: Solution) -> None:
         self.solution = solution
-        self._scaled = scaled_NM
+        self._scaled = scaled_MN
         self._factor = factor
 
     def align_rows(self, weight_ND: Tensor) -> Tensor:
         """s · Tᵀ · W, (m, d)."""
-        return transposed_product(self._scaled, weight_ND.to(self._scaled.dtype))
+        return product(self._scaled, weight_ND.to(self._scaled.dtype))
 
     def align_columns(self, weight_RN: Tensor) -> Tensor:
         """s · W · T, (r, m)."""
-        return product(weight_RN.to(self._scaled.dtype), self._scaled)
+        return product(weight_RN.to(self._scaled.dtype), self._scaled.T)
 
     def matrix(self) -> Tensor:
         """T itself, (n, m)."""
-        return self._scaled / self._factor
+        return (self._scaled / self._factor).T.contiguous()
 
 
 class AssignmentMap(TransportMap):

@@ -42,13 +42,13 @@ class Passes:
 def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     f_N = torch.empty_like(cost_NM[:, 0])
     shift_M = torch.full_like(g_M, math.inf)
-    for rows in _blocks(cost_NM):
+    for rows in blocks(cost_NM):
         block = cost_NM[rows]
         block -= g_M
         f_N[rows] = block.amin(1)
         block -= f_N[rows, None]
         torch.minimum(shift_M, block.amin(0), out=shift_M)
-    for rows in _blocks(cost_NM):
+    for rows in blocks(cost_NM):
         cost_NM[rows].sub_(shift_M).mul_(-1 / epsilon).exp_()
     return f_N, shift_M
 
@@ -57,7 +57,7 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     n = len(kernel_NM)
     # float64, as it sums many blocks.
     column_sum_M = torch.zeros_like(v_M, dtype=torch.float64)
-    for rows in _blocks(kernel_NM, _SWEEP_BLOCK, _SWEEP_PIECES):
+    for rows in blocks(kernel_NM, _SWEEP_BLOCK, _SWEEP_PIECES):
         block = kernel_NM[rows]
         column_sum_M += block.T @ (block @ v_M).mul_(n).reciprocal_()
     return column_sum_M
@@ -70,7 +70,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     row_mass_N = torch.zeros_like(kernel_NM[:, 0], dtype=torch.float64)
     u_N = torch.zeros_like(row_mass_N)
     log_kernel = torch.zeros((), dtype=torch.float64, device=v_M.device)
-    for rows in _blocks(kernel_NM):
+    for rows in blocks(kernel_NM):
         block = kernel_NM[rows]
         u = (block @ v_M).mul_(n).reciprocal_()
         # log 0, where there is no mass, must not become 0 · ∞.
@@ -86,7 +86,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     return Sums(u_N, row_mass_N, column_mass_M, log_kernel)
 
 
-def _blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
+def blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
     """Row blocks of at least `elements` elements, and at most about `pieces` blocks."""
     n, m = matrix.shape
     step = max(1, elements // m, -(-n // pieces))

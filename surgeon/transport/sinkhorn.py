@@ -1,4 +1,7 @@
-"""Entropic transport: a stabilised Sinkhorn with Anderson acceleration, in one buffer."""
+"""Entropic transport: a stabilised Sinkhorn with Anderson acceleration, in one buffer.
+
+The buffer is held as (m, n), the target's rows first: Tᵀ · W and W · T then read it row by row, as products do best.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surgeon.transport.maps import DenseMap, Solution
-from surgeon.transport.passes import TORCH, Passes
+from surgeon.transport.passes import TORCH, Passes, blocks
 
 _MEMORY = 8
 
@@ -33,24 +36,24 @@ class Anderson:
         """Drop the history: the next step is a plain one."""
         self._count = 0
 
-    def step(self, x_M: Tensor, residual_M: Tensor) -> Tensor:
+    def step(self, x_N: Tensor, residual_N: Tensor) -> Tensor:
         """The next iterate, from x, F(x) − x and the last few steps."""
         known = min(self._count, _MEMORY)
         if known:
-            residual_change = self._residuals[:known] - residual_M
-            change = self._iterates[:known] - x_M
+            residual_change = self._residuals[:known] - residual_N
+            change = self._iterates[:known] - x_N
             scale = residual_change.norm(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float64).tiny)
             basis = residual_change / scale
             gram = basis @ basis.T
             gram.diagonal().add_(_RIDGE)
             # `solve_ex` without checks does not wait for the device; the caller checks the error of its result.
-            weights, _ = torch.linalg.solve_ex(gram, -(basis @ residual_M))
-            following: Tensor = x_M + residual_M + (weights / scale[:, 0]) @ (change + residual_change)
+            weights, _ = torch.linalg.solve_ex(gram, -(basis @ residual_N))
+            following: Tensor = x_N + residual_N + (weights / scale[:, 0]) @ (change + residual_change)
         else:
-            following = x_M + residual_M
+            following = x_N + residual_N
         slot = self._count % _MEMORY
-        self._iterates[slot] = x_M
-        self._residuals[slot] = residual_M
+        self._iterates[slot] = x_N
+        self._residuals[slot] = residual_N
         self._count += 1
         return following
 
@@ -61,9 +64,13 @@ _ABSORB_AT = 30.0
 _CUT_AT = 40.0
 
 # The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
-# saves fewer passes over K than recomputing the cost takes.
-_FIRST_EPSILON = 0.01
+# saves fewer passes over K than recomputing the cost takes. At the first ε no entry of K is below e^-64, so that the
+# second stage finds the cost in K.
+_FIRST_EPSILON = 1 / 64
 _EPSILON_STEP = 8.0
+
+# K ≥ this everywhere: no entry has lost digits or become 0, and C = f + g − ε log K.
+_WHOLE_KERNEL = 1e-30
 _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
 
@@ -80,15 +87,15 @@ _CHECK_EVERY_ON_DEVICE = 10
 
 @dataclass
 class _State:
-    """K in place of the cost; references f, g in the unit of the scaled cost; x = log v in float64.
+    """K in place of the cost; references f, g in the unit of the scaled cost; x = log v of K's columns, in float64.
 
     In float32 the rounding of x alone, whose size is that of a logarithm, would move the sums by more than 1e-6.
     """
 
-    kernel_NM: Tensor
-    f_N: Tensor
-    g_M: Tensor
-    x_M: Tensor
+    kernel_MN: Tensor
+    f_M: Tensor
+    g_N: Tensor
+    x_N: Tensor
     passes: Passes
 
 
@@ -103,25 +110,24 @@ def sinkhorn(
 ) -> DenseMap:
     """Solve for the cost that `make_cost` returns (each call must compute it again: its buffer is overwritten).
 
-    `make_cost` gives C / unit, (n, m); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
+    `make_cost` gives Cᵀ / unit, (m, n); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
     applied times `factor`. Where `tolerance` is not reached within `max_iterations`, the solution says so; no error.
     """
-    cost_NM = make_cost()
-    n, m = cost_NM.shape
-    lowest, highest = (float(end) for end in torch.aminmax(cost_NM))
+    cost_MN = make_cost()
+    m, n = cost_MN.shape
+    lowest, highest = (float(end) for end in torch.aminmax(cost_MN))
     stages = schedule(highest - lowest, reg)
     if max_iterations < len(stages):
         stages = [reg]
-    g_M = torch.zeros_like(cost_NM[0])
-    state = _State(cost_NM, cost_NM[:, 0], g_M, g_M.double(), passes_for(cost_NM))
-    _make_kernel(state, cost_NM, stages[0])
-    state.x_M.zero_()
+    g_N = torch.zeros_like(cost_MN[0])
+    state = _State(cost_MN, cost_MN[:, 0], g_N, g_N.double(), passes_for(cost_MN))
+    _make_kernel(state, cost_MN, stages[0])
+    state.x_N.zero_()
     iterations = 0
     for stage, epsilon in enumerate(stages):
         final = stage == len(stages) - 1
         if stage:
-            _absorb(state, stages[stage - 1])
-            _make_kernel(state, _fresh(state, make_cost), epsilon)
+            _remake_kernel(state, make_cost, stages[stage - 1], epsilon)
         left = max_iterations - iterations - (len(stages) - 1 - stage)
         iterations += _iterate(
             state,
@@ -141,7 +147,7 @@ def sinkhorn(
         entropy=entropy,
         cost=cost * unit,
     )
-    return DenseMap(state.kernel_NM, factor=factor, solution=solution)
+    return DenseMap(state.kernel_MN, factor=factor, solution=solution)
 
 
 def schedule(spread: float, reg: float) -> list[float]:
@@ -156,94 +162,107 @@ def schedule(spread: float, reg: float) -> list[float]:
 
 def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
     """The cost, computed again; the old kernel is freed first, so that there is one buffer of this size at a time."""
-    state.kernel_NM = state.kernel_NM.new_empty(0)
+    state.kernel_MN = state.kernel_MN.new_empty(0)
     return make_cost()
 
 
-def _make_kernel(state: _State, cost_NM: Tensor, epsilon: float) -> None:
+def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: float, following: float) -> None:
+    """What x has become moves into the reference g, and K is made anew for the next ε."""
+    cost_MN = _recovered(state, make_cost, epsilon)
+    state.g_N = (state.g_N + epsilon * state.x_N).to(state.g_N.dtype)
+    state.x_N = torch.zeros_like(state.x_N)
+    _make_kernel(state, cost_MN, following)
+
+
+def _recovered(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -> Tensor:
+    """The cost out of the kernel, which loses ε · 1e-7 · (1 + |log K|), or computed again where entries are lost."""
+    kernel_MN = state.kernel_MN
+    if float(kernel_MN.amin()) < _WHOLE_KERNEL:
+        return _fresh(state, make_cost)
+    for rows in blocks(kernel_MN):
+        kernel_MN[rows].log_().mul_(-epsilon).add_(state.f_M[rows, None]).add_(state.g_N)
+    return kernel_MN
+
+
+def _make_kernel(state: _State, cost_MN: Tensor, epsilon: float) -> None:
     """K = exp(−(C − f − g)/ε) in place of the cost, f and g moved until each row and column reaches one.
 
     x is shifted by the opposite of g's shift, so that the scaling of the columns does not change.
     """
-    state.f_N, shift_M = state.passes.make_kernel(cost_NM, state.g_M, epsilon)
-    state.kernel_NM = cost_NM
-    state.g_M = state.g_M + shift_M
-    state.x_M = (shift_M.double() / -epsilon).clamp_(min=-_ABSORB_AT / 2)
+    state.f_M, shift_N = state.passes.make_kernel(cost_MN, state.g_N, epsilon)
+    state.kernel_MN = cost_MN
+    state.g_N = state.g_N + shift_N
+    state.x_N = (shift_N.double() / -epsilon).clamp_(min=-_ABSORB_AT / 2)
 
 
 def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, most: int, target: float) -> int:
     """Move x until the column sums are within `target` in L1, and once more plainly; returns the passes."""
-    m = len(state.x_M)
-    every = _CHECK_EVERY_ON_DEVICE if state.kernel_NM.is_cuda else 1
-    history = Anderson(m, device=state.x_M.device)
+    n = len(state.x_N)
+    every = _CHECK_EVERY_ON_DEVICE if state.kernel_MN.is_cuda else 1
+    history = Anderson(n, device=state.x_N.device)
     best, since_best = math.inf, 0
-    best_x = state.x_M
+    best_x = state.x_N
     for iteration in range(1, most + 1):
-        plain_M = state.passes.sweep(state.kernel_NM, _scaling(state)).log_().add_(math.log(m)).neg_()
+        plain_N = state.passes.sweep(state.kernel_MN, _scaling(state)).log_().add_(math.log(n)).neg_()
         if iteration % every and iteration < most:
-            state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
+            state.x_N = history.step(state.x_N, plain_N - state.x_N).clamp_(-_CUT_AT, _CUT_AT)
             continue
-        # |1/m − v_j (Kᵀu)_j|, summed: the mass that the plain update changes.
-        error = float(torch.expm1(state.x_M - plain_M).abs_().mean())
+        # |1/n − v_j (Kᵀu)_j|, summed: the mass that the plain update changes.
+        error = float(torch.expm1(state.x_N - plain_N).abs_().mean())
         if error <= target:
-            state.x_M = plain_M
+            state.x_N = plain_N
             return iteration
         since_best = 0 if error < 0.9 * best else since_best + every
         if iteration == most or (best < _NEAR_ROUNDING and since_best >= _STAGNANT):
-            state.x_M = plain_M if error <= best else best_x
+            state.x_N = plain_N if error <= best else best_x
             return iteration
         if not error <= _WORSE * best:
             history.forget()
-            state.x_M = best_x
+            state.x_N = best_x
             best = math.inf
             continue
         if error < best:
-            best, best_x = error, plain_M
-        if float(state.x_M.abs().max()) > _ABSORB_AT:
-            state.x_M = plain_M
-            _absorb(state, epsilon)
-            _make_kernel(state, _fresh(state, make_cost), epsilon)
+            best, best_x = error, plain_N
+        if float(state.x_N.abs().max()) > _ABSORB_AT:
+            state.x_N = plain_N
+            _remake_kernel(state, make_cost, epsilon, epsilon)
             history.forget()
-            best, best_x = math.inf, state.x_M
+            best, best_x = math.inf, state.x_N
             continue
-        state.x_M = history.step(state.x_M, plain_M - state.x_M).clamp_(-_CUT_AT, _CUT_AT)
+        state.x_N = history.step(state.x_N, plain_N - state.x_N).clamp_(-_CUT_AT, _CUT_AT)
     return most
-
-
-def _absorb(state: _State, epsilon: float) -> None:
-    state.g_M = (state.g_M + epsilon * state.x_M).to(state.g_M.dtype)
-    state.x_M = torch.zeros_like(state.x_M)
 
 
 def _scaling(state: _State) -> Tensor:
     """The scaling v = e^x of the columns, in K's dtype."""
-    return state.x_M.exp().to(state.g_M.dtype)
+    return state.x_N.exp().to(state.g_N.dtype)
 
 
 def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float, float, float]:
-    """`factor` · T in place of K; returns T's entropy, cost and marginal errors.
+    """`factor` · Tᵀ in place of K; returns T's entropy, cost and marginal errors, of rows and of columns.
 
     With log T = log u + log K + log v and C = f + g − ε log K wherever there is mass, both follow from the row
-    sums, the column sums and Σ T log K.
+    sums, the column sums and Σ T log K. A row of the buffer is a column of T.
     """
-    n, m = state.kernel_NM.shape
-    sums = state.passes.finish(state.kernel_NM, _scaling(state), factor)
+    m, n = state.kernel_MN.shape
+    sums = state.passes.finish(state.kernel_MN, _scaling(state), factor)
+    mass_M, mass_N = sums.row_mass_N, sums.column_mass_M
     shared = float(sums.log_kernel)
-    entropy = -float(sums.row_mass_N @ sums.u_N.log() + sums.column_mass_M @ state.x_M) - shared
-    cost = float(sums.row_mass_N @ state.f_N.double() + sums.column_mass_M @ state.g_M.double()) - epsilon * shared
-    row_error = float((sums.row_mass_N - 1 / n).abs().sum())
-    return entropy, cost, row_error, float((sums.column_mass_M - 1 / m).abs().sum())
+    entropy = -float(mass_M @ sums.u_N.log() + mass_N @ state.x_N) - shared
+    cost = float(mass_M @ state.f_M.double() + mass_N @ state.g_N.double()) - epsilon * shared
+    row_error = float((mass_N - 1 / n).abs().sum())
+    return entropy, cost, row_error, float((mass_M - 1 / m).abs().sum())
 
 
-def passes_for(matrix_NM: Tensor) -> Passes:
+def passes_for(matrix: Tensor) -> Passes:
     """The fused passes where the matrix lies on a GPU that can run them, else torch's."""
-    fits = matrix_NM.is_cuda and matrix_NM.dtype == torch.float32 and matrix_NM.is_contiguous()
+    fits = matrix.is_cuda and matrix.dtype == torch.float32 and matrix.is_contiguous()
     if not fits or importlib.util.find_spec("triton") is None:
         return TORCH
     from surgeon.transport.fused import PASSES, WIDEST, block_of
 
-    block = block_of(matrix_NM.shape[1])
-    return PASSES if block <= WIDEST and _works(matrix_NM.device, block) else TORCH
+    block = block_of(matrix.shape[1])
+    return PASSES if block <= WIDEST and _works(matrix.device, block) else TORCH
 
 
 @functools.cache

@@ -50,8 +50,8 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
         entropy=float(-(mass * np.log(mass)).sum()),
         cost=float((plan * host).sum()) * unit,
     )
-    scaled = torch.from_numpy(plan * factor).to(cost_NM.device, cost_NM.dtype)
-    return DenseMap(scaled, factor=factor, solution=solution)
+    scaled_MN = torch.from_numpy((plan * factor).T.copy()).to(cost_NM.device, cost_NM.dtype)
+    return DenseMap(scaled_MN, factor=factor, solution=solution)
 
 
 # Size of the cost's temporaries, in elements, after memory ran out once.
@@ -94,7 +94,7 @@ def solve(
 
 
 def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> TransportMap:
-    """The map for a finite cost (n, m) that `make_cost` returns; each call must compute it again.
+    """The map for a finite cost that `make_cost` returns as Cᵀ, (m, n); each call must compute it again.
 
     For costs other than Euclidean distances between rows, for which there is `solve`.
     """
@@ -108,9 +108,9 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
             unit = float(cost.mean())
     # All rows are equal: the scale would be 0, and every map costs the same.
     unit = unit or 1.0
-    factor = settings.factor(cost.shape[1])
+    factor = settings.factor(len(cost))
     if settings.solver == "emd":
-        return exact(cost.div_(unit), unit=unit, factor=factor, tolerance=settings.tolerance)
+        return exact(cost.div_(unit).T, unit=unit, factor=factor, tolerance=settings.tolerance)
     first = [cost]
     del cost
 
@@ -130,7 +130,7 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
 
 
 def _solve(source: Tensor, target: Tensor, settings: TransportSettings, blocks: dict[str, int]) -> TransportMap:
-    return solve_cost(lambda: distances(source, target, **blocks), settings)
+    return solve_cost(lambda: distances(target, source, **blocks), settings)
 
 
 def check_rows(source: Tensor, target: Tensor) -> None:
@@ -140,7 +140,7 @@ def check_rows(source: Tensor, target: Tensor) -> None:
             raise ValueError(f"the {name} must be a matrix with rows and columns, not of shape {tuple(rows.shape)}")
         if not rows.is_floating_point():
             raise ValueError(f"the {name} must hold floating-point numbers, not {rows.dtype}")
-        if not bool(torch.isfinite(rows).all()):
+        if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(rows)).tolist()):
             raise ValueError(f"the {name} holds values that are not finite")
     if source.shape[1] != target.shape[1]:
         raise ValueError(f"rows of {source.shape[1]} and of {target.shape[1]} numbers cannot be compared")

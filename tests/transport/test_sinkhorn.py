@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surgeon.transport import sinkhorn
+from surgeon.transport.cost import distances
 from surgeon.transport.maps import TransportSettings
 from surgeon.transport.sinkhorn import schedule
-from surgeon.transport.solving import solve
+from surgeon.transport.solving import solve, solve_cost
 from tests.transport.problems import PROBLEMS, cost64, permuted, pot_log, solved_by_pot, uneven
 
 # Powers of two near 1e-3 and 1e3: rows scaled by them are the same rows, to the last bit. Others are of norm 1 below.
@@ -127,10 +129,33 @@ def test_acceleration_beats_the_plain_iteration() -> None:
     assert log["err"][-1] > 1e-6
 
 
+@pytest.mark.parametrize(("reg", "computed"), [(0.06, 1), (0.008, 2)])
+def test_the_cost_is_computed_again_only_where_the_kernel_lost_it(
+    reg: float, computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages need one cost, three need two; what the kernel gives back leaves the plan where it was."""
+    source, target = uneven(80, 60, 40, norm=3.0)
+    cost = distances(target, source)
+    calls: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        calls.append(cost)
+        return cost.clone()
+
+    options = TransportSettings(reg=reg, tolerance=1e-7)
+    found = solve_cost(make, options)
+    assert len(calls) == computed
+    monkeypatch.setattr(sinkhorn, "_WHOLE_KERNEL", math.inf)
+    calls.clear()
+    again = solve_cost(make, options)
+    assert len(calls) == len(schedule(float(cost.max() - cost.min()), reg)) == computed + 1
+    assert np.abs(wide(found.matrix()) - wide(again.matrix())).max() * len(source) < 1e-4
+
+
 def test_schedule_ends_at_reg() -> None:
     assert schedule(1.0, 0.06) == [0.06]
     assert schedule(0.0, 0.06) == [0.06]
-    assert schedule(20.0, 0.06) == [0.2, 0.06]
+    assert schedule(20.0, 0.06) == [0.3125, 0.06]
     steps = schedule(3.0, 1e-4)
     assert steps[-1] == 1e-4
     assert all(first > second for first, second in itertools.pairwise(steps))
