@@ -363,19 +363,25 @@ def _by_trl(tried: Tried, train: Callable[[Any, Any, dict[str, Any]], str]) -> s
         return f"{told}; {len(moved)} of {len(names)} new tensors moved, {kept}"
 
 
-def trl_sft(tried: Tried) -> str:
+def trl_sft(tried: Tried, **more: Any) -> str:
     """Ten steps of TRL's SFTTrainer on what the surgery added."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     def train(model: Any, tokenizer: Any, common: dict[str, Any]) -> str:
         texts = Dataset.from_list([{"text": f"a plan and a base become a checkpoint {n}"} for n in range(32)])
-        made = SFTTrainer(model=model, args=SFTConfig(**common), train_dataset=texts, processing_class=tokenizer)
+        settings = SFTConfig(**common, **more)
+        made = SFTTrainer(model=model, args=settings, train_dataset=texts, processing_class=tokenizer)
         made.train()
         losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
         return f"loss {losses[0]:.2f} to {losses[-1]:.2f}"
 
     return _by_trl(tried, train)
+
+
+def trl_packed(tried: Tried) -> str:
+    """The same with its packing that cuts texts into whole rows; the other one needs flash attention."""
+    return trl_sft(tried, packing=True, packing_strategy="wrapped")
 
 
 def trl_dpo(tried: Tried) -> str:
@@ -460,6 +466,7 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
     "liger-kernel: rotation, head with loss": (liger, "liger-kernel"),
     "flex attention, not compiled": (flex_attention, "torch"),
     "TRL SFTTrainer": (trl_sft, "trl"),
+    "TRL SFTTrainer, packed (`wrapped`)": (trl_packed, "trl"),
     "TRL DPOTrainer": (trl_dpo, "trl"),
     "lm-eval's command": (lm_eval, "lm-eval"),
     "SGLang": (sglang, "sglang"),
