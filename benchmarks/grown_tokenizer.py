@@ -81,7 +81,8 @@ def kinds(size: int, texts: list[str], room: Path) -> Iterator[tuple[str, Path, 
 def grown(base: Path, rows: int, out: Path, how: str, asked: argparse.Namespace) -> int:
     """The tokenizer of `base` with more pieces, in `out`; how many."""
     from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.models.vocabulary import LearnedTokens, grow
+    from surgeon.models.vocabulary.grow import grow
+    from surgeon.models.vocabulary.learned import LearnedTokens
 
     folder = CheckpointFolder.open(base)
     keep = tuple(asked.keep) if how == "unseen" else ()

@@ -36,7 +36,9 @@ def vocabularies_of(
         return Vocabularies()
     number, tokens = wanted[0]
     # Of a second one the draft says why it is refused.
-    from surgeon.models.vocabulary import LearnedTokens, Listed, grow
+    from surgeon.models.vocabulary.asked import Listed
+    from surgeon.models.vocabulary.grow import grow
+    from surgeon.models.vocabulary.learned import LearnedTokens
 
     folder = Path(source).parent
     learned = LearnedTokens(_paths(folder, tokens.learn), tokens.count, _paths(folder, tokens.keep), tokens.how)

@@ -1,0 +1,1 @@
+"""Growing a tokenizer: learned pieces, whole words, and what they make of texts."""

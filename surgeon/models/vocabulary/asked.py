@@ -1,0 +1,188 @@
+"""Words that are asked for, each to be one token: with BPE also those on the way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from surgeon.checkpoint.tokenizer_files import NewToken
+from surgeon.errors import BadInput, printable
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.vocabulary.growing import BETTER, Maker, New, Old, bytes_of, with_characters
+
+# Words of a list that are asked of a tokenizer at once.
+_WORDS_AT_ONCE = 4096
+# Words of a list that are tokens already and are named in one line.
+_NAMED = 20
+# Characters of a word, as the vocabulary writes it: one that is asked for may be longer than one that is learned.
+_LONGEST = 1024
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Where words that are asked for stand: in the plan, or in a `file`, one on each of its `lines`."""
+
+    file: str = ""
+    lines: tuple[int, ...] = ()
+
+    def full(self, nth: int) -> str:
+        """Where a word stands."""
+        return f"{self.file}, line {self.lines[nth]}" if self.file else f"`tokens` {nth}"
+
+    def short(self, nth: int) -> str:
+        """Where a word stands, behind one of which all is said."""
+        return f"line {self.lines[nth]}" if self.file else str(nth)
+
+
+def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
+    """The words, less the space (or mark) before them where the tokenizer puts one before every text by itself.
+
+    With both, `▁▁word` would be made, which stands in no text but where there are two spaces.
+    """
+    (bare, spaced) = (found[0] if found else "" for found in tokenizer.cut(["a", " a"]))
+    if not (bare.startswith("▁") and spaced == f"▁{bare}"):
+        return list(wanted)
+    return [text[1:] if text[:1] in (" ", "▁") and text[1:].strip() else text for text in wanted]
+
+
+def asked(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> New:
+    """The tokens that make whole words: with BPE also those on the way to them."""
+    new = New()
+    maker = Maker(old, new, lambda _pair, _content: True, _LONGEST)
+    cut = list(_cut(tokenizer, wanted))
+    _check_new(old, cut, tokenizer, listed)
+    for nth, (text, found, ids) in enumerate(cut):
+        shown = f"{listed.full(nth)} ({printable(repr(text), 60)})"
+        if not text.strip():
+            raise BadInput(f"{shown}: empty; write a word, with the space before it where it has one")
+        if len(found) != 1:
+            raise BadInput(
+                f"{shown}: the tokenizer cuts it into {', '.join(printable(repr(word), 30) for word in found[:4])}"
+                " before it looks for tokens, so it cannot be one; give its parts"
+            )
+        word = found[0]
+        if any(character.isspace() for character in word):
+            raise BadInput(f"{shown}: has white space inside, which no new token may; give its parts")
+        if len(word) > _LONGEST:
+            raise BadInput(
+                f"{shown}: {len(word)} characters as the vocabulary writes it, of {_LONGEST} that a token may"
+                " have; give its parts"
+            )
+        # With BPE it may be on the way to an earlier one, but not by the merges that make it of its own pieces.
+        if old.read.kind == "BPE" or word not in new.contents:
+            _add_word(maker, word, ids, shown)
+    return new
+
+
+def _check_new(
+    old: Old,
+    cut: Sequence[tuple[str, list[str], list[int]]],
+    tokenizer: Tokenizer,
+    listed: Listed,
+) -> None:
+    """BadInput that names every text of a list that is a token already, or that the list has twice.
+
+    So that one edit leaves all of them out.
+    """
+    there: list[int] = []
+    twice: dict[int, int] = {}
+    words: dict[str, int] = {}
+    for nth, ((text, found, _), whole) in enumerate(
+        zip(cut, tokenizer.many([text for text, _, _ in cut]), strict=True)
+    ):
+        word = found[0] if len(found) == 1 else ""
+        # A special token is one whatever it would be cut into; what is not known is one token too.
+        if text.strip() and ((word and word in old.taken) or (len(whole) == 1 and whole[0] not in old.refused)):
+            there.append(nth)
+        elif word and words.setdefault(word, nth) != nth:
+            twice[nth] = words[word]
+
+    def rest(numbers: Sequence[int]) -> str:
+        if len(numbers) == 1:
+            return "; leave it out"
+        others = ", ".join(
+            f"{listed.short(nth)} ({printable(repr(cut[nth][0]), 30)})" for nth in numbers[1 : 1 + _NAMED]
+        )
+        more = f" and {len(numbers) - 1 - _NAMED} more" if len(numbers) > 1 + _NAMED else ""
+        return f", and so are {others}{more}; leave these {len(numbers)} out"
+
+    if there:
+        text, found, _ = cut[there[0]]
+        as_written = f" ({printable(repr(found[0]), 60)})" if len(found) == 1 and found[0] != text else ""
+        raise BadInput(
+            f"{listed.full(there[0])} ({printable(repr(text), 60)}): already a token{as_written}{rest(there)}"
+        )
+    if twice:
+        nth, first = next(iter(twice.items()))
+        raise BadInput(
+            f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): given before, as the tokenizer makes the same"
+            f" token of {listed.full(first)}{rest(list(twice))}"
+        )
+
+
+def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[tuple[str, list[str], list[int]]]:
+    """Each text, what it is cut into, and the tokens of that where it is one word."""
+    for begin in range(0, len(texts), _WORDS_AT_ONCE):
+        part = texts[begin : begin + _WORDS_AT_ONCE]
+        cut = tokenizer.cut(part)
+        pieces = iter(tokenizer.pieces([found[0] for found in cut if len(found) == 1]))
+        for text, found in zip(part, cut, strict=True):
+            yield text, found, next(pieces) if len(found) == 1 else []
+
+
+def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
+    old, new = maker.old, maker.new
+    if old.read.byte_tokens:
+        for character in dict.fromkeys(word):
+            made_of = bytes_of(old, character)
+            if character not in old.taken and character not in new.contents and made_of:
+                new.add(NewToken(character, score=old.lowest), made_of)
+        ids = with_characters(old, new, ids)
+    if old.read.kind == "WordPiece" and any(number in old.refused for number in ids):
+        # A word with an unknown character is unknown as a whole, so nothing is known of its pieces.
+        new.add(NewToken(word), ())
+        return
+    if any(number in old.refused for number in ids):
+        raise BadInput(f"{shown}: has a character that the tokenizer does not know; leave it out")
+    if old.read.kind != "BPE":
+        if word not in new.contents:
+            made_of = tuple(old_id for number in ids for old_id in maker.made_of(number))
+            new.add(NewToken(word, None, sum(map(maker.score, ids)) + BETTER), made_of)
+        return
+    while len(ids) > 1:
+        pairs = [(maker.content(one), maker.content(other)) for one, other in pairwise(ids)]
+        # As the tokenizer will: an earlier new merge is applied before a later one.
+        there = [at for at, pair in enumerate(pairs) if pair in new.merges]
+        if there:
+            at = min(there, key=lambda at: new.merges[pairs[at]])
+        else:
+            number = old.rows + len(new.tokens)
+            # A pair whose content is a token of other pieces already cannot make another token of that content.
+            found = next((n for n in range(len(pairs)) if maker.join(ids[n], ids[n + 1], number)), None)
+            if found is None:
+                raise BadInput(
+                    f"{shown}: none of its pieces {', '.join(repr(maker.content(number)) for number in ids[:8])} can be"
+                    " joined to a token that is not there already; leave it out"
+                )
+            at = found
+        ids[at : at + 2] = [old.rows + new.merges[pairs[at]]]
+
+
+def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
+    """BadInput where a word that was asked for is not one token, of an id from `rows` on."""
+    for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
+        if len(ids) == 1 and ids[0] < rows:
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
+                f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
+                " out"
+            )
+        if len(ids) != 1:
+            parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
+            parts += ", …" if len(ids) > 4 else ""
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): still {len(ids)} tokens ({parts}): an"
+                " added token of the base or other words of the list take a part of it; put it before them, or leave"
+                " it out"
+            )

@@ -1,0 +1,120 @@
+"""Growing a tokenizer: which tokens to add, the files that have them, and what that makes of texts.
+
+Learned pieces of a BPE go in as merges behind all old ones. By default only pairs that never occur in the segmentation
+of a text that is to stay as it is: then every word of it is cut as before. `added_tokens` are never used: they are
+matched before words are cut, and decode as they are written, so that accents come out as their bytes' characters.
+
+A WordPiece takes the longest piece that it knows: there a new piece is refused where it would match in a word that is
+to stay. A Unigram weighs all pieces of a word at once and keeps no such promise: what changes is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
+from surgeon.errors import BadInput, printable
+from surgeon.models.tokenizer import Tokenizer, open_tokenizer
+from surgeon.models.vocabulary.asked import Listed, asked, check_words, marked_once
+from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.learned import LearnedTokens, learned
+from surgeon.models.vocabulary.texts import measured_text, named
+
+_OF_THE_PLAN = Listed()
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A growth: the facts, the new files by name, and the contents of the new tokens in the order of their ids."""
+
+    facts: GrownVocabulary
+    files: Mapping[str, bytes]
+    tokens: tuple[str, ...]
+
+
+def grow(
+    base: CheckpointFolder,
+    wanted: Sequence[str] | LearnedTokens,
+    *,
+    rows: int,
+    measure: Sequence[Path] = (),
+    listed: Listed = _OF_THE_PLAN,
+) -> Grown:
+    """The growth of the tokenizer in `base`, whose model has `rows` rows of embeddings, by the tokens `wanted`.
+
+    `measure` are texts on which is measured what changes, beside those of `wanted`. `listed` says where words stand.
+    Raises BadInput for a base without a tokenizer.json, with more tokens than rows, of a kind that cannot grow, and for
+    tokens that cannot be added.
+    """
+    if TOKENIZER_FILE not in base.side_files:
+        raise BadInput(
+            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary grows in it; save the tokenizer with"
+            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
+        )
+    files = {name: base.read_side_file(name) for name in base.side_files}
+    old = Old(TokenizerJson.parse(files[TOKENIZER_FILE]), base.source.shown, rows)
+    with _opened(files, base) as tokenizer:
+        old.ask(tokenizer)
+        if isinstance(wanted, LearnedTokens):
+            new = learned(old, tokenizer, wanted)
+            texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
+            how = {
+                "unseen": f"pairs that never occur in {named(wanted.keep)}",
+                "appended": "every pair, behind the old merges",
+                "non_ascii": "pairs with a byte beyond ASCII",
+            }[wanted.how]
+        else:
+            wanted = marked_once(tokenizer, wanted)
+            new = asked(old, tokenizer, wanted, listed)
+            texts, how = [("measured", tuple(measure))], "the words asked for"
+        grown, inserted = grown_files(files, old.taken, rows, new.tokens)
+        with _opened(files | grown, base) as after:
+            _check_ids(old, new.tokens, after)
+            if not isinstance(wanted, LearnedTokens):
+                check_words(wanted, after, rows, listed)
+            measured = tuple(measured_text(use, paths, tokenizer, after) for use, paths in texts if paths)
+    facts = GrownVocabulary(
+        kind="byte-level BPE" if old.read.byte_level else old.read.kind,
+        how=how,
+        rows=rows,
+        made_of=tuple(new.made_of),
+        inserted=inserted,
+        measured=measured,
+    )
+    return Grown(facts, grown, tuple(token.content for token in new.tokens))
+
+
+def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
+    """BadInput where transformers gives an old or a new token another id than it should have."""
+    found = after.vocabulary()
+    wanted = old.taken | {token.content: old.rows + nth for nth, token in enumerate(tokens)}
+    for content, number in wanted.items():
+        if found.get(content) != number:
+            raise BadInput(
+                f"{old.shown}: with more tokens, {printable(repr(content), 40)} would have the id"
+                f" {found.get(content)} in place of {number}: transformers makes this tokenizer otherwise than"
+                f" {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
+            )
+
+
+@contextlib.contextmanager
+def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
+    """The tokenizer that transformers makes of side files. Raises BadInput where it makes none, or a slow one."""
+    with tempfile.TemporaryDirectory(prefix="surgeon-tokenizer-") as room:
+        folder = Path(room) / "tokenizer"
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        hint = base.source.small("config.json", max_bytes=1 << 24)
+        (folder / "config.json").write_bytes(hint)
+        tokenizer, why_not = open_tokenizer(folder)
+        if tokenizer is None or not tokenizer.is_fast:
+            why = (why_not or f"it is not made of {TOKENIZER_FILE}").replace(str(folder), base.source.shown)
+            raise BadInput(f"{base.source.shown}: its vocabulary cannot grow: {why}")
+        yield tokenizer

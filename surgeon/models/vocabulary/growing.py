@@ -1,0 +1,144 @@
+"""A tokenizer as it was, and the tokens that are to be added to it, made of old ones pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from surgeon.checkpoint.tokenizer_files import NewToken, TokenizerJson
+from surgeon.errors import BadInput, printable
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.vocabulary.learner import Pair
+
+# What a new piece of a Unigram is better by than the pieces that it is made of.
+BETTER = 1e-4
+
+
+@dataclass
+class Old:
+    """A tokenizer as it was: its file, and its whole vocabulary."""
+
+    read: TokenizerJson
+    shown: str
+    rows: int
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def ask(self, tokenizer: Tokenizer) -> None:
+        """Take the whole vocabulary from the tokenizer that transformers makes of the files. Raises BadInput."""
+        self.taken = tokenizer.vocabulary() | dict(self.read.vocabulary)
+        content, highest = max(self.taken.items(), key=lambda entry: entry[1])
+        if highest >= self.rows:
+            raise BadInput(
+                f"{self.shown}: its tokenizer gives {printable(repr(content), 40)} the id {highest}, the embedding has"
+                f" only {self.rows} rows (ids 0 to {self.rows - 1}); use the model's own tokenizer, or add a row first"
+            )
+
+    @cached_property
+    def contents(self) -> dict[int, str]:
+        """The contents of the model's own tokens, by id."""
+        return {number: content for content, number in self.read.vocabulary.items()}
+
+    @cached_property
+    def lowest(self) -> float:
+        """Of a Unigram the lowest score: what a character costs at most that has a token of its own."""
+        return min(self.read.scores.values(), default=0.0)
+
+    @cached_property
+    def refused(self) -> set[int]:
+        """Tokens that no piece is made of: single bytes of a fallback, which decode by themselves, and unknown ones."""
+        unknown = self.read.model.get("unk_token")
+        number = self.read.model.get("unk_id") if self.read.kind == "Unigram" else self.taken.get(str(unknown))
+        return {*self.read.byte_tokens, *([number] if isinstance(number, int) else [])}
+
+
+@dataclass
+class New:
+    """The tokens to add, in the order of their ids, and the old ids that each is made of."""
+
+    tokens: list[NewToken] = field(default_factory=list)
+    made_of: list[tuple[int, ...]] = field(default_factory=list)
+    contents: set[str] = field(default_factory=set)
+    # The number of the token that a merge makes, counted from 0.
+    merges: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, token: NewToken, made_of: tuple[int, ...]) -> None:
+        """One more."""
+        if token.merge is not None:
+            self.merges[token.merge] = len(self.tokens)
+        self.tokens.append(token)
+        self.made_of.append(made_of)
+        self.contents.add(token.content)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes tokens of pairs, where that is allowed."""
+
+    old: Old
+    new: New
+    allowed: Callable[[Pair, str], bool]
+    longest: int
+
+    def content(self, number: int) -> str:
+        """The content of an old or a new token."""
+        return self.old.contents[number] if number < self.old.rows else self.new.tokens[number - self.old.rows].content
+
+    def made_of(self, number: int) -> tuple[int, ...]:
+        """The old ids that a token is made of: of an old one itself."""
+        return (number,) if number < self.old.rows else self.new.made_of[number - self.old.rows]
+
+    def join(self, one: int, other: int, _new: int) -> bool:
+        """Add the token that a pair makes; False where it is not allowed."""
+        if one in self.old.refused or other in self.old.refused:
+            return False
+        read = self.old.read
+        first, second = self.content(one), self.content(other)
+        content = first + second.removeprefix(read.prefix)
+        if (
+            len(content) > self.longest
+            or content in self.old.taken
+            or content in self.new.contents
+            or any(each.isspace() for each in content)
+            or not self.allowed((one, other), content)
+        ):
+            return False
+        made_of = (*self.made_of(one), *self.made_of(other))
+        merge = (first, second) if read.kind == "BPE" else None
+        self.new.add(NewToken(content, merge, self.score(one) + self.score(other) + BETTER), made_of)
+        return True
+
+    def score(self, number: int) -> float:
+        """The score of an old or a new token of a Unigram; 0 elsewhere."""
+        if number < self.old.rows:
+            return self.old.read.scores.get(self.old.contents[number], 0.0)
+        return self.new.tokens[number - self.old.rows].score
+
+
+def with_characters(old: Old, new: New, ids: Sequence[int]) -> list[int]:
+    """A segmented word in which the bytes of new characters are those characters."""
+    made: list[int] = []
+    known = {made_of: old.rows + nth for nth, made_of in enumerate(new.made_of)}
+    byte_tokens = old.read.byte_tokens
+    at = 0
+    while at < len(ids):
+        length = _length_of(byte_tokens.get(ids[at]))
+        number = known.get(tuple(ids[at : at + length]))
+        if number is None:
+            made += ids[at : at + length]
+        else:
+            made.append(number)
+        at += length
+    return made
+
+
+def _length_of(first: int | None) -> int:
+    """Bytes of a character of UTF-8, by its first byte; 1 where it is none."""
+    return 1 if first is None or first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+
+
+def bytes_of(old: Old, character: str) -> tuple[int, ...]:
+    """The tokens of a character's bytes; none where one has no token."""
+    tokens = {byte: number for number, byte in old.read.byte_tokens.items()}
+    encoded = character.encode()
+    return tuple(tokens[byte] for byte in encoded) if all(byte in tokens for byte in encoded) else ()

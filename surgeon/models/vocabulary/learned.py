@@ -1,0 +1,127 @@
+"""Pieces learned from texts: which pairs may go in, and characters that a byte fallback writes by their bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from surgeon.checkpoint.tokenizer_files import NewToken
+from surgeon.errors import BadInput
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.vocabulary.growing import Maker, New, Old, bytes_of, with_characters
+from surgeon.models.vocabulary.learner import Pair, learn_merges, pairs_in
+from surgeon.models.vocabulary.texts import counted_words, named, segmented_words
+
+How = Literal["unseen", "appended", "non_ascii"]
+
+# Characters of a piece, as the vocabulary writes it: a word at most.
+_LONGEST = 64
+# Characters that a SentencePiece-like BPE lacks get a token where they occur this often; at most half of all.
+_LEAST_CHARACTER = 10
+
+
+@dataclass(frozen=True)
+class LearnedTokens:
+    """What is asked for: `count` pieces learned from `learn`, of which `how` says which may go in; `keep` stays."""
+
+    learn: tuple[Path, ...]
+    count: int
+    keep: tuple[Path, ...]
+    how: How
+
+
+def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens) -> New:
+    """The pieces to add, in the order in which they are learned. Raises BadInput where there is none."""
+    counted = counted_words(tokenizer, wanted.learn)
+    new = New()
+    words = segmented_words(tokenizer, counted)
+    kept_words = counted_words(tokenizer, wanted.keep) if wanted.how == "unseen" else Counter()
+    if old.read.byte_tokens:
+        _add_characters(old, new, counted, set("".join(kept_words)), wanted)
+        words = {word: with_characters(old, new, ids) for word, ids in words.items()}
+    allowed = _allowed(old, wanted.how, kept_words, segmented_words(tokenizer, kept_words))
+    maker = Maker(old, new, allowed, _LONGEST)
+    found = learn_merges(
+        [(ids, counted[word]) for word, ids in words.items() if len(ids) > 1],
+        wanted.count - len(new.tokens),
+        first=old.rows + len(new.tokens),
+        joined=maker.join,
+    )
+    if not found and not new.tokens:
+        raise BadInput(
+            f"{named(wanted.learn)}: no pair in it occurs twice that may be joined, so there is nothing to add; give"
+            " more text, or another `how`"
+        )
+    return new
+
+
+def _allowed(
+    old: Old, how: How, kept: Mapping[str, int], segmented: Mapping[str, Sequence[int]]
+) -> Callable[[Pair, str], bool]:
+    """Whether a pair, which makes a content, may go in."""
+    if how == "appended":
+        return lambda _pair, _content: True
+    if how == "non_ascii":
+        return lambda _pair, content: _beyond_ascii(content, byte_level=old.read.byte_level)
+    if old.read.kind == "WordPiece":
+        blocked = _matched(old, segmented)
+        return lambda _pair, content: content not in blocked
+    pairs = pairs_in(segmented.values())
+    # Where a word that is a token is taken whole, whatever merges would make of it.
+    whole = set(kept) if old.read.model.get("ignore_merges") else set()
+    return lambda pair, content: pair not in pairs and content not in whole
+
+
+def _beyond_ascii(content: str, *, byte_level: bool) -> bool:
+    """Whether the bytes that a piece stands for are not all ASCII."""
+    if byte_level:
+        return any(character in _HIGH_BYTES for character in content)
+    return any(ord(character) > 127 and character != "▁" for character in content)
+
+
+def _high_bytes() -> frozenset[str]:
+    """The characters by which GPT-2's table writes bytes from 128 on (openai/gpt-2, encoder.py)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in shown]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
+    return frozenset(table[byte] for byte in range(128, 256))
+
+
+_HIGH_BYTES = _high_bytes()
+
+
+def _matched(old: Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
+    """Of a WordPiece, the pieces that would be taken in one of these words in the place of a shorter one."""
+    found: set[str] = set()
+    for word, ids in segmented.items():
+        at = 0
+        for number in ids:
+            content = old.contents.get(number, "")
+            length = len(content.removeprefix(old.read.prefix)) if at else len(content)
+            prefix = old.read.prefix if at else ""
+            found.update(f"{prefix}{word[at:end]}" for end in range(at + length + 1, len(word) + 1))
+            at += length
+    return found
+
+
+def _add_characters(old: Old, new: New, counted: Mapping[str, int], kept: set[str], wanted: LearnedTokens) -> None:
+    """The most frequent characters that a BPE with a byte fallback lacks; with `unseen` none that `keep` has."""
+    often: Counter[str] = Counter()
+    for word, number in counted.items():
+        for character in word:
+            often[character] += number
+    missing = [
+        (number, character)
+        for character, number in often.items()
+        if character not in old.taken
+        and number >= _LEAST_CHARACTER
+        and not character.isspace()
+        and not (wanted.how == "unseen" and character in kept)
+        and (wanted.how != "non_ascii" or ord(character) > 127)
+        and bytes_of(old, character)
+    ]
+    for _, character in sorted(missing, key=lambda entry: (-entry[0], entry[1]))[: wanted.count // 2]:
+        new.add(NewToken(character, score=old.lowest), bytes_of(old, character))

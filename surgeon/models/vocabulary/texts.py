@@ -1,0 +1,89 @@
+"""Texts as a tokenizer cuts them: their words, and what a growth makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from surgeon.checkpoint.tokenizer_files import MeasuredText
+from surgeon.errors import printable
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.tokens import documents_of
+
+# Characters that are asked of a tokenizer at once, and of a text on which is measured what a growth makes of it.
+_AT_ONCE = 1 << 20
+_MEASURED = 1 << 21
+
+
+def counted_words(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[str]:
+    """The words of texts, and how often each occurs."""
+    counted: Counter[str] = Counter()
+    for batch in _batches(_texts(paths)):
+        counted.update(tokenizer.words(batch))
+    return counted
+
+
+def segmented_words(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+    """The ids of each word's pieces."""
+    found: dict[str, list[int]] = {}
+    for batch in _batches(iter(words)):
+        found |= zip(batch, tokenizer.pieces(batch), strict=True)
+    return found
+
+
+def _texts(paths: Sequence[Path]) -> Iterator[str]:
+    for path in paths:
+        yield from documents_of(path)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Texts in lists of about `_AT_ONCE` characters; a longer one is cut at ends of lines."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        for part in [text] if len(text) <= _AT_ONCE else text.splitlines(keepends=True):
+            batch.append(part)
+            size += len(part)
+            if size >= _AT_ONCE:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer) -> MeasuredText:
+    """What the growth makes of the beginning of a text, `_MEASURED` characters of it."""
+    left = _MEASURED
+    documents = unchanged = words = old_tokens = new_tokens = 0
+    for batch in _batches(_texts(paths)):
+        part = list(_within(batch, left))
+        for text, one, other in zip(part, before.many(part), after.many(part), strict=True):
+            documents += 1
+            unchanged += one == other
+            words += len(text.split())
+            old_tokens += len(one)
+            new_tokens += len(other)
+            left -= len(text)
+        if left <= 0:
+            break
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return MeasuredText(use, named(paths), digest.hexdigest(), documents, unchanged, words, old_tokens, new_tokens)
+
+
+def _within(batch: Sequence[str], left: int) -> Iterator[str]:
+    for text in batch:
+        if left <= 0:
+            return
+        yield text
+        left -= len(text)
+
+
+def named(paths: Sequence[Path]) -> str:
+    """The files' names, as a line shows them."""
+    return ", ".join(printable(path.name, 60) for path in paths)
