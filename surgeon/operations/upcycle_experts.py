@@ -1,6 +1,6 @@
 """`upcycle_experts`: the MLP of every layer becomes a mixture of experts (sparse upcycling, Komatsuzaki et al., 2023).
 
-The output is a class of transformers that mixes experts, found by building it (`surgeon/families/sparse.py`).
+The output is a class of transformers that mixes experts, found by building it (`surgeon/families/sparse/`).
 
 `form: shared`: the base's MLP is the expert that every token passes, and stays as it is; routed experts begin as copies
 of its gate and up with an output matrix of zeros. What they add is exactly zero, whatever the router says.
@@ -35,18 +35,10 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.sparse import (
-    TARGETS,
-    Dense,
-    Made,
-    Mixture,
-    NoTarget,
-    Take,
-    Target,
-    check_no_experts,
-    dense_of,
-    target_for,
-)
+from surgeon.families.sparse.dense import Dense, Mixture, Take, check_no_experts
+from surgeon.families.sparse.fit import NoTarget, dense_of, target_for
+from surgeon.families.sparse.target import Made, Target
+from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN

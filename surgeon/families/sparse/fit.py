@@ -1,0 +1,194 @@
+"""Which class holds a base: both are built, all tensors must fit, and a tiny twin must give the same logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.errors import BadInput, printable
+from surgeon.families.names import as_loaded, made_of
+from surgeon.families.skeleton import Skeleton, build
+from surgeon.families.sparse.dense import Dense, Form, Mixture
+from surgeon.families.sparse.target import Made, Target
+from surgeon.families.sparse.targets import TARGETS
+from surgeon.families.twin import one_thread, shrunk, twin_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Products of many experts at once (torch's grouped_mm) take rows of a multiple of 16 bytes: so many numbers of 16 bits.
+_GROUPED = 8
+# Of the twin's largest logit: what rounding makes of one function.
+_ROUNDING = 1e-4
+
+
+class NoTarget(BadInput):
+    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
+
+
+def dense_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> Dense:
+    """A base whose layers have tensors of these shapes, by suffix. Raises BadInput where its MLP makes no experts."""
+    dense = _dense(json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True))
+    if dense.width % mixture.segments:
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP; give a divisor"
+        )
+    return dense
+
+
+def target_for(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture, named: str | None = None
+) -> tuple[Target, Dense]:
+    """The class that holds a base as such a mixture, and the base; `named` is the one that a plan chooses.
+
+    `shapes` are of one layer, by suffix. Raises NoTarget where none of them does, with the reason of each.
+    """
+    told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
+    dense = dense_of(config, shapes, mixture)
+    asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
+
+    def why_not(target: Target) -> str:
+        uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
+        return _why_not(*told, target.model_type, mixture.segments) or (uneven if dense.width % _GROUPED else "")
+
+    # Of each reason the classes that it rules out.
+    reasons: dict[str, list[str]] = {}
+    for target in asked:
+        wrong = why_not(target)
+        if not wrong:
+            _check_segments(dense, mixture)
+            return target, dense
+        reasons.setdefault(wrong, []).append(target.model_type)
+    if not asked:
+        held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
+        raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
+    others = (t for t in TARGETS if t not in asked and not why_not(t))
+    other = next(others, None)
+    why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items())
+    raise NoTarget(
+        f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
+        f" experts in the place of its MLP ({why}); "
+        + (
+            "use `form: shared` without `target`, which brings modules of its own"
+            if other is None
+            else f"use `form: {other.form}` ({other.model_type})"
+        )
+    )
+
+
+def _check_segments(dense: Dense, mixture: Mixture) -> None:
+    """Raise BadInput for experts that are cut into pieces that transformers cannot multiply."""
+    width = dense.width // mixture.segments
+    if width % _GROUPED:
+        fitting = [n for n in range(2, mixture.segments) if dense.width % (n * _GROUPED) == 0]
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` makes experts of {width} neurons, and transformers multiplies those of"
+            f" a multiple of {_GROUPED}; give {max(fitting, default=1)}"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _dense(config: str, shapes: str) -> Dense:
+    told = json.loads(config)
+    return Dense.of(told, build(told), {suffix: tuple(shape) for suffix, shape in json.loads(shapes).items()})
+
+
+@functools.lru_cache(maxsize=64)
+def _why_not(config: str, shapes: str, model_type: str, segments: int) -> str:
+    """Why a class does not hold a base, in a few words; empty where it does."""
+    target = next(target for target in TARGETS if target.model_type == model_type)
+    told = json.loads(config)
+    # Few experts show it as many do.
+    mixture = Mixture(target.form, experts=4, top_k=2, segments=segments)
+    try:
+        dense = _dense(config, shapes)
+        skeleton, other = build(told), build(target.config(dense, mixture))
+        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told)
+    except BadInput as error:
+        return printable(str(error).removeprefix("config.json: "), 160)
+    except LOAD_FAILURES as error:
+        return printable(first_line(error), 160)
+
+
+def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, other: Skeleton) -> str:
+    """The first tensor of the class that nothing of the base's becomes, or the other way round; empty where all fit."""
+    stem = f"{skeleton.stack}.0."
+    planned = {name: tuple(v.shape) for name, v in _outer(skeleton).items()}
+    planned |= {f"{stem}{s}": shape for s, shape in dense.shapes.items() if s not in target.dropped(dense)}
+    planned |= {f"{stem}{made.suffix}": made.shape for made in target.layer(dense, mixture)}
+    wanted = {name: tuple(v.shape) for name, v in other.model.state_dict(keep_vars=True).items()}
+    inside = f"{other.stack}.0."
+    wanted = {n: shape for n, shape in wanted.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
+    found = made_of(other.model, planned)
+    numbers = dict.fromkeys((name for made in found.values() for name in made.names), 0)
+    for name, made in found.items():
+        target_name = made.names[0]
+        if target_name not in wanted:
+            return f"it has no {printable(name.removeprefix(stem))}"
+        if not made.converted and wanted[target_name] != planned[name]:
+            return f"its {printable(name.removeprefix(stem))} is {list(wanted[target_name])}, the base's another"
+        numbers[target_name] += math.prod(planned[name])
+    tied = set(other.model.all_tied_weights_keys)
+    odd = next((name for name, held in numbers.items() if held != math.prod(wanted[name])), None)
+    if odd is not None:
+        return f"its {printable(odd.removeprefix(inside))} is {list(wanted[odd])}, the base's of another size"
+    lacking = next((name for name in wanted if name not in numbers and name not in tied), None)
+    return "" if lacking is None else f"the base has nothing for its {printable(lacking.removeprefix(inside))}"
+
+
+def _outer(skeleton: Skeleton) -> dict[str, Any]:
+    """Tensors outside the layers."""
+    held: Mapping[str, Any] = skeleton.model.state_dict(keep_vars=True)
+    return {name: value for name, value in held.items() if not name.startswith(f"{skeleton.stack}.")}
+
+
+def _unlike(target: Target, config: Mapping[str, Any]) -> str:
+    """How a tiny twin of the base computes something else as this class; empty where it gives the same logits."""
+    import torch
+
+    mixture = Mixture(target.form, experts=4, top_k=2)
+    with one_thread(), quiet_transformers(), torch.no_grad():
+        twin = twin_of(config)
+        small = shrunk(config)
+        held: dict[str, Tensor] = {name: value.detach() for name, value in twin.model.state_dict().items()}
+        stem = f"{twin.stack}."
+        shapes = {n.removeprefix(f"{stem}0."): tuple(v.shape) for n, v in held.items() if n.startswith(f"{stem}0.")}
+        dense = Dense.of(small, twin, shapes)
+        tensors = {name: value for name, value in held.items() if not name.startswith(stem)}
+        draws = torch.Generator().manual_seed(0)
+        for index in range(len(twin.layers)):
+            own = {s: held[f"{stem}{index}.{s}"] for s in shapes}
+            tensors |= {f"{stem}{index}.{s}": v for s, v in own.items() if s not in target.dropped(dense)}
+            for made in target.layer(dense, mixture):
+                if made.role != "bias":
+                    tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, own, target.form, draws)
+        with torch.random.fork_rng(devices=[]):
+            other = build(target.config(dense, mixture), buffers=True)
+        names = [name for name, _ in other.model.named_parameters()]
+        loaded = as_loaded(other.model, {name: value.contiguous() for name, value in tensors.items()}, names)
+        for name, value in loaded.items():
+            owner, _, key = name.rpartition(".")
+            other.model.get_submodule(owner)._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
+        other.model.tie_weights()
+        ids = torch.randint(int(twin.text.vocab_size), (2, 40), generator=draws)
+        one, two = (model.model.eval()(input_ids=ids, use_cache=False).logits for model in (twin, other))
+        apart = float((one - two).abs().max())
+    largest = float(one.abs().max())
+    if math.isfinite(apart) and apart <= _ROUNDING * largest:
+        return ""
+    return f"a tiny twin gives logits that differ by {apart:.2g}, the largest being {largest:.2g}"
+
+
+def _of_twin(made: Made, own: Mapping[str, Tensor], form: Form, draws: Any) -> Tensor:
+    """A tensor of a twin's layer, whose experts' outputs are zero beside a shared one."""
+    import torch
+
+    if made.role == "router":
+        return torch.randn(made.shape, generator=draws)
+    if made.role == "down" and form == "shared":
+        return torch.zeros(made.shape)
+    return torch.cat([own[take.suffix][take.start : take.stop] for take in made.takes]).reshape(made.shape)

@@ -1,0 +1,157 @@
+"""A class of transformers that mixes experts: its config.json, and the tensors of its layers, made of a base's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgeon.errors import BadInput
+from surgeon.families.sparse.dense import JOINT, KEY, QUERY, VALUE, Dense, Form, Mixture, Take
+
+# Half of a matrix has another kernel for its activation where its width is no multiple of this.
+_ALIGNED = 32
+# What every class means the same by. Of classes' own defaults none is trusted.
+_COMMON = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
+    *("tie_word_embeddings", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+_AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
+_ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+
+Role = Literal["kept", "inner", "down", "router", "bias"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of a layer of the mixture. `takes` are rows of the base's layer, one piece below the other.
+
+    `kept`: what the base computes with; `inner`: gate and up of experts; `down`: their output, which of the segment
+    `number` takes columns, `segments` of equal width; `router`: a row an expert; `bias`: a number an expert, zero.
+    `expert` is the number of the one expert that it belongs to; None: it holds all of them.
+    """
+
+    suffix: str
+    shape: tuple[int, ...]
+    role: Role
+    takes: tuple[Take, ...] = ()
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class of transformers that mixes experts, as its checkpoints name them.
+
+    `settings` are the fields of its config.json that are not every class's, of a base and a mixture; it raises BadInput
+    where no setting computes what the base does. `expert` and `shared` hold a place for the number and for the three
+    `words` of gate, up and down; of a class with `fused` ones `words` are those of gate and up in one, and of down.
+    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it.
+    """
+
+    model_type: str
+    architecture: str
+    form: Form
+    engines: str
+    router: str
+    expert: str
+    words: tuple[str, ...]
+    settings: Callable[[Dense, Mixture], dict[str, Any]]
+    shared: str = ""
+    bias: str = ""
+    fused: bool = False
+    balanced: bool = True
+
+    def config(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
+        """The config.json of the mixture. Raises BadInput where the class cannot compute what the base does."""
+        full, written = dense.full, dense.config
+        made: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        made |= {key: written.get(key, full.get(key)) for key in _COMMON}
+        made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
+        if made["rms_norm_eps"] is None:
+            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
+        heads, kv_heads = dense.heads
+        made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dense.head_dim}
+        made |= {key: written[key] for key in _AS_WRITTEN if key in written}
+        made |= _rope(dense)
+        made["attention_bias"] = any(s.endswith(("q_proj.bias", "qkv_proj.bias")) for s in dense.shapes)
+        # Engines differ in which of the two they read.
+        made |= {"num_experts": mixture.count, "num_local_experts": mixture.count}
+        made["num_experts_per_tok"] = mixture.chosen
+        made |= self.settings(dense, mixture)
+        if self.balanced:
+            made |= {"output_router_logits": mixture.balance > 0, "router_aux_loss_coef": mixture.balance}
+        return made
+
+    def exact(self, dense: Dense) -> bool:
+        """Whether the base's own MLP is computed as in the base, to the bit."""
+        return self.form == "shared" and (self.fused == dense.fused or dense.width % _ALIGNED == 0)
+
+    def layer(self, dense: Dense, mixture: Mixture) -> list[Made]:
+        """The tensors of a layer that are not the base's under their own names."""
+        made: list[Made] = []
+        if JOINT in dense.shapes:
+            for role, suffix in (("query", QUERY), ("key", KEY), ("value", VALUE)):
+                made.append(_kept(suffix, dense.hidden, dense.source(role)))
+        gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
+        if self.shared and self.fused:
+            inner, outer = (self.shared.format(word) for word in self.words)
+            made += [_kept(inner, dense.hidden, gate, up), _kept(outer, dense.width, down)]
+        elif self.shared:
+            for word, take in zip(self.words, (gate, up, down), strict=True):
+                columns = dense.width if take is down else dense.hidden
+                made.append(_kept(self.shared.format(word), columns, take))
+        made.append(Made(self.router, (mixture.count, dense.hidden), "router"))
+        if self.bias:
+            made.append(Made(self.bias, (mixture.count,), "bias"))
+        return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
+
+    def dropped(self, dense: Dense) -> set[str]:
+        """Suffixes of the base's layer that the mixture has not under their own names."""
+        return {suffix for suffix in dense.shapes if suffix.startswith("mlp.") or suffix == JOINT}
+
+    def _experts(self, dense: Dense, mixture: Mixture) -> list[Made]:
+        made: list[Made] = []
+        width = dense.width // mixture.segments
+        for expert in range(mixture.count):
+            segment = expert % mixture.segments
+            for word, role in zip(self.words, ("gate", "up", "down"), strict=True):
+                suffix, take = self.expert.format(expert, word), dense.source(role)
+                if role == "down":
+                    made.append(Made(suffix, (dense.hidden, width), "down", (take,), expert))
+                else:
+                    takes = (take.part(segment, mixture.segments),)
+                    made.append(Made(suffix, (width, dense.hidden), "inner", takes, expert))
+        return made
+
+    def _stacked(self, dense: Dense, mixture: Mixture) -> list[Made]:
+        inner, outer = (self.expert.format(word) for word in self.words)
+        width = dense.width // mixture.segments
+        gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
+        takes = tuple(
+            take.part(expert % mixture.segments, mixture.segments)
+            for expert in range(mixture.count)
+            for take in (gate, up)
+        )
+        return [
+            Made(inner, (mixture.count, 2 * width, dense.hidden), "inner", takes),
+            Made(outer, (mixture.count, dense.hidden, width), "down", (down,) * mixture.count),
+        ]
+
+
+def _kept(suffix: str, columns: int, *takes: Take) -> Made:
+    rows = sum(take.stop - take.start for take in takes)
+    return Made(suffix, (rows, columns), "kept", takes)
+
+
+def _rope(dense: Dense) -> dict[str, Any]:
+    """The base's fields of rotary embeddings in its own words, with none left to a class's default."""
+    made = {key: dense.config[key] for key in _ROPE if key in dense.config}
+    full = dense.full.get("rope_parameters") or {}
+    if "rope_parameters" not in made and "rope_theta" in full:
+        made.setdefault("rope_theta", full["rope_theta"])
+    share = full.get("partial_rotary_factor", dense.full.get("partial_rotary_factor"))
+    made["partial_rotary_factor"] = 1.0 if share is None else share
+    if isinstance(made.get("rope_parameters"), Mapping):
+        made["rope_parameters"] = {**made["rope_parameters"], "partial_rotary_factor": made["partial_rotary_factor"]}
+    return made

@@ -1,0 +1,173 @@
+"""The classes that are known, and the settings by which each would compute something else than its base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgeon.errors import BadInput
+from surgeon.families.sparse.dense import Dense, Mixture
+from surgeon.families.sparse.target import Target
+
+
+def _without_window(dense: Dense) -> None:
+    if dense.window is not None:
+        raise BadInput(f"it has no attention window, and the base one of {dense.window} tokens; use another `target`")
+
+
+def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Of the classes whose routers are sigmoids with a bias that chooses, as DeepSeek-V3's."""
+    return {
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "n_routed_experts": mixture.count,
+        "n_shared_experts": mixture.segments,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        # Of one expert the weight would be 1 whatever its router says, which then never learns.
+        "norm_topk_prob": mixture.chosen > 1,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _glm4_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    _without_window(dense)
+    normed = "self_attn.q_norm.weight" in dense.shapes
+    return _sigmoid(dense, mixture) | {"use_qk_norm": normed, "num_nextn_predict_layers": 0}
+
+
+def _dots1(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    layers, types = dense.full["num_hidden_layers"], dense.full.get("layer_types")
+    try:
+        window = dense.window
+    except BadInput:
+        window, own = dense.full["sliding_window"], types
+    else:
+        own = ["full_attention" if window is None else "sliding_attention"] * layers
+    return _sigmoid(dense, mixture) | {"sliding_window": window, "max_window_layers": layers, "layer_types": own}
+
+
+def _mixtral(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    width = dense.width // mixture.segments
+    return {"intermediate_size": width, "sliding_window": dense.window, "router_jitter_noise": 0.0}
+
+
+def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    window = dense.window
+    return {
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def _granite(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    _without_window(dense)
+    full = dense.full
+    made = {
+        "embedding_multiplier": full.get("embedding_multiplier", 1.0),
+        "residual_multiplier": full.get("residual_multiplier", 1.0),
+        "logits_scaling": full.get("logits_scaling", 1.0),
+        "attention_multiplier": full.get("attention_multiplier", dense.head_dim**-0.5),
+        "intermediate_size": dense.width // mixture.segments,
+    }
+    return made | ({"shared_intermediate_size": dense.width} if mixture.form == "shared" else {})
+
+
+def _flex_olmo(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    _without_window(dense)
+    return {"intermediate_size": dense.width // mixture.segments, "norm_topk_prob": True}
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_LINEAR = ("input_linear", "output_linear")
+_EXPERT = "mlp.experts.{}.{}.weight"
+_SHARED = "mlp.shared_experts.{}.weight"
+_BIAS = "mlp.gate.e_score_correction_bias"
+_STACKED = "block_sparse_moe.{}.weight"
+_STACKED_ROUTER = "block_sparse_moe.router.layer.weight"
+
+# In the order in which they are tried.
+TARGETS: tuple[Target, ...] = (
+    Target(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        "shared",
+        "llama.cpp, vLLM",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _glm4_moe,
+        shared=_SHARED,
+        bias=_BIAS,
+        balanced=False,
+    ),
+    Target(
+        "dots1",
+        "Dots1ForCausalLM",
+        "shared",
+        "llama.cpp, vLLM",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _dots1,
+        shared=_SHARED,
+        bias=_BIAS,
+        balanced=False,
+    ),
+    Target(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        "shared",
+        "vLLM",
+        _STACKED_ROUTER,
+        _STACKED,
+        _LINEAR,
+        _granite,
+        shared="shared_mlp.{}.weight",
+        fused=True,
+    ),
+    Target(
+        "mixtral",
+        "MixtralForCausalLM",
+        "copies",
+        "llama.cpp, vLLM",
+        "block_sparse_moe.gate.weight",
+        "block_sparse_moe.experts.{}.{}.weight",
+        ("w1", "w3", "w2"),
+        _mixtral,
+    ),
+    Target(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "copies",
+        "llama.cpp, vLLM",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _qwen3_moe,
+    ),
+    Target(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        "copies",
+        "llama.cpp, vLLM",
+        _STACKED_ROUTER,
+        _STACKED,
+        _LINEAR,
+        _granite,
+        fused=True,
+    ),
+    Target(
+        "flex_olmo",
+        "FlexOlmoForCausalLM",
+        "copies",
+        "vLLM",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _flex_olmo,
+    ),
+)
