@@ -2,5 +2,5 @@
 
 A class holds a base where it computes the same with the base's own tensors. That is not looked up: both are built, the
 names and shapes of all tensors must fit, and a tiny twin of the base must give the same logits in the other class.
-What each class calls its experts on disk, and the settings by which it would compute something else, stand in `targets`.
+What each class calls its experts on disk, and the settings by which it would compute something else: `targets`.
 """
