@@ -48,14 +48,14 @@ _CANCELLED = 1e-2
 # Where more pairs of a block than this, and this share of it, must be recomputed, its product in float64 is cheaper.
 _MANY, _MANY_SHARE = 1000, 1 / 64
 
-# Numbers in a row block; without a bound given, large results are cut into no more pieces than so many.
-_BLOCK_ELEMENTS, _PIECES = 1 << 22, 16
+# Numbers in a row block.
+_BLOCK_ELEMENTS = 1 << 22
 
 # Rows whose largest entry is outside these would leave the floats when squared.
 _LARGE, _SMALL = 2.0**30, 2.0**-30
 
 
-def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) -> Tensor:
+def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMENTS) -> Tensor:
     """‖x_i − y_j‖₂ as an (n, m) tensor in the dtype of both (float32 or float64).
 
     In float32 every entry agrees with a float64 computation to about 1e-5 relative, near-equal rows included
@@ -63,8 +63,6 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int | None = None) 
     result, a centred copy of the inputs, and a few blocks of `block_elements` numbers. Raises ValueError where a
     distance is beyond the dtype's range.
     """
-    if block_elements is None:
-        block_elements = max(_BLOCK_ELEMENTS, len(x_ND) * len(y_MD) // _PIECES)
     largest = max(abs(float(end)) for rows in (x_ND, y_MD) for end in torch.aminmax(rows))
     # A power of two: scaling by it rounds nothing.
     unit = 1.0 if largest == 0 or _SMALL < largest < _LARGE else 2.0 ** math.floor(math.log2(largest))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 # Elements of K processed at a time: by a sweep, which uses a block twice while it is in cache; by the steps that make
-# K and T, whose blocks should be larger. A large matrix is cut into at most about so many pieces.
-_SWEEP_BLOCK, _SWEEP_PIECES = 1 << 20, 64
-_BLOCK, _PIECES = 1 << 22, 16
+# K and T. Their temporaries stay below what the allocator takes from the system, and clears, each time (32 MiB).
+_SWEEP_BLOCK = 1 << 20
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     n = len(kernel_NM)
     # float64, as it sums many blocks.
     column_sum_M = torch.zeros_like(v_M, dtype=torch.float64)
-    for rows in blocks(kernel_NM, _SWEEP_BLOCK, _SWEEP_PIECES):
+    for rows in blocks(kernel_NM, _SWEEP_BLOCK):
         block = kernel_NM[rows]
         column_sum_M += block.T @ (block @ v_M).mul_(n).reciprocal_()
     return column_sum_M
@@ -86,11 +86,10 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     return Sums(u_N, row_mass_N, column_mass_M, log_kernel)
 
 
-def blocks(matrix: Tensor, elements: int = _BLOCK, pieces: int = _PIECES) -> list[slice]:
-    """Row blocks of at least `elements` elements, and at most about `pieces` blocks."""
-    n, m = matrix.shape
-    step = max(1, elements // m, -(-n // pieces))
-    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+def blocks(matrix: Tensor, elements: int = _BLOCK) -> list[slice]:
+    """Row blocks of at most `elements` elements, or of one row."""
+    step = max(1, elements // matrix.shape[1])
+    return [slice(start, start + step) for start in range(0, len(matrix), step)]
 
 
 TORCH = Passes(_make_kernel, _sweep, _finish)
