@@ -217,12 +217,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (needs 15 GB)")
     parser.add_argument("--mergekit", help="path of mergekit-yaml (pip install mergekit), to compare with")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fusion", action="store_true", help="OT fusion alone; the rest stays as it is recorded")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     base = arguments.work / "base-1b"
     make_base(base)
-    help_seconds = start_up()
-    writers = compare_writers(arguments.work, base, arguments.mergekit, arguments.rounds)
+    if arguments.fusion:
+        known = json.loads((RESULTS / "depth_growth.json").read_text())
+        help_seconds, writers = known["help_seconds"], [Measured(**one) for one in known["writers"]]
+    else:
+        help_seconds = start_up()
+        writers = compare_writers(arguments.work, base, arguments.mergekit, arguments.rounds)
     fused, stages = fuse(arguments.work, base)
     text = table(writers, fused, stages, help_seconds)
     print(text)
