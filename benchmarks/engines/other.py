@@ -200,6 +200,16 @@ def quanto_int8(tried: Tried) -> str:
     return difference(tried.load(quantization_config=QuantoConfig(weights="int8")), tried.load(), tried)
 
 
+def quanto_but_slots(tried: Tried) -> str:
+    """The same with modules that hold PMoE's slots left as they are."""
+    from transformers import QuantoConfig
+
+    plain = tried.load()
+    held = {name.partition(".slots.")[0].rpartition(".")[2] for name, _ in plain.named_modules() if ".slots." in name}
+    settings = QuantoConfig(weights="int8", modules_to_not_convert=sorted(held) or None)
+    return difference(tried.load(quantization_config=settings), plain, tried)
+
+
 def bitsandbytes_8(tried: Tried) -> str:
     """LLM.int8 by bitsandbytes, at loading."""
     from transformers import BitsAndBytesConfig
@@ -457,6 +467,7 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
     "pipeline": (pipeline, "transformers"),
     "torchao int8": (torchao_int8, "torchao"),
     "quanto int8": (quanto_int8, "optimum-quanto"),
+    "quanto int8, but modules with slots": (quanto_but_slots, "optimum-quanto"),
     "bitsandbytes 8 bits": (bitsandbytes_8, "bitsandbytes"),
     "bitsandbytes 4 bits": (bitsandbytes_4, "bitsandbytes"),
     "torch.export": (torch_export, "torch"),

@@ -221,7 +221,8 @@ def check_sites(model: nn.Module) -> None:
         if found != expected:
             raise ValueError(
                 f"{name or 'the model'} has {_listed(found)} after loading; the config describes"
-                f" {_listed(expected)}: something replaced them"
+                f" {_listed(expected)}: something replaced them; a quantiser leaves what its `modules_to_not_convert`"
+                " names: give it the modules that hold them"
             )
 
 
