@@ -27,6 +27,9 @@ from surgeon.compare.order import Run, rates_of, wanted
 from surgeon.compare.records import Record, losses_of
 from surgeon.compare.specs import Claim, MethodSpec, Remedy, Study
 
+# A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
+_LEARNED = 0.1
+
 
 @dataclass(frozen=True)
 class Point:
@@ -45,7 +48,8 @@ class Row:
 
     `against` is the mean difference in original loss at equal new loss (negative: this one forgets less), None of full
     fine-tuning itself and where the two have no new loss in common. `area` is that between frontier and the base's
-    corner, over the new losses that all rows reach. `best` has the smallest sum of both losses, seeds in the mean.
+    corner, over the new losses that all rows reach but those that hardly learn, which have none. `best` has the
+    smallest sum of both losses, seeds in the mean.
     `steps` are those of a finished run; where runs have equal bytes they differ from row to row.
     """
 
@@ -226,18 +230,36 @@ def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
 def _rows(study: Study, records: Mapping[Run, Record], losses: Mapping[Run, Pair], corner: Pair) -> list[Row]:
     made = [_row(study, method, remedy, records, losses) for method, remedy in study.entries]
     full = {row.remedy: row for row in made if row.kind == "full"}
-    # What every row reaches: beyond it an area would be of other things for each.
-    reached = [min(x for x, _ in frontier) for row in made for seed in row.seeds() if (frontier := row.frontier(seed))]
-    level = max(reached, default=math.inf)
+    level = _level(made, corner)
     rows = []
     for row in made:
         against = shared = None
         if (peer := full.get(row.remedy)) is not None and peer.method != row.method:
             against = between(row, peer)
             shared = common_range(row.mean_frontier(), peer.mean_frontier())
-        areas = [area(row.frontier(seed), corner, level) for seed in row.seeds() if level < corner[0]]
+        frontiers = _frontiers(row)
+        # Of a seed more that stopped short the row has no area either: a mean would be of other losses.
+        whole = level is not None and all(frontier[0][0] <= level for frontier in frontiers)
+        areas = [area(frontier, corner, level) for frontier in frontiers] if whole and level is not None else []
         rows.append(_changed(row, against=against, shared=shared, area=interval(areas)))
     return rows
+
+
+def _level(rows: Sequence[Row], corner: Pair) -> float | None:
+    """The new loss that every row reaches which learns something; beyond it an area would be of other things for each.
+
+    None where nothing was learned.
+    """
+    reached = [max(frontier[0][0] for frontier in frontiers) for row in rows if (frontiers := _frontiers(row))]
+    lowest = min(reached, default=math.inf)
+    if lowest >= corner[0]:
+        return None
+    return max(new for new in reached if corner[0] - new >= _LEARNED * (corner[0] - lowest))
+
+
+def _frontiers(row: Row) -> list[list[Pair]]:
+    """Of each seed that has a point."""
+    return [frontier for seed in row.seeds() if (frontier := row.frontier(seed))]
 
 
 def _changed(row: Row, **changes: Any) -> Row:

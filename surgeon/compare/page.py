@@ -158,7 +158,8 @@ def _methods(found: Findings) -> Markup:
             "p",
             "`forgets beside full` is the mean difference in original loss at equal new loss to full fine-tuning with"
             " the same remedy, over the new losses that both reach; negative: it forgets less. `area` lies between the"
-            " frontier and the base's corner, over the new losses that every row reaches; smaller is better.",
+            " frontier and the base's corner, over the new losses that every row reaches; smaller is better. A row"
+            " that learns less than a tenth of what the best one does has none.",
             class_="soft",
         ),
         *(el("p", note, class_="warn") for note in found.notes),

@@ -99,6 +99,20 @@ def test_noise_tells_nothing_apart_and_few_seeds_only_point(tmp_path: Path) -> N
     assert found.missing[0] == "full, recalled, seed 2: rates 0.0001, 0.0003, 0.001, 0.003" and len(found.missing) == 3
 
 
+def test_a_method_that_hardly_learns_has_no_area_and_leaves_the_others_theirs(tmp_path: Path) -> None:
+    records = records_of(3)
+    areas = [row.area for row in found_in(tmp_path, records).rows]
+    for run in records:
+        if run.method == "lost":
+            records[run] = record(4.9, 2.0)
+    full, kept, lost = found_in(tmp_path, records).rows
+    assert lost.area is None
+    assert [full.area, kept.area] == areas[:2]
+    # Nothing learned at all is no end of an area either.
+    untouched = {run: record(5.0, 2.0) for run in records}
+    assert [row.area for row in found_in(tmp_path, untouched).rows] == [None, None, None]
+
+
 def test_what_diverged_is_no_point_and_what_is_not_made_is_listed(tmp_path: Path) -> None:
     records = {run: held for run, held in records_of(1).items() if run.method != "lost"}
     records[Run("full", "recalled", 3e-3, 0)] = Record(None, diverged="step 3: the loss is nan")
