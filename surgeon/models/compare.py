@@ -29,6 +29,8 @@ ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1
 
 # Logits are compared in float64 a few rows at a time: about 8 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1_000_000
+# What models call the cache that they return.
+_CACHES = ("past_key_values", "cache_params", "state")
 _NO_TARGET = -100
 
 
@@ -238,22 +240,36 @@ def prefilled(model: Any, ids_BT: Tensor) -> Tensor:
     return logits_BTV
 
 
-def cached(model: Any, ids_BT: Tensor, cache: Any) -> Tensor:
-    """Logits (batch, 1, vocabulary) of the last of these tokens, which are put into a cache."""
+def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
+    """Logits (batch, 1, vocabulary) of the last of these tokens, which are put into a cache.
+
+    `cache` is given to the model by name; where it is empty, it takes what the model makes by itself.
+    """
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
     fewer = {"logits_to_keep": 1} if keeps else {}
     with running(model):
-        logits_BTV: Tensor = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, **fewer).logits
+        told = model(input_ids=ids_BT, use_cache=True, **cache, **fewer)
+    for name in list(cache) or _CACHES:
+        if (kept := getattr(told, name, None)) is not None:
+            cache[name] = kept
+    logits_BTV: Tensor = told.logits
     # A copy where there are more, so that those of the whole prefix are freed before the first step.
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
+
+
+def takes_dynamic_cache(model: Any) -> bool:
+    """Whether a model takes a DynamicCache; some take no cache but their own (MiniMax). transformers knows which."""
+    return bool(getattr(model, "_supports_default_dynamic_cache", lambda: True)())
 
 
 def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
     from transformers import DynamicCache
 
-    with running(model):
-        cache = DynamicCache(config=model.config)
+    cache: dict[str, Any] = {}
+    if takes_dynamic_cache(model):
+        with running(model):
+            cache["past_key_values"] = DynamicCache(config=model.config)
     yield cached(model, ids_BT[:, :-steps], cache)
     for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
         yield cached(model, step_B1, cache)

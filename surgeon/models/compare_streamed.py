@@ -29,6 +29,7 @@ from surgeon.models.compare import (
     decoded_targets,
     next_tokens,
     prefilled,
+    takes_dynamic_cache,
 )
 from surgeon.models.load import attention_of, running
 from surgeon.models.stored_matrix import multiply
@@ -192,7 +193,7 @@ class _Pair:
         for nth, piece in enumerate(pieces):
             yield (
                 [
-                    partial(_each, model, [partial(cached, model.module, piece, of_model[nth])])
+                    partial(_each, model, [partial(cached, model.module, piece, {"past_key_values": of_model[nth]})])
                     for model, of_model in zip(self.models, caches, strict=True)
                 ],
                 partial(self._compare, CACHED_DECODE, targets[nth : nth + 1]),
@@ -272,6 +273,8 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
 
     surgery = model.folder.config.get("surgery") if model.folder.classes == "shipped" else None
     if model.folder.classes == "own" or (isinstance(surgery, Mapping) and any(map(surgery.get, _KEEP_MORE))):
+        return []
+    if not takes_dynamic_cache(model.module):
         return []
     with running(model.module):
         found: list[Any] = [DynamicCache(config=model.module.config)]

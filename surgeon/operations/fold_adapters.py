@@ -71,6 +71,11 @@ def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
                 f"the adapter of layer {index} has a {gate} gate, one number for each token that multiplies what it"
                 " adds, and an FFN has none; only adapters with `gate: none` can be folded"
             )
+        if (activation := graft.entry.get("activation")) is not None:
+            raise BadInput(
+                f"the adapter of layer {index} names an activation of its own ({activation}), and an FFN has one for"
+                " all its neurons; only adapters without `activation` can be folded"
+            )
     check_free(draft, beside=("adapters",))
 
 

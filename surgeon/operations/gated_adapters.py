@@ -18,7 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, show_layers
 from surgeon.operations.sites import select_sites
-from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
+from surgeon.runtime.adapters_rules import ACTIVATIONS, ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 from surgeon.runtime.composition import FFN
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
@@ -89,6 +89,11 @@ class GatedAdapters(Operation):
             description="variance of the input matrices: 1/(d·L) (low_variance) or 2/d (he); the output matrix is zero"
         ),
     ] = "low_variance"
+    activation: Annotated[
+        str | None,
+        OneOf(lambda: ACTIVATIONS),
+        Field(description="the adapters' activation; default: the FFN's, needed where the config names none"),
+    ] = None
     local_loss: Annotated[
         Literal["default", "none"] | LocalLoss | list[LocalLoss],
         Field(description="default: l1 with a relu gate, cross_entropy with sigmoid, none without a gate; weight 0.01"),
@@ -126,7 +131,7 @@ class GatedAdapters(Operation):
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Attach the adapters and say what was matched and what is promised."""
         layers = select_sites(draft, self.layers, FFN)
-        _check_activation(draft)
+        self._check_activation(draft)
         before = draft.parameters()
         size = self.size or self._size(draft, len(layers), before)
         for layer in layers:
@@ -134,6 +139,8 @@ class GatedAdapters(Operation):
             if home.graft("adapters") is not None:
                 raise BadInput(f"layer {layer} has an adapter already; leave it out of `layers`")
             entry = {"size": size, "gate": self.gate, "init": self.init}
+            if self.activation is not None:
+                entry["activation"] = self.activation
             home.grafts.append(Graft("adapters", entry, self._tensors(draft, number, layer, size), number))
         self._set_losses(draft)
         share = (draft.parameters() - before) / before
@@ -143,6 +150,15 @@ class GatedAdapters(Operation):
             claim=Claim("exact", "the adapters' output matrices are zero"),
             trains="new",
         )
+
+    def _check_activation(self, draft: Draft) -> None:
+        """Raise BadInput where adapters could not have the backbone's activation, as nobody says which that is."""
+        derivation = draft.anatomy.derivation
+        if self.activation is None and derivation is not None and not derivation.activation:
+            raise BadInput(
+                f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could"
+                f" use; say which one adapters have by `activation` (one of {', '.join(ACTIVATIONS)})"
+            )
 
     def _size(self, draft: Draft, count: int, parameters: int) -> int:
         """Hidden size by which `count` adapters take the wanted share of the model's parameters."""
@@ -172,13 +188,3 @@ class GatedAdapters(Operation):
                 "local_loss `cross_entropy` needs a sigmoid gate at every adapter, and earlier ones have none"
             )
         draft.settings["local_loss"] = wanted
-
-
-def _check_activation(draft: Draft) -> None:
-    """Raise BadInput where adapters could not have the backbone's activation, as nobody says which that is."""
-    derivation = draft.anatomy.derivation
-    if derivation is not None and not derivation.activation:
-        raise BadInput(
-            f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could use;"
-            " use another operation"
-        )

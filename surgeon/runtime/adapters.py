@@ -80,8 +80,9 @@ class AdapterGraft(Graft, AdapterRules):
         """The adapter stands in the MLP. A trunk layer has a part in what its twin's adapter measures."""
         found: Adapters = surgery.of[self.name]
         if index in found.by_layer:
-            activation = getattr(config, layer.mlp.activation_field)
-            adapter = GatedAdapter(found.by_layer[index], config.hidden_size, surgery.trunk_layers, activation)
+            spec = found.by_layer[index]
+            activation = spec.activation or getattr(config, layer.mlp.activation_field)
+            adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
             layer.mlp.adapter, layer.mlp.local_loss = adapter, found.local_loss
         return index in found.by_layer
 

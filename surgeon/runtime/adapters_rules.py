@@ -24,20 +24,25 @@ VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda width, layers: 2 / width,
 }
 LOCAL_LOSSES = ("l1", "cross_entropy")
+# Of adapters beside an FFN whose own no config names.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One gated adapter of hidden size `size` parallel to the FFN of `layer`."""
+    """One gated adapter of hidden size `size` parallel to the FFN of `layer`; `activation` is empty for the FFN's."""
 
     layer: int
     size: int
     gate: str = "relu"
     init: str = "low_variance"
     frozen: bool = False
+    activation: str = ""
 
     def __post_init__(self) -> None:
         one_of("adapter gate", self.gate, GATES)
+        if self.activation:
+            one_of("adapter activation", self.activation, ACTIVATIONS)
         one_of("adapter init", self.init, VARIANCES)
         if self.size < 1:
             raise ValueError(

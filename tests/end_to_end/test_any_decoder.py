@@ -482,6 +482,16 @@ NO_PLACE = {
 }
 
 
+def test_adapters_take_the_activation_that_a_plan_names(tmp_path: Path) -> None:
+    """BLOOM's config names none: its GELU is written into the class."""
+    base, out = tiny_decoder(tmp_path / "base", "bloom"), tmp_path / "out"
+    operation = "{op: gated_adapters, size: 4, activation: gelu}"
+    surgeon.apply(surgeon.parse_plan(f"surgeon: 1\noperations:\n  - {operation}\n"), str(base), str(out))
+    assert surgeon.verify(str(base), str(out)).holds
+    entries = json.loads((out / "config.json").read_text())["surgery"]["adapters"]
+    assert {entry["activation"] for entry in entries} == {"gelu"}
+
+
 @pytest.mark.parametrize("case", NO_PLACE)
 def test_where_no_graft_can_stand_the_reason_is_said(case: str, tmp_path: Path) -> None:
     model_type, operation, words = NO_PLACE[case]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,23 @@ def test_a_cache_fault_shows_only_in_cached_decode(llama: Path) -> None:
     prefill, decode = compare_models(base, out, IDS)
     assert prefill.identical
     assert not decode.identical
+
+
+def test_a_model_that_takes_no_cache_but_its_own_is_compared() -> None:
+    """MiniMax refuses a DynamicCache and makes another by itself; a layer in the other's slot shows as elsewhere."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "block_size": 8}
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    config = MiniMaxConfig(**sizes, **heads, layer_types=kinds, num_local_experts=2, num_experts_per_tok=1)
+    torch.manual_seed(0)
+    base = MiniMaxForCausalLM(config).eval()
+    out = copy.deepcopy(base)
+    assert all(found.identical for found in compare_models(base, out, IDS))
+    out.model.layers[2].self_attn.layer_idx = 1
+    prefill, decode = compare_models(base, out, IDS)
+    assert prefill.identical and not decode.identical
 
 
 class Fixed:
