@@ -214,6 +214,7 @@ def test_a_promise_that_is_broken_is_found(tmp_path: Path) -> None:
 ADAPTER = {"op": "gated_adapters", "size": 4}
 REFUSED: dict[str, tuple[list[list[dict[str, Any]]], str]] = {
     "a gate": ([[ADAPTER], [FOLD]], "has a relu gate"),
+    "another activation": ([[ADAPTER | {"gate": "none", "activation": "relu"}], [FOLD]], "an activation of its own"),
     "no adapter": ([[FOLD]], "no adapter to fold"),
     "a twin": ([[ADAPTER | {"gate": "none"}], [{"op": "control_llm", "layers": [1]}], [FOLD]], "carries a graft"),
     "a slot": (
