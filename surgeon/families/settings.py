@@ -16,6 +16,8 @@ from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
 
 _DTYPES = ("auto", *(f"{prefix}{dtype.torch}" for prefix in ("", "torch.") for dtype in FLOAT_DTYPES.values()))
 _MOST_ROPE_FACTORS = 65_536
+# What the families here are released with: transformers, which takes seconds to import, is asked about others alone.
+_USUAL_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"})
 
 
 class _Kind(NamedTuple):
@@ -30,12 +32,21 @@ def _whole(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value <= LARGEST_SIZE
 
 
+def _activation(value: Any) -> bool:
+    if not isinstance(value, str) or value in _USUAL_ACTIVATIONS:
+        return isinstance(value, str)
+    from transformers.activations import ACT2FN
+
+    return value in ACT2FN
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
 _FLAG = _Kind("true or false", lambda value: type(value) is bool)
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
+_ACTIVATION = _Kind("the name of an activation that transformers has", _activation)
 _NAMES = _Kind("a list of names", lambda value: isinstance(value, list) and all(map(_NAME.fits, value)))
 _COUNT = _Kind("a whole number from 0 to 2^31", _whole)
 _POSITIONS = _Kind("a whole number from 1 to 2^31", lambda value: _whole(value, 1))
@@ -53,7 +64,8 @@ _ROPE = _Kind(
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("architectures",), _NAMES),
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "conv_act", "attn_implementation"), _NAME),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "conv_act"), _ACTIVATION),
+    **dict.fromkeys(("attn_implementation",), _NAME),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _POSITIONS),
     **dict.fromkeys(("sliding_window", "max_window_layers", "type_vocab_size"), _COUNT),

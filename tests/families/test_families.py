@@ -201,7 +201,7 @@ NONSENSE: dict[str, list[Any]] = {
     "rope_parameters": [3, "x", [1], {"factor": "\0", "x": {"y": {"z": 1}}}, {"factors": ["a"]}],
     "rope_scaling": [True, {"long_factor": [1, None]}],
     "rms_norm_eps": [-1, "1e-6", True, []],
-    "hidden_act": [3, ["silu"]],
+    "hidden_act": [3, ["silu"], "os.system", "\x1b[31m"],
     "layer_types": ["full_attention", ["full_attention"], [1] * 6, 0],
     "tie_word_embeddings": [0, "true", []],
     "attention_bias": ["no", 1, [True]],
