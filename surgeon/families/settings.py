@@ -16,8 +16,14 @@ from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
 
 _DTYPES = ("auto", *(f"{prefix}{dtype.torch}" for prefix in ("", "torch.") for dtype in FLOAT_DTYPES.values()))
 _MOST_ROPE_FACTORS = 65_536
-# What the families here are released with: transformers, which takes seconds to import, is asked about others alone.
-_USUAL_ACTIVATIONS = frozenset({"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"})
+# The names that transformers has (its ACT2FN), kept here since that takes seconds to import; a test compares them.
+# fmt: off
+ACTIVATIONS = frozenset({
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
+    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+})
+# fmt: on
 
 
 class _Kind(NamedTuple):
@@ -32,21 +38,15 @@ def _whole(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value <= LARGEST_SIZE
 
 
-def _activation(value: Any) -> bool:
-    if not isinstance(value, str) or value in _USUAL_ACTIVATIONS:
-        return isinstance(value, str)
-    from transformers.activations import ACT2FN
-
-    return value in ACT2FN
-
-
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
 _FLAG = _Kind("true or false", lambda value: type(value) is bool)
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
-_ACTIVATION = _Kind("the name of an activation that transformers has", _activation)
+_ACTIVATION = _Kind(
+    "the name of an activation that transformers has", lambda value: isinstance(value, str) and value in ACTIVATIONS
+)
 _NAMES = _Kind("a list of names", lambda value: isinstance(value, list) and all(map(_NAME.fits, value)))
 _COUNT = _Kind("a whole number from 0 to 2^31", _whole)
 _POSITIONS = _Kind("a whole number from 1 to 2^31", lambda value: _whole(value, 1))
