@@ -171,6 +171,8 @@ class _Builder:
             return False
         if _INT.fullmatch(text):
             return int(text)
+        if _LOOKS_NUMERIC.fullmatch(text) and text.lstrip("+-").isdigit() and text.lstrip("+-")[0] != "0":
+            raise BadInput(f"{self.shown}:{line}: the number `{printable(text, 60)}` has more than 19 digits; lower it")
         if _LOOKS_NUMERIC.fullmatch(text):
             raise BadInput(f"{self.shown}:{line}: write the number `{printable(text)}` in plain decimal digits")
         if _FLOAT.fullmatch(text):
@@ -377,9 +379,21 @@ def _problems(error: ValidationError, data: dict[str, Any]) -> list[ErrorDetails
 
 
 def _most_specific(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The one deepest in the file, unknown keys first."""
+    """The one deepest in the file, unknown keys first; a key that one form of a union knows is not unknown."""
     order = {"extra_forbidden": 0, "union_tag_invalid": 0}
-    return min(problems, key=lambda p: (order.get(p["type"], 1), -len(p["loc"])))
+    unknown_or_known = [p for p in problems if not _known_to_another(p, problems)]
+    return min(unknown_or_known, key=lambda p: (order.get(p["type"], 1), -len(p["loc"]), p["type"] == "missing"))
+
+
+def _known_to_another(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
+    """Whether a form of a union refuses a key that another form takes, which found its value wrong."""
+    if problem["type"] != "extra_forbidden":
+        return False
+    at = len(problem["loc"]) - 1
+    return any(
+        other["type"] not in ("extra_forbidden", "missing") and other["loc"][at : at + 1] == problem["loc"][at:]
+        for other in problems
+    )
 
 
 def _tried_at(data: Any, problem: ErrorDetails) -> Place:

@@ -16,6 +16,14 @@ from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
 
 _DTYPES = ("auto", *(f"{prefix}{dtype.torch}" for prefix in ("", "torch.") for dtype in FLOAT_DTYPES.values()))
 _MOST_ROPE_FACTORS = 65_536
+# The names that transformers has (its ACT2FN), kept here since that takes seconds to import; a test compares them.
+# fmt: off
+ACTIVATIONS = frozenset({
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
+    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+})
+# fmt: on
 
 
 class _Kind(NamedTuple):
@@ -36,6 +44,9 @@ def _number(value: Any) -> bool:
 
 _FLAG = _Kind("true or false", lambda value: type(value) is bool)
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
+_ACTIVATION = _Kind(
+    "the name of an activation that transformers has", lambda value: isinstance(value, str) and value in ACTIVATIONS
+)
 _NAMES = _Kind("a list of names", lambda value: isinstance(value, list) and all(map(_NAME.fits, value)))
 _COUNT = _Kind("a whole number from 0 to 2^31", _whole)
 _POSITIONS = _Kind("a whole number from 1 to 2^31", lambda value: _whole(value, 1))
@@ -53,7 +64,8 @@ _ROPE = _Kind(
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("architectures",), _NAMES),
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "conv_act", "attn_implementation"), _NAME),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "conv_act"), _ACTIVATION),
+    **dict.fromkeys(("attn_implementation",), _NAME),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _POSITIONS),
     **dict.fromkeys(("sliding_window", "max_window_layers", "type_vocab_size"), _COUNT),

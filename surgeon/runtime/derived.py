@@ -279,8 +279,11 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         with in_flow(flow):
             output = run(**given)
         if flow is not None:
+            # A model may fill the cache that it is given and not name it in its output (RecurrentGemma).
+            named = getattr(output, "past_key_values", None)
+            cache = given.get("past_key_values") if named is None else named
             for graft in crossing:
-                graft.close(self, flow, getattr(output, "past_key_values", None))
+                graft.close(self, flow, cache)
         return output
 
 

@@ -646,6 +646,14 @@ def test_a_part_of_a_period_stays_at_the_top(tmp_path: Path) -> None:
     assert [layer.like for layer in shown.blueprint.layers] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
 
 
+def test_a_cache_that_the_output_does_not_name(tmp_path: Path) -> None:
+    """RecurrentGemma fills the cache it is given and returns none: earlier choices are kept in it all the same."""
+    base = tiny_decoder(tmp_path / "base", "recurrent_gemma", layers=3)
+    states = surgeon.parse_plan("surgeon: 1\noperations:\n  - {op: mixture_of_control, rank: 2}\n")
+    surgeon.apply(states, base, tmp_path / "out")
+    assert surgeon.verify(base, tmp_path / "out", window=16, windows=1).identical
+
+
 def _shape(folder: Path) -> None:
     shard = min(folder.glob("*.safetensors"))
     held = load_file(shard)

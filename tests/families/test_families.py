@@ -17,7 +17,7 @@ from surgeon.errors import BadInput
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import native_config
 from surgeon.families.dissect import dissect
-from surgeon.families.settings import check_settings
+from surgeon.families.settings import ACTIVATIONS, check_settings
 from tests import tiny
 
 # Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
@@ -201,7 +201,7 @@ NONSENSE: dict[str, list[Any]] = {
     "rope_parameters": [3, "x", [1], {"factor": "\0", "x": {"y": {"z": 1}}}, {"factors": ["a"]}],
     "rope_scaling": [True, {"long_factor": [1, None]}],
     "rms_norm_eps": [-1, "1e-6", True, []],
-    "hidden_act": [3, ["silu"]],
+    "hidden_act": [3, ["silu"], "os.system", "\x1b[31m"],
     "layer_types": ["full_attention", ["full_attention"], [1] * 6, 0],
     "tie_word_embeddings": [0, "true", []],
     "attention_bias": ["no", 1, [True]],
@@ -224,6 +224,13 @@ def test_settings_of_another_kind(tmp_path: Path) -> None:
         for value in values:
             with pytest.raises(BadInput, match=rf"config.json: .*`{key}`.*; use the model's own config.json"):
                 dissect(folder.config | {key: value}, folder.tensors)
+
+
+def test_activations_are_transformers_own() -> None:
+    """Older versions that are supported may lack the newest; none has one that would be refused."""
+    from transformers.activations import ACT2FN
+
+    assert set(ACT2FN) <= ACTIVATIONS
 
 
 @pytest.mark.parametrize("layers", [2**40, 10**30, 0, -1, 10_001])
