@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.train import session, trainer
+from surgeon.train import cadence, session, trainer
 from surgeon.train.checkpoints import COMPLETE_FILE, newest_checkpoint
 from surgeon.train.saving import Saving, is_beside
 from surgeon.train.work_folder import work_folder
@@ -33,7 +33,7 @@ def test_a_checkpoint_written_while_steps_go_on_is_that_of_its_step(
 ) -> None:
     """Its first file is written only after the next step: the parameters have moved by then, and AdamW's state."""
     out, stepped, waited = grown(tmp_path), threading.Event(), []
-    save, ended = safetensors.torch.save_file, trainer.Cadence.on_step_end
+    save, ended = safetensors.torch.save_file, cadence.Cadence.on_step_end
 
     def late(*given: Any, **named: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -51,7 +51,7 @@ def test_a_checkpoint_written_while_steps_go_on_is_that_of_its_step(
     found = []
     with monkeypatch.context() as patched:
         patched.setattr(safetensors.torch, "save_file", late)
-        patched.setattr(trainer.Cadence, "on_step_end", step_ends)
+        patched.setattr(cadence.Cadence, "on_step_end", step_ends)
         patched.setattr(session, "_publish", killed)
         for saving in ("beside", "in_step"):
             run = tmp_path / saving
@@ -116,7 +116,7 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
     out, run, ended = grown(tmp_path), tmp_path / "run", threading.Event()
     asked, held = config(tmp_path, **FOUR, saving="beside"), []
     arguments = ["train", str(out), "--config", str(asked), "--to", str(run), "--device", "cpu"]
-    save, step_end = safetensors.torch.save_file, trainer.Cadence.on_step_end
+    save, step_end = safetensors.torch.save_file, cadence.Cadence.on_step_end
     before = signal.getsignal(signal.SIGTERM)
 
     def late(*given: Any, **named: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
 
     with monkeypatch.context() as patched:
         patched.setattr(safetensors.torch, "save_file", late)
-        patched.setattr(trainer.Cadence, "on_step_end", step_ends)
+        patched.setattr(cadence.Cadence, "on_step_end", step_ends)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "surgeon: interrupted; the same command continues where it stopped"
