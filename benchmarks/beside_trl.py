@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from measuring import machine
+from random_llama import WORDS, make_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BATCH, LENGTH, RANK, WORDS = 4, 256, 16, 8192
+BATCH, LENGTH, RANK = 4, 256, 16
 # Steps before the clock: AdamW's state is made in the first.
 BEFORE = 2
 CONFIG = """\
@@ -75,33 +76,6 @@ def callback(clock: Clock) -> Any:
             clock.stop()
 
     return Clocked
-
-
-def make_base(folder: Path) -> None:
-    """The model, with a tokenizer that knows its words, and texts of them."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    drawn = torch.randint(3, WORDS, (200, 300), generator=torch.Generator().manual_seed(1)).tolist()
-    (folder.parent / "text.txt").write_text("\n\n".join(" ".join(f"w{n}" for n in row) for row in drawn))
 
 
 def by_surgeon(out: Path, what: str, steps: int, dtype: str) -> float:
@@ -243,7 +217,9 @@ def main() -> None:
     # A fork has no threads of the process that it is of.
     torch.set_num_threads(1)
     try:
-        make_base(work / "base")
+        make_base(
+            work / "base", width=512, inner=1536, layers=8, heads=8, groups=2, tied=False, documents=200, length=300
+        )
         plan = work / "plan.yaml"
         plan.write_text(
             "surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [5, 7]}, init: {kind: copy}}\n"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import in_a_process, machine, peak_memory
+from random_llama import WORDS, make_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,38 +46,16 @@ optimizer: {{lr: 1e-5, warmup: 1}}
 sources:
   - {{name: text, path: text.txt, share: 1, validation: 0.05}}
 """
-WORDS, LENGTH, SEQUENCES = 8192, 1024, 1
+LENGTH, SEQUENCES = 1024, 1
 DOCUMENTS = (64, 256)
 WAYS = {"none": "no checkpoint between", "in_step": "within the steps", "beside": "beside the steps"}
 
 
 def make(work: Path) -> None:
     """The base, text of its words, and the base with two layers more."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     import surgeon
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(work / "base")
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, WORDS)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(work / "base")
-    drawn = torch.randint(3, WORDS, (100, 200), generator=torch.Generator().manual_seed(1)).tolist()
-    (work / "text.txt").write_text("\n\n".join(" ".join(f"w{n}" for n in row) for row in drawn))
+    make_base(work / "base", width=1024, inner=3072, layers=6, heads=16, groups=4, tied=True, documents=100, length=200)
     plan = work / "plan.yaml"
     plan.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [3, 5]}, init: {kind: copy}}\n")
     surgeon.apply(plan, str(work / "base"), work / "grown", device="cpu")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -419,7 +421,7 @@ def train(
 
     from surgeon.train.train import rehearsal_view, trained_view
 
-    with _listening(quiet or not Ranks.of_environment().leads) as listener:
+    with _sigterm_interrupts(), _listening(quiet or not Ranks.of_environment().leads) as listener:
         given: dict[str, Any] = {
             "overrides": overrides or (),
             "device": device,
@@ -922,6 +924,22 @@ def _console() -> Console:
     # In a file or a pipe a table keeps its columns: there is no window width to fold it to.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, which schedulers and containers send, ends as Ctrl-C does: what is being written is waited for.
+
+    Not of several processes: torchrun ends those that wait for one that failed, and they would wait on.
+    """
+    if Ranks.of_environment().size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.itself import memory_folder
 from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
-from surgeon.train.trainer import open_trackers
+from surgeon.train.trackers import open_trackers
 from surgeon.train.training_data import TrainingData
 from surgeon.train.work_folder import work_folder
 

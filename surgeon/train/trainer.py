@@ -1,16 +1,11 @@
-"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains.
-
-The parameters that train are set on the model here, and checked before the first step.
-"""
+"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import difflib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +14,29 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
-from surgeon.common.listener import Listener
-from surgeon.data.judging import judge
-from surgeon.data.packing import Batches, PackedSequence
-from surgeon.data.scoring import score
-from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.manifest.trainable import Fixed, TrainableSet
+from surgeon.data.packing import Batches
+from surgeon.errors import SurgeonError
+from surgeon.manifest.trainable import Fixed
 from surgeon.train.by_document import by_document
+from surgeon.train.cadence import PRESERVE
 from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
+from surgeon.train.held_out import figures_by_source
+from surgeon.train.only import check_set
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.saving import Saving
-from surgeon.train.sharding import dealt_out, gathered, let_go
+from surgeon.train.sharding import dealt_out, gathered
 from surgeon.train.shares import Share, shares_of, weighed
-from surgeon.train.stored import StoredNames, WrongSet
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
-# In a batch: its share of the accumulated one. In the log: what `preserve` adds to the loss, unweighted.
+# In a batch: its share of the accumulated one.
 _SHARE = "share"
-PRESERVE = "loss.preserve"
 
 
 class Diverged(SurgeonError):
@@ -276,275 +267,3 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
             best = None if self.keep_best is None else best_step(self.state.log_history, self.keep_best)
             self.saving.finish(lambda: complete(folder, step, best))
-
-
-class Cadence(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
-
-    Speed is in tokens a second, with `examples` in examples.
-
-    `done` steps were made before; `listener` shows progress (None: another process does). The speed and the time that
-    is left are taken from the steps since this call began, without those in which something was measured or saved.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        evaluate_every: int,
-        say: Callable[[str], None],
-        listener: Listener | None,
-        done: int,
-        *,
-        examples: bool = False,
-    ) -> None:
-        self.settings = settings
-        self.evaluate_every = evaluate_every
-        self.say = say
-        self.listener = listener
-        self.done = done
-        self.examples = examples
-        self._begun = 0.0
-        self._steps = 0
-        self._seconds = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The step's clock begins."""
-        self._begun = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """What is due after this step."""
-        self._steps += 1
-        self._seconds += time.perf_counter() - self._begun
-        last = state.global_step >= state.max_steps
-        control.should_evaluate = last or state.global_step % self.evaluate_every == 0
-        control.should_log = control.should_log or control.should_save or control.should_evaluate or last
-        if self.listener is not None:
-            self.listener.advance(state.global_step - self.done)
-        self.done = state.global_step
-        return control
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Say what was logged."""
-        if not state.is_world_process_zero or not logs:
-            return
-        if "loss" in logs:
-            taught = f" ({logs[PRESERVE]:.4f} from the base)" if PRESERVE in logs else ""
-            said = f"step {state.global_step}: loss {logs['loss']:.4f}{taught}, rate {logs['learning_rate']:.3g}"
-            self.say(said + self._pace(state, logs))
-        held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
-        if held:
-            right = {name: logs.get(f"eval_{name}_accuracy") for name in held}
-            shown = ", ".join(
-                f"{name} {loss:.4f}" + ("" if right[name] is None else f" ({right[name]:.1%} right)")
-                for name, loss in held.items()
-            )
-            self.say(f"step {state.global_step}: held-out loss {shown}")
-            if self.listener is not None:
-                self.listener.rename(f"training ({shown})")
-
-    def _pace(self, state: Any, logs: dict[str, Any]) -> str:
-        """The gradient's norm, tokens a second and the time that is left, where they are known."""
-        found = f", gradient norm {float(logs['grad_norm']):.3g}" if logs.get("grad_norm") is not None else ""
-        if not self._steps:
-            return found
-        step = self._seconds / self._steps
-        made = self.settings.batch * (1 if self.examples else self.settings.length)
-        unit = "examples" if self.examples else "tokens"
-        left = datetime.timedelta(seconds=round(step * (state.max_steps - state.global_step)))
-        return f"{found}, {made / step:,.0f} {unit}/s, {left} left"
-
-
-def training_arguments(
-    name: str, work: Path, settings: Settings, *, log_every: int, save_every: int, device: str
-) -> TrainingArguments:
-    """What transformers' Trainer is asked to do: the settings, with checkpoints in `work`."""
-    transformers_logging.set_verbosity_error()
-    args = TrainingArguments(
-        run_name=name,
-        output_dir=str(work),
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=settings.accumulation,
-        learning_rate=settings.lr,
-        max_grad_norm=settings.clip,
-        logging_strategy="steps",
-        logging_steps=log_every,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=save_every,
-        # `complete` lets go of old ones: only once the new one counts.
-        save_total_limit=None,
-        ignore_data_skip=True,
-        # Trackers are callbacks that are given (`open_trackers`).
-        report_to=[],
-        disable_tqdm=True,
-        seed=settings.seed,
-        use_cpu=device == "cpu",
-    )
-    if args.device.type == "cuda":
-        # One process trains on one device; several devices are for torchrun.
-        args._n_gpu = 1
-    return args
-
-
-def losses_by_source(
-    model: nn.Module,
-    validation: Mapping[str, Sequence[PackedSequence]],
-    *,
-    micro_batch: int,
-    process: int = 0,
-    processes: int = 1,
-) -> dict[str, float]:
-    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
-    found = {
-        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
-        for name, sequences in validation.items()
-    }
-    let_go(model)
-    return found
-
-
-def figures_by_source(
-    model: nn.Module,
-    validation: Mapping[str, Sequence[Any]],
-    *,
-    micro_batch: int,
-    process: int = 0,
-    processes: int = 1,
-    pad: int | None,
-) -> dict[str, dict[str, float]]:
-    """Of each source `loss`, in nats, and of a classification head its other figures (`Judged`).
-
-    `pad` fills a batch of examples up; None: the sequences are text.
-    """
-    if pad is None:
-        losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
-        return {name: {"loss": loss} for name, loss in losses.items()}
-    judged = {
-        name: judge(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
-        for name, held in validation.items()
-    }
-    return {name: found.figures() for name, found in judged.items()}
-
-
-def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
-    """Let exactly the wanted parameters train; returns their names in the model, in its order.
-
-    `wanted` are tensors on disk, `base_names` all that the checkpoint has. Raises WrongSet where the model has no such
-    parameter, the checkpoint no such tensor, or a parameter is made of tensors that are not to train too.
-    """
-    absent = [name for name in wanted.names if name not in base_names and not _is_tied(model, name)]
-    if absent:
-        raise WrongSet(f"{printable(absent[0])}: to train, yet the checkpoint has no tensor of this name")
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names)))
-    in_memory = stored.in_memory(wanted.names)
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in in_memory if name not in names and not _is_tied(model, name)]
-    if missing:
-        raise WrongSet(f"{printable(missing[0])}: to train, yet the loaded model has no parameter of this name")
-    chosen = set(in_memory)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in chosen)
-    check_set(model, in_memory)
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def hold_fixed(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> dict[str, Fixed]:
-    """Keep the gradient from what is fixed of parameters that train in part; what that is, by names in the model.
-
-    Their gradient is zero from the beginning, so AdamW's moments are, and without weight decay an update of exactly
-    zero leaves them as they are. Raises WrongSet where such a parameter is made of several tensors.
-    """
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names))) if wanted.fixed else None
-    held: dict[str, Fixed] = {}
-    parameters = dict(model.named_parameters())
-    for name in wanted.names:
-        if stored is None or (fixed := wanted.fixed.get(name)) is None:
-            continue
-        targets = stored.in_memory([name])
-        if len(targets) != 1:
-            raise WrongSet(f"{printable(name)}: a part of it trains, yet it makes several parameters; nothing trained")
-        # Of tied embeddings one name is the parameter's, the other only leads to it.
-        if targets[0] in parameters and targets[0] not in held:
-            held[targets[0]] = fixed
-            parameters[targets[0]].register_hook(_without(fixed))  # type: ignore[no-untyped-call]
-    return held
-
-
-def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
-    """A hook that takes the gradient of what is fixed away, before it is added up, clipped or sent anywhere."""
-
-    def hook(gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        for begin, end in fixed.spans:
-            gradient.narrow(fixed.axis, begin, end - begin).zero_()
-        return gradient
-
-    return hook
-
-
-def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:
-    """Raise WrongSet unless the parameters that train, and those an optimizer holds, are exactly the wanted ones."""
-    names = {name for name, _ in model.named_parameters()}
-    expected = {name for name in wanted if name in names}
-    training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for odd, how in ((training - expected, "trains, and must not"), (expected - training, "is frozen, and must train")):
-        if odd:
-            more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
-            raise WrongSet(f"{printable(min(odd))}{more}: {how}; nothing was trained")
-    if not training:
-        raise WrongSet("nothing trains: the model has none of the parameters that were asked for")
-    if optimizer is not None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        meant = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        if held != meant:
-            raise WrongSet(
-                f"the optimizer holds {len(held)} parameters, {len(meant)} are to train; nothing was trained"
-            )
-
-
-def _is_tied(model: nn.Module, name: str) -> bool:
-    """Whether the tensor is another name of a parameter (a tied output embedding)."""
-    return name in dict(model.named_parameters(remove_duplicate=False))
-
-
-def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[TrainerCallback]:
-    """The trackers' callbacks, by the names that transformers gives them; `config` is the file that asks for them.
-
-    Raises BadInput for a name that transformers does not know, and for a library that is not installed; so does a
-    tracker that cannot begin (no login, say).
-    """
-    opened = []
-    for name in names:
-        where = f"{printable(config)}: report_to: {printable(name)}"
-        if name not in INTEGRATION_TO_CALLBACK:
-            close = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it knows {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
-            raise BadInput(f"{where}: no tracker that transformers knows; {hint}")
-        try:
-            callback = INTEGRATION_TO_CALLBACK[name]()
-        except (RuntimeError, ImportError) as error:
-            raise BadInput(f"{where}: {_line(error)}") from None
-        if name == "tensorboard" and callback.logging_dir is None:
-            # transformers' own place is in the work folder, which goes when the run is published.
-            callback.logging_dir = str(target.with_name(f"{target.name}-tensorboard"))
-        opened.append(_begun(callback, where))
-    return opened
-
-
-def _begun(callback: Any, where: str) -> TrainerCallback:
-    """The callback, whose trouble at the start is the user's to mend and not a bug."""
-    begin = callback.on_train_begin
-
-    def on_train_begin(*arguments: Any, **named: Any) -> Any:
-        try:
-            return begin(*arguments, **named)
-        except Exception as error:
-            raise BadInput(f"{where}: cannot begin ({type(error).__name__}: {_line(error)})") from error
-
-    callback.on_train_begin = on_train_begin
-    return callback
-
-
-def _line(error: Exception) -> str:
-    return printable(" ".join(str(error).split()), 500)

@@ -19,7 +19,7 @@ from surgeon.data.packing import PackedSequence
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.models.load import load_model
 from surgeon.train.cross_entropy import FusedHead, choose, chunked_cross_entropy
-from surgeon.train.trainer import losses_by_source
+from surgeon.train.held_out import losses_by_source
 from tests import tiny
 from tests.train.test_train import config, digests, grown
 from tests.warm import warm

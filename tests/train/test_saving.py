@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+from typer.testing import CliRunner
 
 import surgeon
+from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.train import session, trainer
+from surgeon.train import cadence, session, trainer
 from surgeon.train.checkpoints import COMPLETE_FILE, newest_checkpoint
 from surgeon.train.saving import Saving, is_beside
 from surgeon.train.work_folder import work_folder
@@ -31,7 +33,7 @@ def test_a_checkpoint_written_while_steps_go_on_is_that_of_its_step(
 ) -> None:
     """Its first file is written only after the next step: the parameters have moved by then, and AdamW's state."""
     out, stepped, waited = grown(tmp_path), threading.Event(), []
-    save, ended = safetensors.torch.save_file, trainer.Cadence.on_step_end
+    save, ended = safetensors.torch.save_file, cadence.Cadence.on_step_end
 
     def late(*given: Any, **named: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -49,7 +51,7 @@ def test_a_checkpoint_written_while_steps_go_on_is_that_of_its_step(
     found = []
     with monkeypatch.context() as patched:
         patched.setattr(safetensors.torch, "save_file", late)
-        patched.setattr(trainer.Cadence, "on_step_end", step_ends)
+        patched.setattr(cadence.Cadence, "on_step_end", step_ends)
         patched.setattr(session, "_publish", killed)
         for saving in ("beside", "in_step"):
             run = tmp_path / saving
@@ -104,6 +106,46 @@ def test_an_interruption_waits_until_it_is_written() -> None:
         saving.finish(write)
         raise KeyboardInterrupt
     assert written
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on_the_same(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is held until the run, which the signal has ended, waits for it."""
+    out, run, ended = grown(tmp_path), tmp_path / "run", threading.Event()
+    asked, held = config(tmp_path, **FOUR, saving="beside"), []
+    arguments = ["train", str(out), "--config", str(asked), "--to", str(run), "--device", "cpu"]
+    save, step_end = safetensors.torch.save_file, cadence.Cadence.on_step_end
+    before = signal.getsignal(signal.SIGTERM)
+
+    def late(*given: Any, **named: Any) -> None:
+        held.append(ended.wait(60))
+        save(*given, **named)
+
+    def step_ends(self: Any, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        if state.global_step == 3:
+            # Else the signal would end the tests.
+            assert signal.getsignal(sent) is signal.default_int_handler
+            try:
+                signal.raise_signal(sent)
+            finally:
+                assert newest_checkpoint(work_folder(run)) is None
+                ended.set()
+        return step_end(self, args, state, control, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", late)
+        patched.setattr(cadence.Cadence, "on_step_end", step_ends)
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "surgeon: interrupted; the same command continues where it stopped"
+    assert held == [True] and signal.getsignal(signal.SIGTERM) is before
+    kept = newest_checkpoint(work_folder(run))
+    assert kept is not None and kept.name == "checkpoint-2" and not run.exists()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    surgeon.train(out, asked, tmp_path / "whole", device="cpu")
+    assert digests(run) == digests(tmp_path / "whole")
 
 
 def test_where_the_copy_is_small_it_is_made() -> None:

@@ -28,8 +28,9 @@ from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
 from surgeon.train import session, trainer
 from surgeon.train.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
+from surgeon.train.held_out import losses_by_source
 from surgeon.train.train import rehearsal_view, trained_view
-from surgeon.train.trainer import Diverged, losses_by_source
+from surgeon.train.trainer import Diverged
 from surgeon.train.work_folder import work_folder
 from tests import tiny
 from tests.test_api import check_json

@@ -1,0 +1,53 @@
+"""Losses on held-out sequences, source by source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from surgeon.data.judging import judge
+from surgeon.data.packing import PackedSequence
+from surgeon.data.scoring import score
+from surgeon.train.sharding import let_go
+
+
+def losses_by_source(
+    model: nn.Module,
+    validation: Mapping[str, Sequence[PackedSequence]],
+    *,
+    micro_batch: int,
+    process: int = 0,
+    processes: int = 1,
+) -> dict[str, float]:
+    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
+    found = {
+        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        for name, sequences in validation.items()
+    }
+    let_go(model)
+    return found
+
+
+def figures_by_source(
+    model: nn.Module,
+    validation: Mapping[str, Sequence[Any]],
+    *,
+    micro_batch: int,
+    process: int = 0,
+    processes: int = 1,
+    pad: int | None,
+) -> dict[str, dict[str, float]]:
+    """Of each source `loss`, in nats, and of a classification head its other figures (`Judged`).
+
+    `pad` fills a batch of examples up; None: the sequences are text.
+    """
+    if pad is None:
+        losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
+        return {name: {"loss": loss} for name, loss in losses.items()}
+    judged = {
+        name: judge(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
+        for name, held in validation.items()
+    }
+    return {name: found.figures() for name, found in judged.items()}
