@@ -45,8 +45,8 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     from surgeon.models.load import load_model
     from surgeon.train.config import PreserveSpec
     from surgeon.train.cross_entropy import FusedHead
-    from surgeon.train.only import unfreeze
     from surgeon.train.preserving import Preserving
+    from surgeon.train.trainable_set import unfreeze
 
     folder = CheckpointFolder.open(out)
     manifest = manifest_of(folder)

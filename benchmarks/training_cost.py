@@ -56,7 +56,7 @@ def load(folder: Path, kind: str, device: str) -> Any:
     from surgeon.manifest.manifest import parse
     from surgeon.manifest.trainable import trainable_set
     from surgeon.models.load import load_model
-    from surgeon.train.only import unfreeze
+    from surgeon.train.trainable_set import unfreeze
 
     model = load_model(folder, device=device)
     model.config.use_cache = False

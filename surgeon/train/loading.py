@@ -13,10 +13,10 @@ from surgeon.models.load import load_model, stored_dtype
 from surgeon.train.cached_teacher import CachedTeacher
 from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.fitting import fit_gate
-from surgeon.train.only import check_set, hold_fixed, unfreeze
 from surgeon.train.opening import Run
 from surgeon.train.preserving import Preserving
 from surgeon.train.stored import StoredNames
+from surgeon.train.trainable_set import check_set, hold_fixed, unfreeze
 
 
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:

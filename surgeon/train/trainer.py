@@ -26,12 +26,12 @@ from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, st
 from surgeon.train.config import Settings
 from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.held_out import figures_by_source
-from surgeon.train.only import check_set
 from surgeon.train.optimizer import make_optimizer, make_schedule
 from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.saving import Saving
 from surgeon.train.sharding import dealt_out, gathered
 from surgeon.train.shares import Share, shares_of, weighed
+from surgeon.train.trainable_set import check_set
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
