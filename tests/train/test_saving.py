@@ -118,6 +118,8 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
     arguments = ["train", str(out), "--config", str(asked), "--to", str(run), "--device", "cpu"]
     save, step_end = safetensors.torch.save_file, cadence.Cadence.on_step_end
     before = signal.getsignal(signal.SIGTERM)
+    # A shell's background job ignores SIGINT, and so would these tests there.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def late(*given: Any, **named: Any) -> None:
         held.append(ended.wait(60))
@@ -138,6 +140,7 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
         patched.setattr(safetensors.torch, "save_file", late)
         patched.setattr(cadence.Cadence, "on_step_end", step_ends)
         result = CliRunner().invoke(app, arguments)
+    signal.signal(signal.SIGINT, interrupts)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "surgeon: interrupted; the same command continues where it stopped"
     assert held == [True] and signal.getsignal(signal.SIGTERM) is before
