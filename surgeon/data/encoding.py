@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from surgeon.data.layouts import Document, Labelled, Message
+from surgeon.data.chats import Chat
+from surgeon.data.layouts import Document, Labelled
+from surgeon.data.masking import Encoded, Written
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.tokens import check_ids
-
-# Characters that texts should not hold (Unicode's private use).
-_BEGIN, _END = "\uf8e0", "\uf8e1"
-_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-Encoded = tuple[list[int], list[bool]]
 
 
 class Encoder:
@@ -59,47 +55,21 @@ class Encoder:
             ids.append(end)
         return ids, [True] * len(ids)
 
-    def _chat(self, messages: tuple[Message, ...]) -> Encoded:
+    def _chat(self, chat: Chat) -> Encoded:
         """The template's tokens; the loss is on what the assistant says, to the end of its turn."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        template = self.template
-        assert template is not None, "check_chat was not asked"
-        if _GENERATION.search(template):
-            return self._marked(turns, template)
-        whole = self._templated(turns)
-        counted = [False] * len(whole)
-        for nth, turn in enumerate(turns):
-            if turn["role"] != "assistant":
-                continue
-            before = self._templated(turns[:nth], prompt=True)
-            upto = self._templated(turns[: nth + 1])
-            if whole[: len(before)] != before or whole[: len(upto)] != upto:
-                raise BadInput(
-                    f"{printable(str(self.folder))}: its chat template changes earlier turns once later"
-                    " ones follow, and has no `{% generation %}` blocks around the assistant's words; add them"
-                )
-            counted[len(before) : len(upto)] = [True] * (len(upto) - len(before))
-        return whole, counted
-
-    def _marked(self, turns: list[dict[str, str]], template: str) -> Encoded:
-        """Mask by the template's own `{% generation %}` blocks, whose ends are marked in the text and removed again.
-
-        transformers' mask runs to the end of the chat where a block ends in a character that no token covers.
-        """
-        template = _GENERATION.sub(lambda tag: f"{{{{{tag[1]} '{_END if tag[2] else _BEGIN}' {tag[3]}}}}}", template)
-        marked = self.tokenizer.render(turns, template=template)
-        spans: list[tuple[int, int]] = []
-        text = ""
-        for part in re.split(f"({_BEGIN}[^{_BEGIN}{_END}]*{_END})", marked):
-            if part.startswith(_BEGIN):
-                spans.append((len(text), len(text) + len(part) - 2))
-                part = part[1:-1]
-            text += part
-        ids, offsets = self.tokenizer.offsets(text, special=False)
-        counted = [any(begin < min(end, last) and first < end for first, last in spans) for begin, end in offsets]
-        return ids, counted
-
-    def _templated(self, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
-        if not turns:
-            return []
-        return self.tokenizer.ids(self.tokenizer.render(turns, template=self.template, prompt=prompt), special=False)
+        assert self.template is not None, "check_chat was not asked"
+        written = Written(self.tokenizer, self.template, chat)
+        unwritten = next((name for name in chat.names() if name not in written.text), None)
+        if unwritten is not None:
+            raise BadInput(
+                f"{printable(str(self.folder))}: its chat template does not write tools and their calls"
+                f" ({printable(unwritten, 40)} is not in what it makes of a chat); use one that does, or leave out"
+                " `tools` and these chats"
+            )
+        found = written.counted()
+        if found is None:
+            raise BadInput(
+                f"{printable(str(self.folder))}: its chat template changes earlier turns once later ones follow, so"
+                " that the assistant's words are not found in what it writes; put `{% generation %}` blocks around them"
+            )
+        return found

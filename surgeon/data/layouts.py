@@ -8,36 +8,19 @@ with completion (texts, or lists of messages).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from surgeon.data.chats import ASSISTANT, Chat, Message, checked_text, tools_of, turn_of
 from surgeon.errors import BadInput, printable
 
 TEXT = "text"
 # Of a text with a label: what the label stands under, and a second text.
 LABEL, PAIR = "label", "text_pair"
+_SYSTEM, _TOOLS = "system", "tools"
+# Answers of which one is preferred: those of DPO and its kin, which need another loss.
+_PREFERRED = ("chosen", "rejected")
 _FIELD = "`field:` of the source names another key"
-# Who speaks, as ShareGPT's exports call it.
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a chat."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -49,12 +32,12 @@ class Labelled:
     label: str | int
 
 
-Document = str | tuple[Message, ...] | Labelled
+Document = str | Chat | Labelled
 
 
-def text_bytes(document: str | tuple[Message, ...]) -> int:
+def text_bytes(document: str | Chat) -> int:
     """UTF-8 bytes of a text, or of all that is said in a chat."""
-    said = (document,) if isinstance(document, str) else (message.content for message in document)
+    said = (document,) if isinstance(document, str) else (message.content for message in document.messages)
     return sum(len(part.encode()) for part in said)
 
 
@@ -82,32 +65,46 @@ def _alpaca(entry: Mapping[str, Any], where: str) -> list[Message]:
     if more is not None and _text(more, "input", where).strip():
         asked = f"{asked}\n\n{more}"
     answer = _text(entry["output"], "output", where)
-    return [*_before(entry, where), Message("user", asked), Message("assistant", answer)]
+    return [*_before(entry, where), *_history(entry, where), Message("user", asked), Message(ASSISTANT, answer)]
+
+
+def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
+    """The turns before, which LLaMA-Factory keeps as pairs of what was asked and answered."""
+    pairs = entry.get("history") or []
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise BadInput(
+            f"{printable(where)}: `history` is not a list of pairs of texts, asked and answered; make it one"
+        )
+    return [
+        Message(role, _text(said, "history", where))
+        for pair in pairs
+        for role, said in zip(("user", ASSISTANT), pair, strict=True)
+    ]
 
 
 def _completed(entry: Mapping[str, Any], where: str) -> list[Message]:
-    messages = _before(entry, where)
-    for key, role in (("prompt", "user"), ("completion", "assistant")):
-        value = entry[key]
-        if isinstance(value, str):
-            messages.append(Message(role, checked_text(value, where)))
-        else:
-            messages += _turns(value, f"`{key}`", where)
-    return messages
+    """What the assistant says in the prompt does not count: answers that are shown, as TRL takes them."""
+    asked, answered = (
+        [Message(role, checked_text(entry[key], where))]
+        if isinstance(entry[key], str)
+        else _turns(entry[key], f"`{key}`", where)
+        for key, role in (("prompt", "user"), ("completion", ASSISTANT))
+    )
+    return [*_before(entry, where), *(replace(message, counts=False) for message in asked), *answered]
 
 
 CHATS = (
-    Layout("messages", ("messages",), ("system",), _listed("messages")),
-    Layout("ShareGPT", ("conversations",), ("system",), _listed("conversations")),
-    Layout("Alpaca", ("instruction", "output"), ("input", "system"), _alpaca),
-    Layout("prompt and completion", ("prompt", "completion"), ("system",), _completed),
+    Layout("messages", ("messages",), (_SYSTEM, _TOOLS), _listed("messages")),
+    Layout("ShareGPT", ("conversations",), (_SYSTEM, _TOOLS), _listed("conversations")),
+    Layout("Alpaca", ("instruction", "output"), ("input", "history", _SYSTEM), _alpaca),
+    Layout("prompt and completion", ("prompt", "completion"), (_SYSTEM, _TOOLS), _completed),
 )
 
 
 def layout_of(keys: Collection[str], key: str | None) -> Layout | None:
     """The layout of chats whose keys are there; with `key` a list of messages under that one. None: no layout fits."""
     if key is not None:
-        return Layout(key, (key,), ("system",), _listed(key)) if key in keys else None
+        return Layout(key, (key,), (_SYSTEM, _TOOLS), _listed(key)) if key in keys else None
     return next((layout for layout in CHATS if set(layout.needs) <= set(keys)), None)
 
 
@@ -145,11 +142,16 @@ def document_of(entry: Any, where: str, *, key: str | None, chat: bool, labels: 
     if layout is None:
         raise BadInput(f"{printable(where)}: {_no_chat(list(entry), key, 'key')}")
     messages = layout.messages(entry, where)
-    if not any(message.role == "assistant" for message in messages):
+    if not any(message.role == ASSISTANT for message in messages):
         raise BadInput(
             f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
         )
-    return tuple(messages)
+    if not any(message.answers for message in messages):
+        raise BadInput(
+            f"{printable(where)}: every message of the role `assistant` is left out of the loss (`weight`, `train`), so"
+            " there is nothing to train on; remove this chat"
+        )
+    return Chat(tuple(messages), tools_of(entry.get(_TOOLS), where) if _TOOLS in layout.may else ())
 
 
 _LABEL_MISSING = "each text of the kind `labels` needs one, a name or a number; add it"
@@ -184,6 +186,11 @@ def _others(names: Sequence[str]) -> str:
 def _no_chat(names: Sequence[str], key: str | None, what: str) -> str:
     if key is not None:
         return f"no {what} `{printable(key)}`; {_others(names)}"
+    if all(name in names for name in _PREFERRED):
+        return (
+            "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
+            " (docs/training.md); here, leave one answer of the two as a chat"
+        )
     # Of a layout that is there in part, the key that is missing.
     for layout in CHATS:
         missing = [name for name in layout.needs if name not in names]
@@ -196,8 +203,8 @@ def _no_chat(names: Sequence[str], key: str | None, what: str) -> str:
 
 def _before(entry: Mapping[str, Any], where: str) -> list[Message]:
     """The system's message, where the entry has one beside the turns."""
-    system = entry.get("system")
-    return [Message("system", _text(system, "system", where))] if system else []
+    system = entry.get(_SYSTEM)
+    return [Message("system", _text(system, _SYSTEM, where))] if system else []
 
 
 def _turns(value: Any, shown: str, where: str) -> list[Message]:
@@ -206,41 +213,10 @@ def _turns(value: Any, shown: str, where: str) -> list[Message]:
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise BadInput(f"{printable(where)}: {shown} is not a list of messages; {_FIELD}")
-    return [_turn(message, nth, where) for nth, message in enumerate(value, 1)]
-
-
-def _turn(message: Any, nth: int, where: str) -> Message:
-    ours = message if isinstance(message, Mapping) else {}
-    role, content = ours.get("role"), ours.get("content")
-    if role is None and isinstance(ours.get("from"), str):
-        role, content = _SPEAKERS.get(ours["from"].lower()), ours.get("value")
-        if role is None:
-            raise BadInput(
-                f"{printable(where)}: message {nth} is from `{printable(ours['from'])}`, which is none of"
-                f" {', '.join(_SPEAKERS)}; rename it"
-            )
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise BadInput(
-            f"{printable(where)}: message {nth} has no `role` and `content` that are text (nor `from` and `value`); add"
-            " them"
-        )
-    said = f"{where}, message {nth}"
-    return Message(checked_text(role, said), checked_text(content, said))
+    return [turn_of(message, nth, where) for nth, message in enumerate(value, 1)]
 
 
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{printable(where)}: `{key}` is {printable(repr(value), 40)}, not a text; make it one")
     return checked_text(value, where)
-
-
-def checked_text(text: str, where: str) -> str:
-    """The text; BadInput, beginning with `where`, for half of a UTF-16 pair in it, which nothing can encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadInput(
-            f"{printable(where)}: character {error.start + 1} of the text is half of a UTF-16 pair"
-            f" ({printable(text[error.start])}), which no tokenizer takes; remove or replace it"
-        ) from None
-    return text

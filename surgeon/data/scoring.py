@@ -83,7 +83,7 @@ def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
     assert not isinstance(document, Labelled), "a classifier's scores are `judging`'s"
     if not isinstance(document, str):
-        return sum(len(message.content.encode()) for message in document if message.role == "assistant")
+        return sum(len(message.content.encode()) for message in document.messages if message.answers)
     tokenizer = encoder.tokenizer
     whole = len(document.encode())
     if not ids or ids[0] in tokenizer.all_special_ids:

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
@@ -116,9 +116,19 @@ class Tokenizer:
         found: str = self._ask("decode", list(ids))
         return found
 
-    def render(self, turns: Sequence[dict[str, str]], *, template: str | None = None, prompt: bool = False) -> str:
-        """A chat as the template writes it (None: the tokenizer's own); with `prompt`, up to where an answer begins."""
-        found: str = self._ask("render", list(turns), template or self.chat_template, prompt)
+    def render(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A chat as the template writes it (None: the tokenizer's own); with `prompt`, up to where an answer begins.
+
+        `tools` are those that the assistant may call, each as a JSON schema.
+        """
+        found: str = self._ask("render", list(turns), template or self.chat_template, prompt, list(tools) or None)
         return found
 
     def with_picture(self) -> dict[str, Tensor]:
@@ -430,9 +440,9 @@ def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, b
             return b"j", json.dumps(tokenizer.decode(ids)).encode()
         case "picture", []:
             return b"t", safetensors.torch.save(with_picture(tokenizer))
-        case "render", [turns, template, prompt]:
+        case "render", [turns, template, prompt, tools]:
             text = tokenizer.apply_chat_template(
-                turns, tokenize=False, chat_template=template, add_generation_prompt=prompt
+                turns, tools=tools, tokenize=False, chat_template=template, add_generation_prompt=prompt
             )
             return b"j", json.dumps(text).encode()
     raise AssertionError(method)

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import CHATS, Message, columns_of
+from surgeon.data.layouts import CHATS, columns_of
 from surgeon.errors import BadInput
 from surgeon.models.templates import MARKS, TEMPLATES, TemplateName, unknown_marks
 from tests.train.texts import add_tokenizer
 
 ASKED, ANSWERED = Message("user", "w1 w2"), Message("assistant", "w3")
 SYSTEM = Message("system", "w9")
-LAYOUTS: dict[str, tuple[dict[str, Any], tuple[Message, ...]]] = {
+# What a prompt holds is shown, never trained on.
+PROMPT = replace(ASKED, counts=False)
+LAYOUTS: dict[str, tuple[dict[str, Any], Chat]] = {
     "messages": (
         {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]},
-        (ASKED, ANSWERED),
+        Chat((ASKED, ANSWERED)),
     ),
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w3"}], "system": "w9"},
-        (SYSTEM, ASKED, ANSWERED),
+        Chat((SYSTEM, ASKED, ANSWERED)),
     ),
     "Alpaca": (
         {"instruction": "w1 w2", "input": "", "output": "w3", "text": "the whole prompt again"},
-        (ASKED, ANSWERED),
+        Chat((ASKED, ANSWERED)),
     ),
-    "prompt and completion": ({"prompt": "w1 w2", "completion": "w3"}, (ASKED, ANSWERED)),
+    "prompt and completion": ({"prompt": "w1 w2", "completion": "w3"}, Chat((PROMPT, ANSWERED))),
 }
 
 
@@ -58,10 +62,11 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
         {"prompt": listed, "completion": [{"role": "assistant", "content": "w3"}]},
         {"messages": [{"from": "Human", "value": "w1 w2"}, {"from": "GPT", "value": "w3"}]},
     )
-    assert found.read(0) == (Message("user", "w1\n\nw2"), ANSWERED)
-    assert found.read(1) == found.read(2) == (ASKED, ANSWERED)
+    assert found.read(0) == Chat((Message("user", "w1\n\nw2"), ANSWERED))
+    assert found.read(1) == Chat((PROMPT, ANSWERED))
+    assert found.read(2) == Chat((ASKED, ANSWERED))
     own = chats(tmp_path, {"turns": LAYOUTS["messages"][0]["messages"]}, key="turns")
-    assert own.read(0) == (ASKED, ANSWERED)
+    assert own.read(0) == Chat((ASKED, ANSWERED))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_a_template_that_is_given_takes_the_place_of_none(tmp_path: Path) -> Non
     spaced = "{% for m in messages %}<{{ m.role }}> {{ m.content }} </s> {% endfor %}"
     spaced += "{% if add_generation_prompt %}<assistant> {% endif %}"
     encoder = Encoder(add_tokenizer(tmp_path), vocabulary=128, template=spaced)
-    ids, counted = encoder.encode((ASKED, ANSWERED))
+    ids, counted = encoder.encode(Chat((ASKED, ANSWERED)))
     assert [token for token, count in zip(ids, counted, strict=True) if count] == [13, 2]
 
 

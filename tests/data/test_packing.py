@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import PIECE, Documents
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import Message
 from surgeon.data.packing import (
     IGNORED_LABEL,
     Batches,
@@ -120,7 +120,7 @@ def test_parquet(tmp_path: Path) -> None:
     found = Documents(tmp_path / "a.parquet", key="text", chat=False)
     assert [found.read(n) for n in (10, *range(10))] == [texts[10], *texts[:10]]
     chat = Documents(tmp_path / "a.parquet", key="messages", chat=True)
-    assert chat.read(3) == (Message("user", "w1"), Message("assistant", "w3"))
+    assert chat.read(3) == Chat((Message("user", "w1"), Message("assistant", "w3")))
     with pytest.raises(BadInput, match="no column `body`; it has text, messages"):
         Documents(tmp_path / "a.parquet", key="body", chat=False)
 
@@ -212,7 +212,7 @@ def test_loss_is_on_the_assistants_words_alone(tmp_path: Path) -> None:
     for number, template in enumerate((CHAT_TEMPLATE, marked)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        ids, counted = Encoder(add_tokenizer(folder, template=template), vocabulary=128).encode(messages)
+        ids, counted = Encoder(add_tokenizer(folder, template=template), vocabulary=128).encode(Chat(messages))
         assert [token for token, count in zip(ids, counted, strict=True) if count] == [14, 15, 2, 17, 2]
         assert len(ids) == 17
 
@@ -220,7 +220,7 @@ def test_loss_is_on_the_assistants_words_alone(tmp_path: Path) -> None:
 def test_templates_and_tokenizers_that_cannot_serve(tmp_path: Path) -> None:
     forgetful = "{% for m in messages %}{% if loop.last %}{{ m.content }} {% else %}w0 {% endif %}{% endfor %}"
     folder = add_tokenizer(tmp_path, template=forgetful)
-    chat = tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3")))
+    chat = Chat(tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3"))))
     with pytest.raises(BadInput, match="changes earlier turns once later"):
         Encoder(folder, vocabulary=128).encode(chat)
     with pytest.raises(BadInput, match="gives 'w99' the id 109, the model's embedding has only 100 rows"):

@@ -12,6 +12,7 @@ import torch
 
 import surgeon
 from surgeon.data import writing
+from surgeon.data.chats import Chat
 from surgeon.data.documents import Documents
 from surgeon.data.recall import recalled_view
 from surgeon.data.writing import loops
@@ -115,11 +116,13 @@ def test_a_model_with_a_template_writes_both_turns(tmp_path: Path) -> None:
     assert made.settings["prompts"] == "template"
     chats = Documents(made.path, key=None, chat=True)
     for number in range(len(chats)):
-        asks, answers = chats.read(number)
-        assert (asks.role, answers.role) == ("user", "assistant")  # type: ignore[union-attr]
-        assert asks.content.strip()  # type: ignore[union-attr]
-        assert answers.content.strip()  # type: ignore[union-attr]
-        assert "</s>" not in asks.content + answers.content  # type: ignore[union-attr]
+        chat = chats.read(number)
+        assert isinstance(chat, Chat)
+        asks, answers = chat.messages
+        assert (asks.role, answers.role) == ("user", "assistant")
+        assert asks.content.strip()
+        assert answers.content.strip()
+        assert "</s>" not in asks.content + answers.content
 
 
 def test_what_loops() -> None:

@@ -15,7 +15,7 @@ import yaml
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.data.layouts import Message
+from surgeon.data.chats import Chat, Message
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.errors import BadInput
 from surgeon.train.config import load_config
@@ -61,7 +61,7 @@ def test_a_saved_folder_is_read_row_by_row(tmp_path: Path) -> None:
     assert found.read(20) == TEXTS[20]
     assert read(opened(tmp_path, path="one", field="body").text) == ["x"] * 31
     chat = opened(tmp_path, path="one", kind="chat").text
-    assert chat.read(3) == (Message("user", "w1"), Message("assistant", "w3"))
+    assert chat.read(3) == Chat((Message("user", "w1"), Message("assistant", "w3")))
     # As older versions of the library keep a sequence of structs.
     by_part = [{part: [turn[part] for turn in turns] for part in ("role", "content")} for turns in chats]
     saved(tmp_path / "lists", messages=by_part)

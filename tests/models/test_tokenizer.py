@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from surgeon.data.chats import Chat, Message
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import Message
 from surgeon.errors import BadInput
 from surgeon.models import tokenizer
 from surgeon.models.tokenizer import open_tokenizer
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer
 
-CHAT = (Message("user", "w1 w2"), Message("assistant", "w3"))
+CHAT = Chat((Message("user", "w1 w2"), Message("assistant", "w3")))
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_it_is_the_tokenizer_itself(tmp_path: Path, capfd: pytest.CaptureFixture
     (first, _), (second, _) = open_tokenizer(tmp_path), open_tokenizer(tmp_path)
     assert first is not None
     assert second is not None
-    turns = [{"role": message.role, "content": message.content} for message in CHAT]
+    turns = [{"role": message.role, "content": message.content} for message in CHAT.messages]
     for words in ("", "w1 w2", "w1 \ud800 ".encode("utf-8", "ignore").decode() + "é" * 70_000):
         whole = plain(words, return_offsets_mapping=True)
         assert first.ids(words) == whole["input_ids"]

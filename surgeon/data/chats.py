@@ -1,0 +1,192 @@
+"""Chats: turns of messages, and what datasets keep beside their words: OpenAI's, TRL's and ShareGPT's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from surgeon.errors import BadInput, printable
+
+ASSISTANT = "assistant"
+# What chat templates read of a message beside its words.
+_PASSED = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+# What an assistant's message may hold in place of words.
+_INSTEAD_OF_WORDS = ("tool_calls", "reasoning_content", "thinking")
+# Who speaks, as ShareGPT's exports call it.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bing": ASSISTANT,
+    "bard": ASSISTANT,
+    "model": ASSISTANT,
+    "assistant": ASSISTANT,
+    "function_call": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_CALLS = "function_call"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat; `more` is what a template may read beside its words.
+
+    The loss is on it where the assistant says it and it `counts`.
+    """
+
+    role: str
+    content: str
+    counts: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the loss is on it."""
+        return self.role == ASSISTANT and self.counts
+
+    def turn(self) -> dict[str, Any]:
+        """The message as a chat template is given it."""
+        return {"role": self.role, "content": self.content, **self.more}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The messages of a chat, and descriptions (JSON schemas) of the tools that the assistant may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def names(self) -> Iterator[str]:
+        """The names of its tools, and of those that are called in it."""
+        for tool in self.tools:
+            yield from _name(tool)
+        for message in self.messages:
+            for call in message.more.get("tool_calls", ()):
+                yield from _name(call)
+
+
+def turn_of(value: Any, nth: int, where: str) -> Message:
+    """The message number `nth` of the chat at `where`. Raises BadInput where it cannot be read or is no text."""
+    shown = f"{printable(where)}: message {nth}"
+    ours = value if isinstance(value, Mapping) else {}
+    role, content = ours.get("role"), ours.get("content")
+    more = {key: ours[key] for key in _PASSED if ours.get(key) not in (None, [], "")}
+    if role is None and isinstance(speaker := ours.get("from"), str):
+        role, content = _SPEAKERS.get(speaker.lower()), ours.get("value")
+        if role is None:
+            raise BadInput(
+                f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it"
+            )
+        if speaker.lower() == _CALLS:
+            more["tool_calls"], content = _json(content, "a call", shown), None
+    if "tool_calls" in more:
+        more["tool_calls"] = _calls(more["tool_calls"], shown)
+    if isinstance(content, list | tuple):
+        content = _joined(content, shown)
+    if content is None and role == ASSISTANT and any(key in more for key in _INSTEAD_OF_WORDS):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise BadInput(f"{shown} has no `role` and `content` that are text (nor `from` and `value`); add them")
+    said = f"{where}, message {nth}"
+    counts = _counts(ours, shown)
+    return Message(checked_text(role, said), checked_text(content, said), counts, more)
+
+
+def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Tools as a list of objects, or as a text that holds one. Raises BadInput for anything else."""
+    shown = f"{printable(where)}: `tools`"
+    if isinstance(value, str):
+        value = _json(value, "the list", shown) if value.strip() else None
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) and any(_name(tool)) for tool in value):
+        raise BadInput(f"{shown} is not a list of objects with a `name` or a `function`; write it as JSON schemas")
+    return tuple(_without_nones(tool) for tool in value)
+
+
+def _name(described: Mapping[str, Any]) -> Iterator[str]:
+    """The name of a tool or call, where it has one."""
+    function = described.get("function")
+    name = (function if isinstance(function, Mapping) else described).get("name")
+    if isinstance(name, str):
+        yield name
+
+
+def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
+    """Calls as templates read them: `function` of `name` and `arguments`, these as an object, not as a text of one."""
+    calls = [value] if isinstance(value, Mapping) else value
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) and any(_name(call)) for call in calls):
+        raise BadInput(f"{shown}: `tool_calls` is not a list of calls with a `name` and `arguments`; write them so")
+    found = []
+    for call in calls:
+        function = call.get("function")
+        function = dict(function if isinstance(function, Mapping) else call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"`arguments` of {function['name']}", shown) if arguments else {}
+        function["arguments"] = _without_nones(arguments)
+        rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        found.append({**rest, "type": "function", "function": function})
+    return found
+
+
+def _without_nones(value: Any) -> Any:
+    """Without keys of nothing, which tables add so that all rows have the same."""
+    if isinstance(value, Mapping):
+        return {key: _without_nones(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _json(value: Any, what: str, shown: str) -> Any:
+    """What a text holds as JSON, or the value itself where it is no text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{shown}: {printable(what)} is not JSON ({printable(str(error))}); correct it") from None
+
+
+def _joined(parts: Sequence[Any], shown: str) -> str:
+    """A content of parts, each of which must be text."""
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part if isinstance(part, str) else part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            what = f"of the type {printable(repr(kind), 40)}" if kind not in (None, "text") else "without `text`"
+            raise BadInput(f"{shown} has a part {what}; surgeon trains on text: leave out this chat, or the part")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _counts(message: Mapping[str, Any], shown: str) -> bool:
+    """Whether the loss may be on a message: OpenAI's `weight`, axolotl's `train` or `training`, 0 or 1 each."""
+    for key in ("weight", "train", "training"):
+        if (value := message.get(key)) is None:
+            continue
+        if value not in (0, 1):
+            raise BadInput(
+                f"{shown} has `{key}` {printable(repr(value), 40)}; a message is trained on (1) or not (0): write one"
+            )
+        if not value:
+            return False
+    return True
+
+
+def checked_text(text: str, where: str) -> str:
+    """The text; BadInput, beginning with `where`, for half of a UTF-16 pair in it, which nothing can encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            f"{printable(where)}: character {error.start + 1} of the text is half of a UTF-16 pair"
+            f" ({printable(text[error.start])}), which no tokenizer takes; remove or replace it"
+        ) from None
+    return text
