@@ -21,11 +21,16 @@ from surgeon.data.layouts import Document, Labelled, columns_of, document_of
 from surgeon.errors import BadInput, printable
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+# UTF-8, with or without the mark that Windows' editors begin a file with.
+_UTF8, _MARK = "utf-8-sig", "\ufeff"
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
 _AGAIN = "get the file again, or leave it out"
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
+_OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
+    (".csv", ".tsv", ".xlsx", ".arrow"), "write it as JSON lines or parquet"
+)
 
 
 class Corpus(Protocol):
@@ -95,7 +100,7 @@ class Documents:
         except OSError as error:
             raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror}); check the path") from None
         if path.suffix == ".txt":
-            return content.decode("utf-8")
+            return content.decode(_UTF8)
         return self._parsed(content, f"{path} (byte {begin}; changed since the run began?)")
 
     def _index(self, number: int, file: Path) -> NDArray[np.int64]:
@@ -128,7 +133,7 @@ class Documents:
 
     def _parsed(self, line: bytes, where: str) -> Document:
         try:
-            entry = json.loads(line.decode("utf-8"))
+            entry = json.loads(line.decode(_UTF8))
         except UnicodeDecodeError as error:
             raise BadInput(
                 f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
@@ -147,15 +152,15 @@ class Documents:
         except UnicodeDecodeError as error:
             raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
         decoder = json.JSONDecoder()
-        place = _after_space(text, 0)
+        place = _after_space(text, text.startswith(_MARK))
         if text[place : place + 1] != "[":
             raise BadInput(f"{shown}: not a list of objects; one object a line is what .jsonl means")
         place, counted, length = _after_space(text, place + 1), 0, 0
-        while text[place : place + 1] not in ("]", ""):
+        while text[place : place + 1] != "]" or counted:
             try:
                 entry, end = decoder.raw_decode(text, place)
             except (ValueError, RecursionError) as error:
-                raise BadInput(f"{shown}: not JSON ({printable(str(error))}); save it again") from None
+                raise BadInput(f"{shown}: not JSON ({printable(str(error))}); {_AGAIN}") from None
             number = text.count("\n", 0, place) + 1
             length += len(text[counted:place].encode())
             begin, counted = length, end
@@ -165,8 +170,13 @@ class Documents:
             else:
                 yield begin, length
             place = _after_space(text, end)
-            if text[place : place + 1] == ",":
-                place = _after_space(text, place + 1)
+            if text[place : place + 1] != ",":
+                break
+            place = _after_space(text, place + 1)
+        if text[place:].rstrip() != "]":
+            line = text.count("\n", 0, place) + 1
+            rest = printable(repr(text[place : place + 20])) if place < len(text) else "the file's end, cut off perhaps"
+            raise BadInput(f"{shown}:{line}: not JSON (expected `,` or the list's `]`, found {rest}); {_AGAIN}")
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
         """Row group and row within it, of every row whose text is not blank."""
@@ -252,7 +262,8 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_file():
         raise BadInput(f"{shown}: not a regular file; give a file or a folder")
     if path.suffix not in _KINDS:
-        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; rename it")
+        do = _OTHERS.get(path.suffix.lower(), "rename it")
+        raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; {do}")
     return [path]
 
 
@@ -263,7 +274,7 @@ def _pieces(file: Path) -> Iterator[tuple[int, int]]:
     with file.open("rb") as handle:
         for number, line in enumerate(handle, 1):
             try:
-                seen = bool(line.decode("utf-8").strip()) or seen
+                seen = bool(line.decode(_UTF8).strip()) or seen
             except UnicodeDecodeError as error:
                 raise BadInput(
                     f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line); save it as"

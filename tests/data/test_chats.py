@@ -153,25 +153,9 @@ def runs(ids: list[int], counted: list[Any], decode: Any) -> list[str]:
 # Each with a twin of `{% generation %}` blocks. Not those that begin a turn within a turn or end earlier ones with
 # another token (gpt-oss, the diffusing Gemma), nor such as do not write texts.
 TWINS = [
-    "cohere",
-    "cohere2",
-    "deepseek_r1_distill",
-    "deepseekv3",
-    "gemma",
-    "gemma3",
-    "lfm2",
-    "lfm2_v2",
-    "llama3",
-    "muse_glimmer",
-    "nemotron_3_nano",
-    "nemotron_3_5_lightning",
-    "phi3",
-    "phi3_5",
-    "qwen2_5",
-    "qwen2_5_vl",
-    "qwen3_8",
-    "qwen3_instruct_2507",
-    "qwen3_vl",
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "lfm2_v2", "llama3"),
+    *("muse_glimmer", "nemotron_3_nano", "nemotron_3_5_lightning", "phi3", "phi3_5", "qwen2_5", "qwen2_5_vl"),
+    *("qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
 ]
 
 

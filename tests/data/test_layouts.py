@@ -104,9 +104,23 @@ def test_json_files_of_texts(tmp_path: Path) -> None:
     found = Documents(path, key=None, chat=False)
     assert [found.read(number) for number in range(len(found))] == [texts[0], *texts[2:]]
     assert found.blank == 1
+    for name in ("a.json", "a.jsonl", "a.txt"):
+        # Windows' editors begin a file with a mark.
+        marked = tmp_path / "marked" / name
+        marked.parent.mkdir(exist_ok=True)
+        marked.write_text({"a.json": '[{"text": "w1"}]', "a.jsonl": '{"text": "w1"}'}.get(name, "w1"), "utf-8-sig")
+        assert Documents(marked, key=None, chat=False).read(0) == "w1"
     for content, told in (
         ('{"text": "w1"}', "a.json: not a list of objects"),
         ('[{"text": "w1"},\n{"text" "w2"}]', "a.json: not JSON"),
+        (
+            '[{"text": "w1"},\n{"text": "w2"}',
+            "a.json:2: not JSON .expected `,` or the list's `]`, found the file's end",
+        ),
+        ('[{"text": "w1"}\n{"text": "w2"}]', "a.json:2: not JSON .expected `,` or the list's `]`, found '{"),
+        ('[{"text": "w1"},\n', "a.json: not JSON"),
+        ('[{"text": "w1"},]', "a.json: not JSON"),
+        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:1: not JSON"),
         ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no key `text`; it has txt"),
     ):
         path.write_text(content, encoding="utf-8")
