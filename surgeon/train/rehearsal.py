@@ -30,9 +30,10 @@ from surgeon.train.opening import Run
 from surgeon.train.preserving import NUMBERS, Preserving
 from surgeon.train.top_k import TopK
 
-# Documents of a source that are counted, tokens of a sample that are shown, micro-batches that are timed.
+# Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
 _SHOWN = 160
+_RUNS = 8
 _TIMED = 2
 
 
@@ -57,7 +58,7 @@ class SourceTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """The begin of one document as the model sees it: parts, and whether the loss counts them."""
+    """One document as the model sees it: its first parts, and whether the loss counts them; long ones lack their middle."""
 
     source: str
     parts: tuple[tuple[str, bool], ...]
@@ -223,10 +224,16 @@ def _tokens_of(stream: SourceStream, share: float, encoded: Sequence[Encoded], t
 
 
 def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
-    """The first tokens of a document, in runs of those that the loss counts and those that it does not."""
-    ids, counted = (part[:_SHOWN] for part in encoded)
-    runs = itertools.groupby(zip(ids, counted, strict=True), key=lambda pair: pair[1])
-    return tuple((encoder.tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs)
+    """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
+    runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
+    parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
+    each = _SHOWN // len(parts)
+
+    def text(ids: list[int]) -> str:
+        decode = encoder.tokenizer.decode
+        return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
+
+    return tuple((text(ids), counts) for ids, counts in parts)
 
 
 def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
