@@ -58,7 +58,7 @@ class SourceTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """One document as the model sees it: its first parts, and whether the loss counts them; long ones lack their middle."""
+    """One document as the model sees it: its parts, long ones without their middle, and whether the loss counts them."""
 
     source: str
     parts: tuple[tuple[str, bool], ...]
