@@ -58,7 +58,7 @@ class SourceTokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """One document as the model sees it: its parts, long ones without their middle, and whether the loss counts them."""
+    """One document as the model sees it: its parts, and whether the loss counts them; a long one has no middle."""
 
     source: str
     parts: tuple[tuple[str, bool], ...]
