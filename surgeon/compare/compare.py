@@ -23,7 +23,7 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.compare.config import LoadedStudy, load_study
+from surgeon.compare.config import GROUPS, LoadedStudy, load_study
 from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
 from surgeon.compare.page import render
@@ -32,6 +32,7 @@ from surgeon.compare.suited import suited
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
+from surgeon.models.templates import template_of
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
 
@@ -174,6 +175,13 @@ def _check_base(base: CheckpointFolder, loaded: LoadedStudy) -> None:
         raise BadInput(
             f"{loaded.where('length')}`length` is {loaded.config.length}, the base's context {context}; use {context}"
             " at most"
+        )
+    chats = ((group, text) for group in GROUPS for text in getattr(loaded.config, group) if text.kind == "chat")
+    if template_of(base) is None and (chat := next(chats, None)) is not None:
+        group, text = chat
+        raise BadInput(
+            f"{loaded.where(group)}`{printable(text.called)}` is of the kind `chat`, and {shown} has no chat template,"
+            " with which it would be measured; add chat_template.jinja there, or use `kind: text`"
         )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
@@ -34,6 +34,9 @@ from surgeon.operations.domain_gate import DomainGate
 from surgeon.plan.plan import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan, shipped_studies
 from surgeon.train.config import CachedSpec, LoraSpec, OptimizerSpec, PreserveSpec
+
+Group = Literal["new", "original", "replayed"]
+GROUPS = get_args(Group)
 
 _WHAT = "study"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
@@ -68,7 +71,7 @@ class LoadedStudy:
         """A path that the file names."""
         return self.source.parent / path
 
-    def texts(self, group: Literal["new", "original", "replayed"]) -> list[StudyText]:
+    def texts(self, group: Group) -> list[StudyText]:
         """The texts of a kind, with shares that sum to 1."""
         texts = getattr(self.config, group)
         given = math.fsum(text.share for text in texts if text.share is not None)
@@ -147,7 +150,7 @@ def _entry_of_text(path: str) -> dict[str, Any]:
 
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
     "methods": spelled_out,
-    **dict.fromkeys(("new", "original", "replayed"), _entry_of_text),
+    **dict.fromkeys(GROUPS, _entry_of_text),
 }
 
 
@@ -166,7 +169,7 @@ def _absolute(path: str) -> str:
 def _absent(loaded: LoadedStudy) -> list[str]:
     """Every text that is not there, by its line or option."""
     wrong = []
-    for group in ("new", "original", "replayed"):
+    for group in GROUPS:
         for number, text in enumerate(getattr(loaded.config, group)):
             named = [("path", text.path)]
             if isinstance(text.validation, str) and not text.validation.startswith("split:"):

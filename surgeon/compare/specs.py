@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from surgeon.common.yaml import did_you_mean
 from surgeon.data.specs import Entry, GenerateSpec
@@ -75,13 +75,39 @@ class ReplaySpec(Entry):
     share: Annotated[float, Field(gt=0, lt=1, description="of the training sequences")] = 0.1
 
 
+def _fair(rates: list[float]) -> list[float]:
+    """The rates. Raises ValueError for those of which no fair frontier comes."""
+    ordered = sorted(rates)
+    if len(set(rates)) < FEWEST_RATES:
+        several = f"{len(set(rates))} different rate{'s' if len(set(rates)) > 1 else ''}"
+        raise ValueError(
+            f"{several} given; a frontier needs at least {FEWEST_RATES}, each two or three times the one before,"
+            " such as [1e-4, 3e-4, 1e-3, 3e-3]"
+        )
+    if len(set(rates)) < len(rates):
+        raise ValueError("a rate is given twice; give each once")
+    if ordered[0] <= 0 or ordered[-1] >= 1:
+        wrong = ordered[0] if ordered[0] <= 0 else ordered[-1]
+        raise ValueError(f"rate {wrong:g} is no learning rate; give rates above 0 and below 1")
+    for low, high in itertools.pairwise(ordered):
+        if not _NEAREST <= high / low <= _FARTHEST:
+            raise ValueError(
+                f"rates {low:g} and {high:g} are a factor {high / low:.3g} apart; give steps of 2 to 3"
+                f" ({_NEAREST:g} to {_FARTHEST:g} is allowed)"
+            )
+    return rates
+
+
+Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidator(_fair)]
+
+
 class Remedy(Entry):
     """How forgetting is held off while a method trains; every method is tried with every remedy."""
 
     name: Annotated[str, Field(pattern=_NAME, description="name in results")]
     replay: Annotated[ReplaySpec | None, Field(description="default: nothing is replayed")] = None
     preserve: Annotated[PreserveSpec | None, Field(description="the base teaches, as in a training config")] = None
-    rates: Annotated[list[float] | None, Field(min_length=1, description="instead of the method's")] = None
+    rates: Annotated[Rates | None, Field(description="instead of the method's")] = None
 
     @model_validator(mode="after")
     def _has_what_it_teaches_on(self) -> Remedy:
@@ -137,7 +163,7 @@ class MethodSpec(Entry):
     ] = None
     lora: Annotated[LoraSpec | None, Field(description="LoRA on the base")] = None
     partial: Annotated[Partial | None, Field(description="some layers of the base train")] = None
-    rates: Annotated[list[float] | None, Field(min_length=1, description="default: the study's")] = None
+    rates: Annotated[Rates | None, Field(description="default: the study's")] = None
     remedies: Annotated[list[str] | None, Field(min_length=1, description="default: all of the study")] = None
     seeds: Annotated[int | None, Field(ge=1, le=100, description="default: the study's")] = None
     train: TrainSettings = TrainSettings()
@@ -209,7 +235,7 @@ class Study(Entry):
     remedies: Annotated[list[Remedy], Field(min_length=1, max_length=20)] = [  # noqa: RUF012
         Remedy(name="recalled", replay=ReplaySpec(), preserve=PreserveSpec())
     ]
-    rates: Annotated[list[float], Field(min_length=1, max_length=40, description="peak learning rates")] = [  # noqa: RUF012
+    rates: Annotated[Rates, Field(description="peak learning rates")] = [  # noqa: RUF012
         1e-4,
         3e-4,
         1e-3,
@@ -256,8 +282,6 @@ class Study(Entry):
             for name in method.remedies or ():
                 if name not in known:
                     raise ValueError(f"method {method.called}: no remedy `{name}`{did_you_mean(name, known)}")
-        for what, rates in self._all_rates():
-            check_rates(rates, what)
         rows = {method.called for method in self.all_methods}
         rows |= {f"{method.called}/{remedy.name}" for method, remedy in self.entries}
         for claim in self.claims:
@@ -265,15 +289,6 @@ class Study(Entry):
                 if name not in rows:
                     raise ValueError(f"claim {claim.says!r}: no method `{name}`{did_you_mean(name, sorted(rows))}")
         return self
-
-    def _all_rates(self) -> Iterator[tuple[str, list[float]]]:
-        yield "", self.rates
-        for method in self.methods:
-            if method.rates is not None:
-                yield f"method {method.called}: ", method.rates
-        for remedy in self.remedies:
-            if remedy.rates is not None:
-                yield f"remedy {remedy.name}: ", remedy.rates
 
     @property
     def all_methods(self) -> list[MethodSpec]:
@@ -359,25 +374,3 @@ def _check_shares(texts: Sequence[StudyText]) -> None:
     total, whole = math.fsum(given), len(given) == len(texts)
     if texts and ((whole and abs(total - 1) > SHARE_TOLERANCE) or (not whole and total >= 1)):
         raise ValueError(f"the texts' shares sum to {total:g}; they must sum to 1")
-
-
-def check_rates(rates: Sequence[float], what: str = "") -> None:
-    """Raise ValueError for rates of which no fair frontier comes."""
-    ordered = sorted(rates)
-    if len(set(rates)) < FEWEST_RATES:
-        several = f"{len(set(rates))} different rate{'s' if len(set(rates)) > 1 else ''}"
-        raise ValueError(
-            f"{what}{several} given; a frontier needs at least {FEWEST_RATES}, each two or three times the one before,"
-            " such as [1e-4, 3e-4, 1e-3, 3e-3]"
-        )
-    if len(set(rates)) < len(rates):
-        raise ValueError(f"{what}a rate is given twice; give each once")
-    if ordered[0] <= 0 or ordered[-1] >= 1:
-        wrong = ordered[0] if ordered[0] <= 0 else ordered[-1]
-        raise ValueError(f"{what}rate {wrong:g} is no learning rate; give rates above 0 and below 1")
-    for low, high in itertools.pairwise(ordered):
-        if not _NEAREST <= high / low <= _FARTHEST:
-            raise ValueError(
-                f"{what}rates {low:g} and {high:g} are a factor {high / low:.3g} apart; give steps of 2 to 3"
-                f" ({_NEAREST:g} to {_FARTHEST:g} is allowed)"
-            )

@@ -20,7 +20,7 @@ from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.working import write_durably
 from surgeon.common.listener import Listener
-from surgeon.compare.config import LoadedStudy
+from surgeon.compare.config import GROUPS, LoadedStudy
 from surgeon.compare.configs import (
     RECALLED,
     measured_names,
@@ -357,7 +357,7 @@ def _fingerprint(asked: Asked) -> str:
     asked.listener.begin("reading", sum(info.nbytes for info in asked.base.tensors.values()))
     held = digests_of(asked.base, asked.base.tensors, asked.listener.advance)
     texts = []
-    for group in ("new", "original", "replayed"):
+    for group in GROUPS:
         for text in loaded.texts(group):
             files: list[Any] = [_digest_of(loaded, text.path)]
             if isinstance(text.validation, str):

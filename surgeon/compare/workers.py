@@ -8,6 +8,7 @@ import selectors
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -181,10 +182,16 @@ def serve() -> None:
     threading.Thread(target=read, daemon=True).start()
     from surgeon.compare.running import carry_out
 
-    while True:
-        there.acquire()
-        answers.write(json.dumps(carry_out(json.loads(tasks.pop(0)))).encode() + b"\n")
-        answers.flush()
+    try:
+        while True:
+            there.acquire()
+            answers.write(json.dumps(carry_out(json.loads(tasks.pop(0)))).encode() + b"\n")
+            answers.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # At once: the thread that reads holds stdin, over which the interpreter would abort, and the trace not be last.
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ class Encoder:
 
     def _chat(self, chat: Chat) -> Encoded:
         """The template's tokens; the loss is on what the assistant says, to the end of its turn."""
-        assert self.template is not None, "check_chat was not asked"
+        self.check_chat()
+        assert self.template is not None
         written = Written(self.tokenizer, self.template, chat)
         unwritten = next((name for name in chat.names() if name not in written.text), None)
         if unwritten is not None:

@@ -139,6 +139,16 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     assert files(results) == files(whole.told.path)
 
 
+def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PYTHON", warm())
+    with workers.Processes(1, logs=tmp_path, gpus=0) as started:
+        started.begin({"do": "nothing that it knows"})
+        with pytest.raises(
+            BadInput, match=r"worker-0.log: a worker ended with 1 \(KeyError: 'nothing that it knows'\)"
+        ):
+            started.wait()
+
+
 def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole, tmp_path: Path) -> None:
     results = tmp_path / "results"
     shutil.copytree(whole.told.path, results)
