@@ -26,6 +26,17 @@ ACTIVATIONS = frozenset({
 # fmt: on
 
 
+# The kinds of rotary embedding that transformers has, and what each cannot be without (its ROPE_INIT_FUNCTIONS, and
+# what models name that compute their own); a test compares these too.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "axial", "mrope", "xdrope", "proportional", "su"), ()),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ROPE_NUMBERS = ("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 class _Kind(NamedTuple):
     """What a setting must be, in words, and whether a value is that."""
 
@@ -89,11 +100,36 @@ def check_settings(config: Config) -> None:
         value = config.get(key)
         if value is not None and not kind.fits(value):
             raise BadInput(f"config.json: `{key}` is {printable(repr(value), 60)}, not {kind.words}; {OWN_CONFIG}")
+    for key in ("rope_parameters", "rope_scaling"):
+        # Of own code only its own words are known.
+        if config.get(key) and "auto_map" not in config:
+            _check_rope(key, config[key])
     pad, rows = config.get("pad_token_id"), config.get("vocab_size")
     if type(pad) is int and type(rows) is int and pad >= rows:
         raise BadInput(
             f"config.json: `pad_token_id` is {pad}, the embedding has {rows} rows (`vocab_size`); {OWN_CONFIG}"
         )
+
+
+def _check_rope(key: str, rope: Config) -> None:
+    """Raise BadInput where transformers cannot compute rotary embeddings by `rope`, or by one of those in it."""
+    for name, inner in rope.items():
+        if isinstance(inner, dict):
+            _check_rope(f"{key}.{name}", inner)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise BadInput(
+            f"config.json: `{key}` is of the type {printable(repr(kind), 60)}, which transformers does not have;"
+            f" {OWN_CONFIG}"
+        )
+    for name in ROPE_TYPES[kind]:
+        if rope.get(name) is None:
+            raise BadInput(f"config.json: `{key}` is of the type `{kind}` and has no `{name}`; {OWN_CONFIG}")
+    for name in _ROPE_NUMBERS:
+        if (value := rope.get(name)) is not None and not (_number(value) and value > 0):
+            raise BadInput(
+                f"config.json: `{key}.{name}` is {printable(repr(value), 60)}, not {_POSITIVE.words}; {OWN_CONFIG}"
+            )
 
 
 def _listed(value: Any) -> list[Any]:

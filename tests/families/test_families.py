@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import native_config
 from surgeon.families.dissect import dissect
-from surgeon.families.settings import ACTIVATIONS, check_settings
+from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from tests import tiny
 
 # Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
@@ -231,6 +232,41 @@ def test_activations_are_transformers_own() -> None:
     from transformers.activations import ACT2FN
 
     assert set(ACT2FN) <= ACTIVATIONS
+
+
+def test_rotary_embeddings_are_transformers_own() -> None:
+    """Every kind, with what it cannot be without, and nothing that it can do without."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
+    given: dict[str, Any] = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    given |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    for kind in ROPE_INIT_FUNCTIONS:
+        whole = {"rope_type": kind, "rope_theta": 1e4} | {name: given[name] for name in ROPE_TYPES[kind]}
+        for missing in (None, *ROPE_TYPES[kind]):
+            rope = {name: value for name, value in whole.items() if name != missing}
+            plain = tiny.config("llama").to_dict() | {"rope_parameters": dict(rope)}
+            with nullcontext() if missing is None else pytest.raises(BadInput, match=f"and has no `{missing}`"):
+                check_settings(plain)
+            with nullcontext() if missing is None else pytest.raises((KeyError, TypeError, ValueError)):
+                LlamaForCausalLM(LlamaConfig(**plain))
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({"rope_type": "banana"}, "is of the type 'banana', which transformers does not have"),
+        ({"rope_type": [1]}, r"is of the type \[1\], which"),
+        ({"type": "linear", "factor": "two"}, "factor` is 'two', not a finite number above 0"),
+        ({"full_attention": {"rope_type": "linear", "factor": -1}}, r"full_attention.factor` is -1, not a finite"),
+    ],
+)
+def test_rotary_embeddings_that_nothing_computes(rope: dict[str, Any], told: str) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(BadInput, match=told):
+            check_settings({key: rope})
+    # Own code computes what it likes.
+    check_settings({"rope_scaling": {"type": "banana"}, "auto_map": {"AutoConfig": "own.Config"}})
 
 
 @pytest.mark.parametrize("layers", [2**40, 10**30, 0, -1, 10_001])
