@@ -13,7 +13,8 @@ from surgeon.common.formatting import size
 from surgeon.errors import BadInput, printable
 
 # No space on the device, over a quota, over a limit of the file's size.
-_NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "file too large"}
+_TOO_LARGE = "file too large for `ulimit -f` or the file system"
+_NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: _TOO_LARGE}
 # What libraries in other languages say of the same: safetensors the system's number, torch that a file is too short.
 _SAID = re.compile(
     rf"\(os error (?P<number>{'|'.join(map(str, _NO_ROOM))})\)"
@@ -62,7 +63,8 @@ def disk_error(error: BaseException, path: Path, *, kept: str = "", needed_bytes
     except OSError:
         there = "nobody can say what is free there"
     needed = "" if needed_bytes is None else f"{size(needed_bytes)} are needed in all, "
-    return f"{where}: {problem} ({needed}{there}); make room and run the same command again{kept}"
+    do = "raise that limit" if problem == _TOO_LARGE else "make room"
+    return f"{where}: {problem} ({needed}{there}); {do} and run the same command again{kept}"
 
 
 @contextmanager
