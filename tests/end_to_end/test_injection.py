@@ -104,7 +104,8 @@ def test_no_room(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.Monk
     last = result.stderr.splitlines()[-1]
     assert last.startswith("surgeon: /")
     assert "file too large for `ulimit -f` or the file system (" in last or "the disk took no more (" in last
-    assert "are free there); make room and run the same command again" in last
+    do = "raise that limit" if "too large" in last else "make room"
+    assert f"are free there); {do} and run the same command again" in last
     assert not out.exists()
 
 
