@@ -50,6 +50,7 @@ PLANS = {
     "slot": "{op: pmoe_experts, threshold: 1}",
     "states": "{op: mixture_of_control, rank: 4}",
 }
+_PLAN = "surgeon: 1\nseed: 0\noperations:\n  - {}\n"
 ENCODER_PLANS = {"states": PLANS["states"]}
 # Saves a tiny checkpoint of a model type and auto class in a folder.
 Maker = Callable[..., Path]
@@ -85,9 +86,15 @@ def tried(model_type: str, auto: str, plans: dict[str, str], made: Maker) -> Ite
             return
         for name, operation in plans.items():
             plan, out = folder / f"{name}.yaml", folder / name
-            plan.write_text(f"surgeon: 1\nseed: 0\noperations:\n  - {operation}\n")
             try:
-                surgeon.apply(str(plan), str(base), out)
+                try:
+                    plan.write_text(_PLAN.format(operation))
+                    surgeon.apply(str(plan), str(base), out)
+                except SurgeonError as error:
+                    if "say which one adapters have by `activation`" not in str(error):
+                        raise
+                    plan.write_text(_PLAN.format(operation.replace("}", ", activation: silu}")))
+                    surgeon.apply(str(plan), str(base), out)
                 found = surgeon.verify(str(base), out, windows=2, window=32, dtypes=("auto", "float32"))
                 surgeon.revert(out, folder / f"{name}-back")
                 same = _same_bytes(base, folder / f"{name}-back")
@@ -187,9 +194,10 @@ _ABOUT = """# Which decoders take which surgery
 
 `python -m benchmarks.coverage`, {versions}, on {days}. Model types of transformers' auto classes for causal and
 image-text models: a tiny checkpoint of the type's default config (sizes shrunk, random weights, bfloat16) and five
-plans: a copy after every layer (`insert`), a twin beside every layer (`branch`), gated adapters, a PMoE slot, control
-states. Each output is verified against its base (every byte; logits of prefill and cached generation, in bfloat16 and
-in float32) and reverted (every byte and the config). `exact`, or the first line of the reason. "no tiny checkpoint":
+plans: a copy after every layer (`insert`), a twin beside every layer (`branch`), gated adapters (with `activation:
+silu` where the type's config names none), a PMoE slot, control states. Each output is verified against its base (every
+byte; logits of prefill and cached generation, in bfloat16 and in float32) and reverted (every byte and the config).
+`exact`, or the first line of the reason. "no tiny checkpoint":
 the type's default config cannot be built or run by itself here (it lacks a setting that real checkpoints have, wants
 a package that is not installed, or is no decoder), which says nothing of real checkpoints of that type.
 "not run": `insert` is that of an earlier run (in float32 alone, without the way back), grafts were not run.
