@@ -31,6 +31,8 @@ _SPEAKERS = {
     "function_response": "tool",
 }
 _CALLS = "function_call"
+# Levels of lists and objects in what templates are given: JSON schemas of real tools have a dozen.
+_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
         raise BadInput(f"{shown} has no `role` and `content` that are text (nor `from` and `value`); add them")
     said = f"{where}, message {nth}"
     counts = _counts(ours, shown)
-    return Message(checked_text(role, said), checked_text(content, said), counts, more)
+    return Message(checked_text(role, said), checked_text(content, said), counts, _plain(more, said))
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -107,7 +109,7 @@ def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) and any(_name(tool)) for tool in value):
         raise BadInput(f"{shown} is not a list of objects with a `name` or a `function`; write it as JSON schemas")
-    return tuple(_without_nones(tool) for tool in value)
+    return tuple(_plain(tool, f"{where}: `tools`") for tool in value)
 
 
 def _name(described: Mapping[str, Any]) -> Iterator[str]:
@@ -130,17 +132,32 @@ def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _json(arguments, f"`arguments` of {function['name']}", shown) if arguments else {}
-        function["arguments"] = _without_nones(arguments)
+        function["arguments"] = arguments
         rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
         found.append({**rest, "type": "function", "function": function})
     return found
 
 
-def _without_nones(value: Any) -> Any:
-    """Without keys of nothing, which tables add so that all rows have the same."""
+def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
+    """JSON data as a template is given it, without keys of nothing, which tables add so that all rows have the same.
+
+    Raises BadInput, beginning with `where`, for text that nothing can encode, and for what is nested too deep.
+    """
+    if isinstance(value, str):
+        return checked_text(value, where)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if not depth:
+        raise BadInput(
+            f"{printable(where)}: nested more than {_DEPTH} deep, which no template writes; remove this chat"
+        )
     if isinstance(value, Mapping):
-        return {key: _without_nones(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {
+            checked_text(str(key), where): _plain(inner, where, depth - 1)
+            for key, inner in value.items()
+            if inner is not None
+        }
+    return [_plain(inner, where, depth - 1) for inner in value]
 
 
 def _json(value: Any, what: str, shown: str) -> Any:

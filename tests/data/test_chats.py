@@ -113,6 +113,11 @@ def test_tools_and_history() -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no `role` and `content` that are text"),
         ({"messages": [ANSWERED | {"tool_calls": [{"function": {}}]}]}, "`tool_calls` is not a list of calls"),
         ({"messages": [ANSWERED | {"tool_calls": [called(arguments="{")]}]}, "`arguments` of find_file is not JSON"),
+        (
+            {"messages": [ANSWERED | {"tool_calls": [called(arguments=json.loads("[" * 300 + "]" * 300))]}]},
+            "nested more",
+        ),
+        ({"messages": [ANSWERED | {"thinking": "\ud800"}]}, "half of a UTF-16 pair"),
         ({"conversations": [{"from": "function_call", "value": "find"}]}, "a call is not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": "x"}, "`tools`: the list is not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": [{"kind": "x"}]}, "`tools` is not a list of objects with a `name`"),
@@ -123,7 +128,7 @@ def test_tools_and_history() -> None:
 def test_what_cannot_be_read_is_named(entry: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInput) as caught:
         chat(entry)
-    assert str(caught.value).startswith("a.jsonl:1: ")
+    assert str(caught.value).startswith(("a.jsonl:1: ", "a.jsonl:1, message 1: "))
     assert told in str(caught.value)
 
 
