@@ -45,6 +45,8 @@ _OF_NO_EFFECT = {
     "layers_pattern",
     # The tensors' shapes give the ranks.
     "rank_pattern",
+    # How the base stores its matrix, which PEFT sees by itself.
+    "fan_in_fan_out",
     "megatron_core",
     "qalora_group_size",
     "ensure_weight_tying",
@@ -59,7 +61,6 @@ _REASONS = {
     "use_dora": "DoRA rescales the base's weights, and a LoRA slot cannot",
     "lora_bias": "a slot has no bias",
     "modules_to_save": "whole modules were trained beside the LoRA, and a slot holds a LoRA alone",
-    "fan_in_fan_out": "it is for modules with transposed matrices (GPT-2's Conv1D), which no slot can stand in",
     "trainable_token_indices": "embeddings were trained beside the LoRA",
     "layer_replication": "it is for a base with repeated layers",
     "target_parameters": "it adapts parameters that are not linear modules",

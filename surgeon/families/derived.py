@@ -233,15 +233,10 @@ class _Found(Derivation):
 
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """As `Derivation` says."""
-        from torch import nn
-
         modules = self.derived.skeleton.layers[layer].named_modules()
         elsewhere = _of_other_tokens(json.dumps(self.config, sort_keys=True), self.derived.heads)[layer]
-        return {
-            name: tuple(each.weight.shape)
-            for name, each in modules
-            if isinstance(each, nn.Linear) and name not in elsewhere
-        }
+        shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
@@ -409,6 +404,17 @@ def _prove_grafts(told: str) -> None:
     prove_grafts(trunk, grafted, heads=heads)
 
 
+def _linear_shape(module: Any) -> tuple[int, int] | None:
+    """A linear module's outputs and inputs, GPT-2's `Conv1D`, which stores its matrix transposed, among them."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(module, nn.Linear | Conv1D):
+        return None
+    first, second = module.weight.shape
+    return (second, first) if isinstance(module, Conv1D) else (first, second)
+
+
 @lru_cache(maxsize=8)
 def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
     """Of each layer the linear modules that a twin runs on other tokens than the layer's own, by their path in it.
@@ -434,7 +440,7 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
 
         handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
         for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear):
+            if _linear_shape(module) is not None:
                 hook = partial(runs, own=own, name=name, others=others)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     # What cannot be run with a cache is found out, and refused, elsewhere.

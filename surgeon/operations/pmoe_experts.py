@@ -35,7 +35,7 @@ from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, Sl
 
 # Where queries and values are made in attention that is not four matrices, or in what stands in its place.
 _QUERY_VALUE = re.compile(
-    r"(to_)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|in_proj(_qkvz?)?",
+    r"(to_|w)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|c_attn|in_proj(_qkvz?)?",
     re.IGNORECASE,
 )
 _LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
@@ -253,7 +253,7 @@ class PMoEExperts(Operation):
         found = {index: here for index, here in found.items() if here}
         if not any(index >= place.layer for index in found):
             raise BadInput(
-                f"no layer from {place.layer} on has a linear module (`nn.Linear`) that a slot could adapt by itself;"
+                f"no layer from {place.layer} on has a linear module that a slot could adapt by itself;"
                 f" {_offered(linear.values())}"
             )
         return found

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
@@ -36,12 +37,11 @@ class LoraSlot(LowRank):
 class WithSlots(nn.Module):
     """Mixed in before a linear module: slots beside it; those present here may be some of the model's."""
 
-    def __init__(self, native: nn.Linear, specs: Sequence[SlotSpec], *, routed: bool) -> None:
-        super().__init__(native.in_features, native.out_features, bias=native.bias is not None)
+    def __init__(self, native: nn.Linear | Conv1D, specs: Sequence[SlotSpec], *, routed: bool) -> None:
+        width_in, width_out = native.weight.shape if isinstance(native, Conv1D) else reversed(native.weight.shape)
+        super().__init__(width_in, width_out, bias=native.bias is not None)
         self.routed = routed
-        self.slots = nn.ModuleDict(
-            {str(spec.slot): LoraSlot(spec.rank, native.in_features, native.out_features) for spec in specs}
-        )
+        self.slots = nn.ModuleDict({str(spec.slot): LoraSlot(spec.rank, width_in, width_out) for spec in specs})
         self.groups = _grouped(specs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,6 +104,18 @@ class Affine(nn.Module):
 
 class ExpertAffine(WithSlots, Affine):
     """The same in vLLM, which loads its tensors and leaves the module."""
+
+
+class Transposed(Conv1D):
+    """GPT-2's linear module, whose matrix is stored inputs by outputs."""
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool) -> None:
+        assert bias, "it has one always"
+        super().__init__(width_out, width_in)
+
+
+class ExpertTransposed(WithSlots, Transposed):
+    """The same with slots."""
 
 
 def _grouped(specs: Sequence[SlotSpec]) -> list[tuple[SlotSpec, ...]]:
@@ -205,14 +217,15 @@ class ExpertGraft(Graft, ExpertRules):
 
 
 def attach_experts(layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = ExpertLinear) -> None:
-    """Put a `kind` in the place of every module of the layer that a slot targets."""
+    """Put a `kind`, or what stands for GPT-2's, in the place of every module of the layer that a slot targets."""
     for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
         native = layer.get_submodule(target)
-        if not isinstance(native, nn.Linear):
+        if not isinstance(native, nn.Linear | Conv1D):
             raise ValueError(f"config.surgery: experts of layer {spec.layer} target `{target}`, no linear module")
         here = [slot.at(target) for slot in spec.slots if target in slot.targets]
         parent, _, name = target.rpartition(".")
-        setattr(layer.get_submodule(parent), name, kind(native, here, routed=spec.routed))
+        made = ExpertTransposed if isinstance(native, Conv1D) else kind
+        setattr(layer.get_submodule(parent), name, made(native, here, routed=spec.routed))
 
 
 def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
         "alpha_pattern": _pattern({piece: kind[1] for piece, kind in kinds.items()}, alpha, paths),
         "target_modules": names,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(_transposed(anatomy, piece) for piece in pieces),
         "init_lora_weights": True,
         "modules_to_save": None,
         "layers_to_transform": None,
@@ -244,6 +244,12 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
         finish=lambda _proof: {},
         identity={"what": "export", "out": out.identity()},
     )
+
+
+def _transposed(anatomy: Anatomy, piece: Piece) -> bool:
+    """Whether a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`)."""
+    stored = anatomy.layers[piece.layer][f"{piece.target}.weight"].shape
+    return stored != piece.up.shape[:1] + piece.down.shape[1:]
 
 
 def _kinds(config: Mapping[str, Any]) -> frozenset[str]:

@@ -47,8 +47,7 @@ def linear_modules(anatomy: Anatomy) -> tuple[list[str], str]:
     """What of a decoder's attention and FFN a LoRA can adapt, as names for `targets`; and a matrix that it cannot.
 
     Names are paths within a layer, in the layers' order. The second is empty where `targets: all` would do. FFNs are
-    left out where one has experts, with which PEFT confuses the modules beside them. Where no layer has a linear
-    module, matrices that stand alone (GPT-2's, stored inputs by outputs) are taken for such.
+    left out where one has experts, with which PEFT confuses the modules beside them.
     """
     linear: dict[str, dict[str, None]] = {role: {} for role in _BLOCKS["all"]}
     others: dict[str, dict[str, str]] = {role: {} for role in _BLOCKS["all"]}
@@ -64,9 +63,7 @@ def linear_modules(anatomy: Anatomy) -> tuple[list[str], str]:
                         others[role].setdefault(path, info.name)
     other = next((name for found in others.values() for name in found.values()), "")
     whole = [role for role, found in others.items() if not any("experts" in path.split(".") for path in found)]
-    names = [path for role in whole for path in linear[role]]
-    alone = (path for role in whole for path, name in others[role].items() if name.endswith(_WEIGHT))
-    return names or list(alone), other
+    return [path for role in whole for path in linear[role]], other
 
 
 def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
@@ -85,9 +82,8 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
                     continue
                 if suffix.removesuffix(_WEIGHT) not in linear:
                     raise BadInput(
-                        f"{where}{printable(info.name)} is in no linear module (experts, or matrices stored inputs by"
-                        f" outputs), so `targets: {targets}` would adapt a part alone; choose other targets, or name"
-                        " modules: `targets: [NAME, …]`"
+                        f"{where}{printable(info.name)} is in no linear module (experts, say), so `targets: {targets}`"
+                        " would adapt a part alone; choose other targets, or name modules: `targets: [NAME, …]`"
                     )
                 found.add(info.name)
     if not found:

@@ -73,6 +73,8 @@ GRAFTS = (
 GRAFTED = {
     **dict.fromkeys(("mixtral", "gemma3", "olmo3"), GRAFTS),
     "gpt_oss": (GRAFTS[1],),
+    # Slots in matrices that are stored inputs by outputs.
+    "gpt2": (GRAFTS[2],),
 }
 
 # Names that differ, one list of layers inside two models, tied embeddings.
@@ -473,7 +475,7 @@ NO_PLACE = {
         r"layer 0 of this nemotron_h has no FFN .*; layers .* have one: choose `layers` by that",
     ),
     "an activation that learns": ("apertus", "{op: gated_adapters, size: 4}", "names no activation that an adapter"),
-    "matrices of another class": ("gpt2", "{op: pmoe_experts}", "no layer from 3 on has a linear module"),
+    "no attention": ("falcon_mamba", "{op: pmoe_experts, targets: [q_proj]}", "`targets` names 'q_proj', no linear"),
     "a stream of another dtype": (
         "falcon_mamba",
         "{op: pmoe_experts}",

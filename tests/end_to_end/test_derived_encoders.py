@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.errors import BadInput
 from surgeon.families.skeleton import BASE
 from surgeon.models.encoders import auto_class
 from tests.decoders import tiny_decoder
@@ -187,7 +188,7 @@ def test_derived_decoders_have_their_types_other_heads(plan: Path, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_peft_adapter_of_a_derived_type_is_a_slot(tmp_path: Path) -> None:
-    """PEFT's logits with experts one by one; GPT-2's matrices, which are no linear modules, are refused by name."""
+    """PEFT's logits: with experts one by one, and of GPT-2's matrices, which are stored inputs by outputs; and back."""
     path = tmp_path / "plan.yaml"
     path.write_text("surgeon: 1\noperations:\n  - {op: pmoe_experts, from_peft: adapter}\n")
     asked: dict[str, Any] = {"r": 4, "lora_alpha": 8}
@@ -196,6 +197,12 @@ def test_a_peft_adapter_of_a_derived_type_is_a_slot(tmp_path: Path) -> None:
     surgeon.apply(path, str(base), tmp_path / "out")
     assert torch.equal(logits(load(tmp_path / "out")), wanted)
     base = tiny_decoder(tmp_path / "gpt2", "gpt2")
-    train(base, tmp_path / "adapter", steps=1, target_modules=["c_attn"], fan_in_fan_out=True, **asked)
-    with pytest.raises(BadInput, match=r"`fan_in_fan_out` is True: .*Conv1D.*no slot can stand in"):
-        surgeon.preview(path, str(base))
+    names = ["c_attn", "c_fc", "mlp.c_proj"]
+    wanted = train(base, tmp_path / "transposed", target_modules=names, fan_in_fan_out=True, **asked)
+    path.write_text("surgeon: 1\noperations:\n  - {op: pmoe_experts, from_peft: transposed}\n")
+    surgeon.apply(path, str(base), tmp_path / "grown")
+    torch.testing.assert_close(logits(load(tmp_path / "grown")), wanted, atol=1e-6, rtol=1e-5)
+    surgeon.export_slot(tmp_path / "grown", 0, tmp_path / "slot")
+    assert json.loads((tmp_path / "slot/adapter_config.json").read_text())["fan_in_fan_out"]
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "slot").eval()
+    assert torch.equal(logits(again), wanted)

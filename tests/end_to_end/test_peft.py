@@ -331,7 +331,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], list[str]]] = {
     "bias": (config(bias="lora_only"), {}, ["bias", "lora_only"]),
     "lora_bias": (config(lora_bias=True), {}, ["lora_bias"]),
     "modules_to_save": (config(modules_to_save=["lm_head"]), {}, ["modules_to_save"]),
-    "fan_in_fan_out": (config(fan_in_fan_out=True), {}, ["fan_in_fan_out"]),
     "token indices": (config(trainable_token_indices=[1]), {}, ["trainable_token_indices"]),
     "layer replication": (config(layer_replication=[[0, 4], [2, 5]]), {}, ["layer_replication"]),
     "unknown to surgeon": (config(use_tomorrow={"a": 1}), {}, ["use_tomorrow"]),
