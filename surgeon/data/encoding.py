@@ -68,9 +68,15 @@ class Encoder:
                 " `tools` and these chats"
             )
         found = written.counted()
-        if found is None:
+        if found is not None:
+            return found
+        shown = printable(str(self.folder))
+        if written.has_blocks:
             raise BadInput(
-                f"{printable(str(self.folder))}: its chat template changes earlier turns once later ones follow, so"
-                " that the assistant's words are not found in what it writes; put `{% generation %}` blocks around them"
+                f"{shown}: its chat template's `{{% generation %}}` blocks are not one for each answer, so that those"
+                " which do not count (`weight`, `train`) are not known; leave these chats out"
             )
-        return found
+        raise BadInput(
+            f"{shown}: its chat template changes earlier turns once later ones follow, so that the assistant's words"
+            " are not found in what it writes; put `{% generation %}` blocks around them"
+        )

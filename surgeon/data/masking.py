@@ -19,7 +19,8 @@ from surgeon.models.tokenizer import Tokenizer
 _BEGIN, _END = 0x100000, 0x100001
 _MARK = re.compile("[\U00100000-\U0010fffd]")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# A mark or a word that is cut off: `<|im_`, `assist`.
+_MOST_MESSAGES = 32_000
+# A mark that is cut off: `<|im_`, `[/IN`.
 _OPEN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 # Token ids, and whether the loss counts each.
@@ -48,9 +49,12 @@ class Written:
 
     def counted(self) -> Encoded | None:
         """Token ids, and whether the loss counts each; None where the template hides which the assistant says."""
-        if _GENERATION.search(self.template):
-            return self._by_blocks()
-        return self._by_beginnings() or self._by_places()
+        return self._by_blocks() if self.has_blocks else self._by_beginnings() or self._by_places()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the template says itself what the assistant says."""
+        return _GENERATION.search(self.template) is not None
 
     def _by_blocks(self) -> Encoded | None:
         """By the template's own blocks, whose ends are marked in the text and removed again.
@@ -84,8 +88,12 @@ class Written:
         for nth in self._answers:
             if not self.chat.messages[nth].counts:
                 continue
-            before = self._ids(self._render(self._turns[:nth], prompt=True))
-            upto = self._ids(self._render(self._turns[: nth + 1]))
+            try:
+                before = self._ids(self._render(self._turns[:nth], prompt=True))
+                upto = self._ids(self._render(self._turns[: nth + 1]))
+            except BadInput:
+                # A template may want what comes later, such as an answer to every call.
+                return None
             if whole[: len(before)] != before or whole[: len(upto)] != upto:
                 return None
             counted[len(before) : len(upto)] = [True] * (len(upto) - len(before))
@@ -96,7 +104,7 @@ class Written:
 
         None where words are missing, or marks around them change what is written.
         """
-        if not self.tokenizer.is_fast:
+        if not self.tokenizer.is_fast or len(self._turns) > _MOST_MESSAGES:
             return None
         spans = self._words()
         if spans is None:
@@ -127,14 +135,20 @@ class Written:
         return None
 
     def _opening(self, nth: int) -> str:
-        """What a prompt adds to the turns before answer `nth`; empty where it changes these."""
-        before = self._render(self._turns[:nth])
-        prompt = self._render(self._turns[:nth], prompt=True)
+        """What a prompt adds to the turns before answer `nth`; empty where it changes these, or they cannot end there."""
+        try:
+            before = self._render(self._turns[:nth])
+            prompt = self._render(self._turns[:nth], prompt=True)
+        except BadInput:
+            return ""
         return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def _ending(self, nth: int) -> str:
-        """What is written behind the words of answer `nth` where it is the last."""
-        marked = self._render(self._marked(self._turns[: nth + 1], str.strip))
+        """What is written behind the words of answer `nth` where it is the last; empty where it cannot be."""
+        try:
+            marked = self._render(self._marked(self._turns[: nth + 1], str.strip))
+        except BadInput:
+            return ""
         return marked.rpartition(chr(_END + 2 * nth))[2]
 
     def _marked(self, turns: Sequence[dict[str, Any]], strip: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -227,6 +227,18 @@ def test_answers_that_do_not_count(encoder: Encoder, monkeypatch: pytest.MonkeyP
         )
 
 
+def test_a_template_that_wants_what_comes_later(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chat ends in a call here, so nothing is added to a prompt: the call counts by the marks around it."""
+    wants = (
+        "{% if messages[-1].tool_calls %}{{ raise_exception('a call without an answer') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or () %}[{{ c.function.name }}]"
+        "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(encoder, "template", wants)
+    ids, counted = encoder.encode(chat({"messages": ENTRIES["tools"]["messages"]}))
+    assert runs(ids, counted, encoder.tokenizer.decode) == ["[find_file", "In /home.</s>", "In the folder.</s>"]
+
+
 def test_a_template_that_does_not_write_tools(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}")
     with pytest.raises(BadInput, match=r"does not write tools and their calls \(find_file is not in what it makes"):
