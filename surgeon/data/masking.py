@@ -135,7 +135,7 @@ class Written:
         return None
 
     def _opening(self, nth: int) -> str:
-        """What a prompt adds to the turns before answer `nth`; empty where it changes these, or they cannot end there."""
+        """What a prompt adds to the turns before answer `nth`; empty where it changes these or cannot stand there."""
         try:
             before = self._render(self._turns[:nth])
             prompt = self._render(self._turns[:nth], prompt=True)

@@ -228,7 +228,7 @@ def test_answers_that_do_not_count(encoder: Encoder, monkeypatch: pytest.MonkeyP
 
 
 def test_a_template_that_wants_what_comes_later(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No chat ends in a call here, so nothing is added to a prompt: the call counts by the marks around it."""
+    """No chat ends in a call here, so what ends one is not known: it counts from its prompt to the last name."""
     wants = (
         "{% if messages[-1].tool_calls %}{{ raise_exception('a call without an answer') }}{% endif %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or () %}[{{ c.function.name }}]"
