@@ -63,8 +63,8 @@ def disk_error(error: BaseException, path: Path, *, kept: str = "", needed_bytes
     except OSError:
         there = "nobody can say what is free there"
     needed = "" if needed_bytes is None else f"{size(needed_bytes)} are needed in all, "
-    do = "raise that limit" if problem == _TOO_LARGE else "make room"
-    return f"{where}: {problem} ({needed}{there}); {do} and run the same command again{kept}"
+    do = "raise that limit and run" if problem == _TOO_LARGE else "make room and run"
+    return f"{where}: {problem} ({needed}{there}); {do} the same command again{kept}"
 
 
 @contextmanager

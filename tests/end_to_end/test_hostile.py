@@ -149,7 +149,7 @@ BROKEN_TEXTS: dict[str, tuple[bytes, str]] = {
     "empty.parquet": (b"", "not a parquet file that can be read"),
     "cut.parquet": (b"PAR1", "not a parquet file that can be read"),
     "noise.parquet": (b"PAR1garbagePAR1", "get the file again, or leave it out"),
-    "zipped.gz": (b"\x1f\x8b", "rename it"),
+    "zipped.gz": (b"\x1f\x8b", "unpack it"),
     "empty.txt": (b"", "no document with text"),
 }
 
