@@ -44,9 +44,9 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     from surgeon.manifest.within import base_within
     from surgeon.models.load import load_model
     from surgeon.train.config import PreserveSpec
-    from surgeon.train.cross_entropy import FusedHead
-    from surgeon.train.preserving import Preserving
-    from surgeon.train.trainable_set import unfreeze
+    from surgeon.train.losses.cross_entropy import FusedHead
+    from surgeon.train.losses.preserving import Preserving
+    from surgeon.train.trainable.trainable_set import unfreeze
 
     folder = CheckpointFolder.open(out)
     manifest = manifest_of(folder)
@@ -119,10 +119,10 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
     from surgeon.families.dissect import dissect
     from surgeon.manifest.within import Within
     from surgeon.models.load import load_model
-    from surgeon.train.cached_teacher import CachedTeacher
     from surgeon.train.config import CachedSpec, PreserveSpec
-    from surgeon.train.cross_entropy import FusedHead
-    from surgeon.train.preserving import NUMBERS, Preserving
+    from surgeon.train.losses.cached_teacher import CachedTeacher
+    from surgeon.train.losses.cross_entropy import FusedHead
+    from surgeon.train.losses.preserving import NUMBERS, Preserving
 
     folder = CheckpointFolder.open(base)
     model = load_model(folder, dtype="float32")

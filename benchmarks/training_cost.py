@@ -56,7 +56,7 @@ def load(folder: Path, kind: str, device: str) -> Any:
     from surgeon.manifest.manifest import parse
     from surgeon.manifest.trainable import trainable_set
     from surgeon.models.load import load_model
-    from surgeon.train.trainable_set import unfreeze
+    from surgeon.train.trainable.trainable_set import unfreeze
 
     model = load_model(folder, device=device)
     model.config.use_cache = False
@@ -84,8 +84,8 @@ class Bench:
     def __init__(self, folder: Path, kind: str, shape: tuple[int, int], device: str, cross_entropy: str) -> None:
         import torch
 
-        from surgeon.train.cross_entropy import FusedHead
-        from surgeon.train.optimizer import MasterAdamW
+        from surgeon.train.losses.cross_entropy import FusedHead
+        from surgeon.train.steps.optimizer import MasterAdamW
 
         self.torch = torch
         self.device = device

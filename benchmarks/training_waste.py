@@ -106,7 +106,7 @@ def attention() -> dict[str, dict[str, float]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from surgeon.train.by_document import by_document
+    from surgeon.train.steps.by_document import by_document
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -45,6 +45,10 @@ ORDER = (
     "_version",
 )
 
+# A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
+# or below, as their imports say.
+INNER = {"train": ("steps", "losses", "saved", "trainable", "processes")}
+
 # What rooms that work on bytes and data alone never import, not even inside a function, and where else that holds.
 WITHOUT = {
     "plan": ("torch", "numpy", "transformers"),
@@ -61,7 +65,7 @@ WITHOUT = {
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
     **{f"train/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "outside")},
-    **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "launching", "train")},
+    **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "processes/launching", "train")},
     "continual/config.py": ("torch", "numpy", "transformers"),
     **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "configs", "order", "page")},
     "compare/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
@@ -82,6 +86,25 @@ def test_imports_run_down(room: str) -> None:
         if room_of(module) == room:
             up = {name for name in dependencies(file) if room_of(name) not in (room, *below)}
             assert not up, f"{module} imports {sorted(up)}: up, or beside"
+
+
+@pytest.mark.parametrize("room", INNER)
+def test_imports_run_down_within_a_room_too(room: str) -> None:
+    order = INNER[room]
+    assert {path.name for path in (PACKAGE / room).iterdir() if any(path.glob("*.py"))} == set(order)
+    for module, file in MODULES.items():
+        within = inner_room_of(module)
+        if room_of(module) == room and within in order:
+            below = order[order.index(within) :]
+            others = {name for name in dependencies(file) if room_of(name) == room and inner_room_of(name) in order}
+            up = {name for name in others if inner_room_of(name) not in below}
+            assert not up, f"{module} imports {sorted(up)}: up"
+
+
+def inner_room_of(module: str) -> str:
+    """`steps` of `surgeon.train.steps.trainer`; "" of a file that lies beside inner rooms."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 3 or (MODULES[module].name == "__init__.py" and len(parts) > 2) else ""
 
 
 def test_no_module_and_no_room_imports_in_a_circle() -> None:

@@ -141,7 +141,7 @@ def _opened(message: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP2 dealt the model's parameters out to the processes (train/sharding.py)."""
+    """Whether FSDP2 dealt the model's parameters out to the processes (train/processes/sharding.py)."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)

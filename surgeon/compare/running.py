@@ -26,9 +26,9 @@ from surgeon.evaluate.sources import open_sources
 from surgeon.families.twin import one_thread
 from surgeon.train.config import load_config
 from surgeon.train.itself import memory_folder
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps.trainer import Diverged
 from surgeon.train.train import train
-from surgeon.train.trainer import Diverged
-from surgeon.train.work_folder import work_folder
 
 Task = dict[str, Any]
 Answer = dict[str, Any]

@@ -13,7 +13,7 @@ from surgeon.compare.specs import MethodSpec, Partial
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
-from surgeon.train.lora_targets import linear_modules
+from surgeon.train.trainable.lora_targets import linear_modules
 
 
 def suited(loaded: LoadedStudy, base: CheckpointFolder) -> LoadedStudy:

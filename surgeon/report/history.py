@@ -223,7 +223,7 @@ def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: Hist
 
 
 def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Two moments in float32 each, and a float32 master where the tensor is narrower (surgeon/train/optimizer.py)."""
+    """Two moments in float32 each, and a float32 master where the tensor is narrower (train/steps/optimizer.py)."""
     return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
 
 

@@ -10,11 +10,11 @@ import torch
 
 from surgeon.checkpoint.room import check_room
 from surgeon.common.formatting import size
-from surgeon.train.cached_teacher import CachedTeacher
-from surgeon.train.checkpoints import KEPT
+from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.opening import Run
-from surgeon.train.saving import is_beside
-from surgeon.train.trainer import SurgeonTrainer
+from surgeon.train.saved.checkpoints import KEPT
+from surgeon.train.saved.saving import is_beside
+from surgeon.train.steps.trainer import SurgeonTrainer
 
 
 def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:

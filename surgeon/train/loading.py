@@ -10,13 +10,13 @@ import torch
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import load_model, stored_dtype
-from surgeon.train.cached_teacher import CachedTeacher
-from surgeon.train.cross_entropy import FusedHead, choose
 from surgeon.train.fitting import fit_gate
+from surgeon.train.losses.cached_teacher import CachedTeacher
+from surgeon.train.losses.cross_entropy import FusedHead, choose
+from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
-from surgeon.train.preserving import Preserving
-from surgeon.train.stored import StoredNames
-from surgeon.train.trainable_set import check_set, hold_fixed, unfreeze
+from surgeon.train.trainable.stored import StoredNames
+from surgeon.train.trainable.trainable_set import check_set, hold_fixed, unfreeze
 
 
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
@@ -31,7 +31,7 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
     held: dict[str, Fixed] = {}
     if config.lora is not None:
         # PEFT is an extra.
-        from surgeon.train.lora import attach
+        from surgeon.train.trainable.lora import attach
 
         names = attach(
             model,

@@ -26,11 +26,11 @@ from surgeon.models.load import CLASSIFIER
 from surgeon.models.templates import TEMPLATES
 from surgeon.train.config import LoadedConfig, Settings
 from surgeon.train.itself import memory_folder
-from surgeon.train.launching import Sharding
 from surgeon.train.preparing import Prepared, prepare
-from surgeon.train.trackers import open_trackers
+from surgeon.train.processes.launching import Sharding
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps.trackers import open_trackers
 from surgeon.train.training_data import TrainingData
-from surgeon.train.work_folder import work_folder
 
 
 @dataclass(frozen=True)

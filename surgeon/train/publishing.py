@@ -51,7 +51,7 @@ from surgeon.manifest.run_files import (
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.config import LoraSpec
-from surgeon.train.stored import StoredNames
+from surgeon.train.trainable.stored import StoredNames
 
 FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
@@ -168,7 +168,7 @@ def _with_lora(
     out: CheckpointFolder, trained: Path, work: Path, spec: LoraSpec, base: str, auto: str | None
 ) -> tuple[dict[str, Tensor], bytes]:
     """The weights with the LoRA merged, and its config; its own tensors go to ADAPTER_FILE."""
-    from surgeon.train.lora import adapter_config, merged, write_adapter
+    from surgeon.train.trainable.lora import adapter_config, merged, write_adapter
 
     found = merged(out, trained, spec, build_model(out, dtype=lambda _: torch.float32, auto=auto))
     write_adapter(found.adapter, work / ADAPTER_FILE)

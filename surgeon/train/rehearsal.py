@@ -20,15 +20,15 @@ from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, 
 from surgeon.data.masking import Encoded
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
-from surgeon.train.by_document import by_document
-from surgeon.train.cached_teacher import CachedTeacher
-from surgeon.train.cross_entropy import FusedHead
 from surgeon.train.footprint import copied_bytes, optimizer_bytes, peak_memory
 from surgeon.train.itself import Imagined
 from surgeon.train.loading import cached_teacher, fused_head, loaded_model, preserving_by, trained_numbers
+from surgeon.train.losses.cached_teacher import CachedTeacher
+from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.preserving import NUMBERS, Preserving
+from surgeon.train.losses.top_k import TopK
 from surgeon.train.opening import Run
-from surgeon.train.preserving import NUMBERS, Preserving
-from surgeon.train.top_k import TopK
+from surgeon.train.steps.by_document import by_document
 
 # Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200

@@ -26,10 +26,18 @@ from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Manifest, written_manifest
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
-from surgeon.train.arguments import training_arguments
-from surgeon.train.by_document import by_document
-from surgeon.train.cadence import Cadence
-from surgeon.train.checkpoints import (
+from surgeon.train.config import LoadedConfig
+from surgeon.train.fitting import FIGURES_FILE
+from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
+from surgeon.train.itself import memory_folder, write_sources
+from surgeon.train.loading import cached_teacher, fit, fused_head, loaded_model, preserving_by, trained_numbers
+from surgeon.train.losses.held_out import figures_by_source
+from surgeon.train.losses.preserving import NUMBERS
+from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
+from surgeon.train.preparing import Prepared
+from surgeon.train.processes.sharding import let_go, shard, sharded_here
+from surgeon.train.publishing import Trained, publishing_job, write_final
+from surgeon.train.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
     RunRecord,
@@ -39,20 +47,12 @@ from surgeon.train.checkpoints import (
     newest_checkpoint,
     step_of,
 )
-from surgeon.train.config import LoadedConfig
-from surgeon.train.fitting import FIGURES_FILE
-from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
-from surgeon.train.held_out import figures_by_source
-from surgeon.train.itself import memory_folder, write_sources
-from surgeon.train.loading import cached_teacher, fit, fused_head, loaded_model, preserving_by, trained_numbers
-from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
-from surgeon.train.preparing import Prepared
-from surgeon.train.preserving import NUMBERS
-from surgeon.train.publishing import Trained, publishing_job, write_final
-from surgeon.train.saving import Saving
-from surgeon.train.sharding import let_go, shard, sharded_here
-from surgeon.train.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer
-from surgeon.train.work_folder import fingerprint_of, held_by_run
+from surgeon.train.saved.saving import Saving
+from surgeon.train.saved.work_folder import fingerprint_of, held_by_run
+from surgeon.train.steps.arguments import training_arguments
+from surgeon.train.steps.by_document import by_document
+from surgeon.train.steps.cadence import Cadence
+from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"

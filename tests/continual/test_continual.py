@@ -32,8 +32,8 @@ from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.share.push import hold_output, pack
-from surgeon.train.checkpoints import newest_checkpoint, step_of
-from surgeon.train.work_folder import work_folder as training_folder
+from surgeon.train.saved.checkpoints import newest_checkpoint, step_of
+from surgeon.train.saved.work_folder import work_folder as training_folder
 from tests import tiny
 from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text

@@ -18,7 +18,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.rework import make_delta as making
-from surgeon.train.work_folder import work_folder
+from surgeon.train.saved.work_folder import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.end_to_end.conftest import ROOT

@@ -22,7 +22,7 @@ from surgeon.models.load import load_model
 from surgeon.report.curves import GateActivity, TrainingRun
 from surgeon.report.page.document import render
 from surgeon.report.report import Reported
-from surgeon.train.optimizer import MasterAdamW
+from surgeon.train.steps.optimizer import MasterAdamW
 from tests import tiny
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_refusals import edit_tensor, refused

@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgeon.models.load import load_model
-from surgeon.train import by_document as room
-from surgeon.train.by_document import Span, by_document, spans_of
+from surgeon.train.steps import by_document as room
+from surgeon.train.steps.by_document import Span, by_document, spans_of
 from tests import tiny
 
 LENGTHS = ((5, 1, 10), (16,), (3, 13))

@@ -18,13 +18,13 @@ from surgeon.checkpoint import room
 from surgeon.common.listener import Quiet
 from surgeon.data.packing import Mixture
 from surgeon.errors import BadInput
-from surgeon.train import cached_teacher
-from surgeon.train.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
-from surgeon.train.preserving import Preserving, chunked_divergence
-from surgeon.train.top_k import TopK
+from surgeon.train.losses import cached_teacher
+from surgeon.train.losses.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
+from surgeon.train.losses.preserving import Preserving, chunked_divergence
+from surgeon.train.losses.top_k import TopK
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps.trainer import SurgeonTrainer
 from surgeon.train.train import rehearsal_view
-from surgeon.train.trainer import SurgeonTrainer
-from surgeon.train.work_folder import work_folder
 from tests.train.test_preserve import ORIGINAL, curve
 from tests.train.test_train import base_of, config, digests
 

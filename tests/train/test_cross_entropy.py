@@ -18,8 +18,8 @@ from surgeon.data import scoring as scores
 from surgeon.data.packing import PackedSequence
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.models.load import load_model
-from surgeon.train.cross_entropy import FusedHead, choose, chunked_cross_entropy
-from surgeon.train.held_out import losses_by_source
+from surgeon.train.losses.cross_entropy import FusedHead, choose, chunked_cross_entropy
+from surgeon.train.losses.held_out import losses_by_source
 from tests import tiny
 from tests.train.test_train import config, digests, grown
 from tests.warm import warm
@@ -147,7 +147,7 @@ PEAK = """
 import torch
 from pathlib import Path
 from torch.nn import functional as F
-from surgeon.train.cross_entropy import chunked_cross_entropy
+from surgeon.train.losses.cross_entropy import chunked_cross_entropy
 def peak():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -176,7 +176,7 @@ def test_logits_are_never_all_in_memory() -> None:
 
 LIGER = """
 import torch
-from surgeon.train.cross_entropy import chunked_cross_entropy, liger_cross_entropy
+from surgeon.train.losses.cross_entropy import chunked_cross_entropy, liger_cross_entropy
 torch.manual_seed(0)
 told = []
 labels = torch.randint(50, (10,))

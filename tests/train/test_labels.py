@@ -21,10 +21,10 @@ from surgeon.data.judging import Judged
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
 from surgeon.plan.plan import head_plan
-from surgeon.train import trainer
 from surgeon.train.config import load_config
 from surgeon.train.loading import loaded_model
 from surgeon.train.opening import opened_run
+from surgeon.train.steps import trainer
 from surgeon.train.train import rehearsal_view
 from tests import tiny
 from tests.encoders import tiny_encoder

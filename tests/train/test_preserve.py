@@ -16,9 +16,9 @@ from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
 from surgeon.train import loading
 from surgeon.train.config import PreserveSpec
-from surgeon.train.cross_entropy import FusedHead
-from surgeon.train.preserving import Preserving, chunked_divergence
-from surgeon.train.shares import shares_of, weighed
+from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.preserving import Preserving, chunked_divergence
+from surgeon.train.losses.shares import shares_of, weighed
 from tests import tiny
 from tests.train.test_losses_live import ids_of, passed
 from tests.train.test_train import base_of, config

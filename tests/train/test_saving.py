@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.train import cadence, session, trainer
-from surgeon.train.checkpoints import COMPLETE_FILE, newest_checkpoint
-from surgeon.train.saving import Saving, is_beside
-from surgeon.train.work_folder import work_folder
+from surgeon.train import session
+from surgeon.train.saved.checkpoints import COMPLETE_FILE, newest_checkpoint
+from surgeon.train.saved.saving import Saving, is_beside
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps import cadence, trainer
 from tests.train.test_train import config, digests, grown
 
 FOUR = {"steps": 4, "save_every": 2, "evaluate_every": 4}

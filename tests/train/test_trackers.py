@@ -12,7 +12,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallba
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.train.work_folder import work_folder
+from surgeon.train.saved.work_folder import work_folder
 from tests.train.test_train import config, digests, grown
 
 

@@ -26,12 +26,13 @@ from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
-from surgeon.train import session, trainer
-from surgeon.train.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
-from surgeon.train.held_out import losses_by_source
+from surgeon.train import session
+from surgeon.train.losses.held_out import losses_by_source
+from surgeon.train.saved.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps import trainer
+from surgeon.train.steps.trainer import Diverged
 from surgeon.train.train import rehearsal_view, trained_view
-from surgeon.train.trainer import Diverged
-from surgeon.train.work_folder import work_folder
 from tests import tiny
 from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text

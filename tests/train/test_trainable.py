@@ -14,9 +14,9 @@ from surgeon.manifest.manifest import Manifest, parse
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import Settings
-from surgeon.train.optimizer import MasterAdamW, make_schedule
-from surgeon.train.stored import WrongSet
-from surgeon.train.trainable_set import check_set, unfreeze
+from surgeon.train.steps.optimizer import MasterAdamW, make_schedule
+from surgeon.train.trainable.stored import WrongSet
+from surgeon.train.trainable.trainable_set import check_set, unfreeze
 from tests import tiny
 
 

@@ -29,12 +29,12 @@ from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
 from surgeon.report.inspect import inspection_view
-from surgeon.train import trainer
-from surgeon.train.checkpoints import step_of
 from surgeon.train.config import LoraSpec, load_config
-from surgeon.train.lora import attach
 from surgeon.train.opening import opened_run
-from surgeon.train.work_folder import work_folder
+from surgeon.train.saved.checkpoints import step_of
+from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.steps import trainer
+from surgeon.train.trainable.lora import attach
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.train.test_train import CONFIG, base_of, config, digests

@@ -31,9 +31,9 @@ from surgeon.common.formatting import size
 from surgeon.common.listener import Listener
 from surgeon.data.packing import Mixture, PackedSequence, batch_of
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.train.preserving import Preserving
-from surgeon.train.sharding import let_go
-from surgeon.train.top_k import TopK
+from surgeon.train.losses.preserving import Preserving
+from surgeon.train.losses.top_k import TopK
+from surgeon.train.processes.sharding import let_go
 
 # In a work folder: what the base said of every token, one record after the other; of every sequence that the run
 # draws how many these are, and two checksums; and up to where both are written, and where the data stands there.

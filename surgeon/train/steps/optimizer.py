@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from surgeon.train.config import Settings
-from surgeon.train.sharding import dealt_out
+from surgeon.train.processes.sharding import dealt_out
 
 
 class MasterAdamW(AdamW):

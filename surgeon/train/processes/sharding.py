@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from surgeon.train.launching import USE_FSDP, Sharding
+from surgeon.train.processes.launching import USE_FSDP, Sharding
 
 
 @contextlib.contextmanager

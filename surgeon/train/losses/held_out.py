@@ -10,7 +10,7 @@ from torch import nn
 from surgeon.data.judging import judge
 from surgeon.data.packing import PackedSequence
 from surgeon.data.scoring import score
-from surgeon.train.sharding import let_go
+from surgeon.train.processes.sharding import let_go
 
 
 def losses_by_source(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from surgeon.errors import printable
 from surgeon.manifest.trainable import Fixed, TrainableSet
-from surgeon.train.stored import StoredNames, WrongSet
+from surgeon.train.trainable.stored import StoredNames, WrongSet
 
 
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:

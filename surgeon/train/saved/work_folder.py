@@ -11,8 +11,8 @@ from pathlib import Path
 from surgeon._version import __version__
 from surgeon.checkpoint.working import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
-from surgeon.train.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.train.training_data import TrainingData
 
 

@@ -24,7 +24,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import stored_dtype
 from surgeon.train.config import LoraSpec
-from surgeon.train.stored import StoredNames
+from surgeon.train.trainable.stored import StoredNames
 
 # What PEFT calls an adapter where nobody names it, and how its own model class begins all names.
 _ADAPTER, _PEFT = "default", "base_model.model."

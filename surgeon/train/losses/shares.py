@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surgeon.data.packing import IGNORED_LABEL
-from surgeon.train.preserving import Preserving
+from surgeon.train.losses.preserving import Preserving
 
 # Losses of the runtime that are means over the tokens of some domains: original text, or that of tasks.
 _ORIGINAL, _TASKS = "local_l1_loss", "router_loss"

@@ -23,8 +23,8 @@ from surgeon.data.packing import IGNORED_LABEL
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.train.config import PreserveSpec
-from surgeon.train.cross_entropy import CHUNK_BYTES, FusedHead
-from surgeon.train.top_k import TopK
+from surgeon.train.losses.cross_entropy import CHUNK_BYTES, FusedHead
+from surgeon.train.losses.top_k import TopK
 
 # In a batch: the numbers of its sequences among all that the run draws.
 NUMBERS = "sequence_numbers"

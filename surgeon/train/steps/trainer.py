@@ -20,18 +20,18 @@ from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import Batches
 from surgeon.errors import SurgeonError
 from surgeon.manifest.trainable import Fixed
-from surgeon.train.by_document import by_document
-from surgeon.train.cadence import PRESERVE
-from surgeon.train.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.train.config import Settings
-from surgeon.train.cross_entropy import FusedHead
-from surgeon.train.held_out import figures_by_source
-from surgeon.train.optimizer import make_optimizer, make_schedule
-from surgeon.train.preserving import NUMBERS, Preserving
-from surgeon.train.saving import Saving
-from surgeon.train.sharding import dealt_out, gathered
-from surgeon.train.shares import Share, shares_of, weighed
-from surgeon.train.trainable_set import check_set
+from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.held_out import figures_by_source
+from surgeon.train.losses.preserving import NUMBERS, Preserving
+from surgeon.train.losses.shares import Share, shares_of, weighed
+from surgeon.train.processes.sharding import dealt_out, gathered
+from surgeon.train.saved.checkpoints import best_step, complete, newest_checkpoint, step_of
+from surgeon.train.saved.saving import Saving
+from surgeon.train.steps.by_document import by_document
+from surgeon.train.steps.cadence import PRESERVE
+from surgeon.train.steps.optimizer import make_optimizer, make_schedule
+from surgeon.train.trainable.trainable_set import check_set
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"

@@ -1,0 +1,1 @@
+"""Several processes: how a run was launched, and FSDP2's shares."""

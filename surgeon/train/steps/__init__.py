@@ -1,0 +1,1 @@
+"""Steps: transformers' Trainer with our optimizer, batches, schedule of evaluations, and trackers."""
