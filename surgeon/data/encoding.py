@@ -49,14 +49,19 @@ class Encoder:
         return ids, counted
 
     def _text(self, text: str) -> Encoded:
-        ids = self.tokenizer.ids(text)
-        end = self.tokenizer.eos_token_id
-        if end is not None and (not ids or ids[-1] != end):
-            ids.append(end)
+        ids = self._ended(self.tokenizer.ids(text))
         return ids, [True] * len(ids)
 
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
+
     def _chat(self, chat: Chat) -> Encoded:
-        """The template's tokens; the loss is on what the assistant says, to the end of its turn."""
+        """The template's tokens; the loss is on what the assistant says, to the end of its turn.
+
+        A template that writes nothing behind the last answer (GLM-4's) would not teach where to stop: there the
+        end-of-sequence token stands and counts, as behind a text.
+        """
         self.check_chat()
         assert self.template is not None
         written = Written(self.tokenizer, self.template, chat)
@@ -69,7 +74,11 @@ class Encoder:
             )
         found = written.counted()
         if found is not None:
-            return found
+            ids, counted = found
+            last = chat.messages[-1]
+            if last.answers and last.content.strip() and written.text.rstrip().endswith(last.content.rstrip()):
+                ids = self._ended(ids)
+            return ids, [*counted, *[True] * (len(ids) - len(counted))]
         shown = printable(str(self.folder))
         if written.has_blocks:
             raise BadInput(

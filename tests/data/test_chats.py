@@ -227,6 +227,22 @@ def test_answers_that_do_not_count(encoder: Encoder, monkeypatch: pytest.MonkeyP
         )
 
 
+@pytest.mark.parametrize("behind", ["", "\n"])
+def test_a_template_that_writes_nothing_behind_an_answer(
+    behind: str, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GLM-4's: the next turn ends an answer, and where none comes the end of the text does."""
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}BEHIND{% endfor %}".replace("BEHIND", behind)
+    prompt = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    monkeypatch.setattr(encoder, "template", turns + prompt)
+    ids, counted = encoder.encode(chat({"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}))
+    assert encoder.tokenizer.decode(ids).endswith("</s>")
+    assert counted[-1]
+    ids, counted = encoder.encode(chat({"messages": [ASKED, ANSWERED, ASKED, ANSWERED | {"weight": 0}]}))
+    assert not encoder.tokenizer.decode(ids).endswith("</s>")
+    assert not counted[-1]
+
+
 def test_a_template_that_wants_what_comes_later(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """No chat ends in a call here, so what ends one is not known: it counts from its prompt to the last name."""
     wants = (
