@@ -302,8 +302,6 @@ def liger(tried: Tried) -> str:
 
     Without a GPU Triton's interpreter runs the kernels; it does not run those of norms and MLPs.
     """
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
@@ -541,6 +539,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
     chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        # Triton reads it when it is first imported, which other packages do too.
+        os.environ["TRITON_INTERPRET"] = "1"
     kept = chosen.work / "other.json"
     rows: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.exists() else {}
     for way in chosen.only:
