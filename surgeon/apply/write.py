@@ -25,7 +25,7 @@ from surgeon.apply.unmoved import Moved, Unmoved, bytes_to_move, way_to
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES
+from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, header_bytes
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
@@ -182,7 +182,7 @@ class _Share:
 
     def begin(self, shard: Shard) -> None:
         """Make a shard's file: its header, and room for its tensors."""
-        header, places = self._header(shard)
+        header, places = self._header(shard), self._places(shard)
         (self.folder / shard.file).parent.mkdir(exist_ok=True)
         # Never what has this name already: that may be the base's file, linked by a run that was cut off.
         (self.folder / shard.file).unlink(missing_ok=True)
@@ -199,8 +199,7 @@ class _Share:
         Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
         is the layer that comes after these outputs.
         """
-        _, places = self._header(shard)
-        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        place_of = {output.name: place for output, place in zip(shard.outputs, self._places(shard), strict=True)}
         computes = any(is_computed(output.recipe) for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -233,8 +232,23 @@ class _Share:
                 self.workshop.skip(output)
         self._layers_done += sum(any(is_computed(o.recipe) for o in layer) for layer in group_by_layer(outputs))
 
-    def _header(self, shard: Shard) -> tuple[bytes, list[tuple[int, int]]]:
-        return header_of(shard, self.job.twins.get(shard.file))
+    def _header(self, shard: Shard) -> bytes:
+        """A shard that is its twin has its twin's own header, whoever wrote it, so that every way gives one file."""
+        twin, origin = self.job.twins.get(shard.file), self.job.unchanged.get(shard.file)
+        if twin is None or origin is None:
+            return header_of(shard, twin)[0]
+        source = origin.source.open_shard(origin.tensor.file)
+        try:
+            return header_bytes(source, twin, file=origin.tensor.file)
+        finally:
+            os.close(source)
+
+    def _places(self, shard: Shard) -> list[tuple[int, int]]:
+        """Where each tensor of a shard begins and ends in its file."""
+        twin = self.job.twins.get(shard.file)
+        if twin is not None and shard.file in self.job.unchanged:
+            return [(info.begin, info.end) for info in twin.tensors]
+        return header_of(shard, twin)[1]
 
 
 def _computed_layers(shards: Sequence[Shard]) -> int:

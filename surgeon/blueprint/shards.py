@@ -6,7 +6,6 @@ go into separate shards, so that a surgery's delta is a set of files.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,14 +54,13 @@ def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int,
 
 
 def is_unchanged(shard: Shard, moved: Sequence[TensorInfo | None], twin: Header) -> bool:
-    """Whether a shard's file is the file with the header `twin`, byte for byte.
+    """Whether a shard's file is the file with the header `twin`, byte for byte, the header as it was written there.
 
     `moved` are the tensors whose bytes its outputs are, in their order (None: one that is not the bytes of a tensor).
     """
     named = [(info.name, info.dtype, info.shape) for info in twin.tensors]
-    if (*moved,) != twin.tensors or named != [(o.name, o.recipe.dtype, o.recipe.shape) for o in shard.outputs]:
-        return False
-    return hashlib.sha256(header_of(shard, twin)[0]).hexdigest() == twin.sha256
+    same = named == [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
+    return same and (*moved,) == twin.tensors and twin.data_begin % 8 == 0
 
 
 def lay_out(

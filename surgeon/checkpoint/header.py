@@ -127,6 +127,14 @@ def read_header(fd: int, *, file: str) -> Header:
     return parse_header(_pread(fd, 8 + length, 0), file=file, file_size=size)
 
 
+def header_bytes(fd: int, header: Header, *, file: str) -> bytes:
+    """What stands before the data of the open file `fd`, whose header was `header`; BadInput where it changed."""
+    found = _pread(fd, header.data_begin, 0)
+    if hashlib.sha256(found).hexdigest() != header.sha256:
+        raise BadInput(f"{printable(file)}: changed meanwhile; start again when nothing writes to it")
+    return found
+
+
 def header_length(first: bytes, *, file: str, file_size: int) -> int:
     """N, the length of the JSON, from the first bytes of a file (8 are needed, 64 to recognise a git-lfs pointer).
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +60,28 @@ def test_a_linked_output_is_the_copied_one(
     assert applied.moved.linked == shown.bytes_unchanged > 0
     assert applied.moved.linked + applied.moved.written == shown.bytes_to_write
     assert surgeon.verify(base, linked, logits=False).holds
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt", "made by": "another tool"}], ids=["none", "more"])
+def test_headers_that_others_wrote_stay_as_they_are(
+    metadata: dict[str, str] | None, base: Path, tmp_path: Path, plan: Plan
+) -> None:
+    """Not every tool writes the JSON that surgeon does; each way gives the same files, and undoing the base's."""
+    for path in base.glob("*.safetensors"):
+        content = path.read_bytes()
+        begin = 8 + struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8:begin])
+        tensors = {name: header[name] for name in sorted(header, reverse=True) if name != "__metadata__"}
+        text = json.dumps({**tensors, **({"__metadata__": metadata} if metadata else {})}, indent=1).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(struct.pack("<Q", len(text)) + text + content[begin:])
+    copied, linked = tmp_path / "copied", tmp_path / "linked"
+    surgeon.apply(plan(ADAPTERS), base, copied)
+    surgeon.apply(plan(ADAPTERS), base, linked, link=True)
+    assert files(linked) == files(copied)
+    assert shared(linked, base) == 4
+    surgeon.revert(copied, tmp_path / "back")
+    assert shards(tmp_path / "back").keys() == shards(base).keys()
 
 
 def test_an_edit_of_either_side_is_found(base: Path, tmp_path: Path, plan: Plan) -> None:
