@@ -104,6 +104,7 @@ OUTPUTS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     "llama, gated_adapters sigmoid": ("llama", [{**_ADAPTERS, "gate": "sigmoid"}], False),
     "llama, pmoe_experts": ("llama", [_SLOTS], False),
     "llama, pmoe_experts everywhere": ("llama", [{**_SLOTS, "targets": _EVERY_TARGET}], False),
+    "llama, an adapter of two layers": ("llama", [{"op": "pmoe_experts", "from_peft": "adapter"}], False),
     "llama, mixture_of_control by token": ("llama", [_mixture(top_k=2)], False),
     "llama, Parallel Control": ("llama", [{"op": "mixture_of_control", "rank": 4, "top_k": 0}], False),
     "llama, mixture_of_control prefix_mean": ("llama", [{"op": "mixture_of_control", "rank": 4}], False),
@@ -150,6 +151,16 @@ def tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
+
+
+def adapter(base: Path, to: Path) -> None:
+    """A LoRA of two layers, in PEFT's format."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[2, 3], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(to)
 
 
 def prompts() -> list[list[int]]:
@@ -222,6 +233,8 @@ def make(work: Path, only: list[str]) -> None:
             tiny.checkpoint(source, family, dtype="float32", shard="300KB", **{**WIDE, **own})
             tokenizer(source)
             (work / "expected" / f"{base}.json").write_text(json.dumps(expected(source, given)))
+            if base == "llama":
+                adapter(source, work / "adapter")
         if not out.exists():
             before, last = plans(operations)
             if before:

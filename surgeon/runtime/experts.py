@@ -225,7 +225,11 @@ def attach_experts(layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = 
         here = [slot.at(target) for slot in spec.slots if target in slot.targets]
         parent, _, name = target.rpartition(".")
         made = ExpertTransposed if isinstance(native, Conv1D) else kind
-        setattr(layer.get_submodule(parent), name, made(native, here, routed=spec.routed))
+        block = layer.get_submodule(parent)
+        setattr(block, name, made(native, here, routed=spec.routed))
+        if kind is ExpertAffine:
+            # What vLLM fuses it decides once for all blocks of a class whose children have the same names.
+            block.has_slots = nn.Identity()
 
 
 def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ def test_slots_stand_in_vllm_in_modules_that_it_leaves(monkeypatch: pytest.Monke
     served = in_vllm(surgery, monkeypatch, 1, 1).eval()
     assert isinstance(native.layers[0].self_attn.q_proj, nn.Linear)  # PEFT and quantisers look for these
     assert not isinstance(served.layers[0].self_attn.q_proj, nn.Linear)
+    # vLLM fuses blocks of a class by the names of their children: one without slots must not speak for these.
+    assert "has_slots" in dict(served.layers[0].self_attn.named_children())
     served.load_state_dict(native.state_dict())
     assert torch.equal(served(ids()).last_hidden_state, native(ids()).last_hidden_state)
 
