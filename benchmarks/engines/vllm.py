@@ -74,8 +74,8 @@ def run(folder: str, prompts: list[list[int]], expected: list[dict[str, Any]], m
             same += 1
             worst = max(worst, abs(logs[token].logprob - log))
         tokens += len(right["tokens"])
-    # Workers in processes of their own show no model.
-    worker = getattr(engine.llm_engine.model_executor, "driver_worker", None)
+    # Workers, or an engine, in processes of their own show no model.
+    worker = getattr(getattr(engine.llm_engine, "model_executor", None), "driver_worker", None)
     kind = "" if worker is None else type(worker.get_model()).__name__
     return {"worst": worst, "same": same, "tokens": tokens, "class": kind, "cached": cached}
 
