@@ -20,6 +20,7 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
+from surgeon.families.flat import nested
 from surgeon.families.settings import check_settings
 from surgeon.runtime.composition import ATTENTION, FFN, Composition
 from surgeon.runtime.known import GRAFTS, NATIVES, kinds, native_of
@@ -367,9 +368,10 @@ def is_grafted(config: Mapping[str, Any]) -> bool:
 def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
 
-    A native config comes back as it is (a copy). BadInput where `surgery` does not fit the rest.
+    A native config comes back as it is (a copy), its text settings in a part of their own where transformers reads them
+    so too. BadInput where `surgery` does not fit the rest.
     """
-    native = copy.deepcopy(dict(config))
+    native = copy.deepcopy(nested(config))
     if not is_grafted(config):
         return native
     if isinstance(native_of(config), Composition) or "anatomy" in config:
