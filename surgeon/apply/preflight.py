@@ -8,7 +8,7 @@ import torch
 
 from surgeon.blueprint.draft import Blueprint
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import OLD_NORMS, layer_of
@@ -41,7 +41,7 @@ def check_skeleton(blueprint: Blueprint) -> None:
         # By the names of the base model, which a checkpoint of it alone may have or not.
         wanted, planned = ({_present(n, base): s for n, s in held.items()} for held in (wanted, planned))
     tied = set(model.all_tied_weights_keys)
-    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    ignored = passed_over(model)
     for name, shape in wanted.items():
         if name not in planned:
             if name not in tied:
@@ -55,7 +55,7 @@ def check_skeleton(blueprint: Blueprint) -> None:
         # What the base has no place for either may stay, and old buffers, which transformers passes over.
         if name in copied and is_idle(name):
             continue
-        if name not in wanted and "rotary_emb" not in name and not any(part in name for part in ignored):
+        if name not in wanted and not ignored(name):
             raise BadInput(f"{printable(name)}: the plan makes this tensor, the shipped code has no place for it")
 
 

@@ -277,8 +277,10 @@ class Draft:
     def copy_of(self, source: int, *, operation: int, opened: bool = False) -> LayerDraft:
         """A new layer with the native tensors of layer `source`, `opened` or not; its grafts are not copied."""
         original = self.layers[source]
+        unused = self.anatomy.unused(original.like)
+        plain = {suffix: recipe for suffix, recipe in original.tensors.items() if suffix not in unused}
         return LayerDraft(
-            tensors=self.opened(source) if opened else dict(original.tensors),
+            tensors=self.opened(source) if opened else plain,
             opened=original.opened or (opened and bool(self.kind_of(source).packed)),
             base=None,
             like=original.like,
@@ -322,9 +324,12 @@ class Draft:
         return kind.opened if self.layers[layer].opened else kind
 
     def opened(self, layer: int) -> dict[str, Recipe]:
-        """A layer's recipes, by suffix, in full precision: what a new layer is made of, so that it can train."""
+        """A layer's recipes, by suffix, in full precision: what a new layer is made of, so that it can train.
+
+        Without what old versions of transformers stored beside the parameters, and nothing reads.
+        """
         tensors, packed = self.layers[layer].tensors, self.kind_of(layer).packed
-        scales = {found.scales for found in packed.values()}
+        scales = {found.scales for found in packed.values()} | self.anatomy.unused(self.layers[layer].like)
         made: dict[str, Recipe] = {}
         for suffix, recipe in tensors.items():
             if (found := packed.get(suffix)) is not None:

@@ -18,6 +18,8 @@ MAX_INDEX_BYTES = 64_000_000
 
 # A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
 _POSITIONS = "embeddings.position_ids"
+# Causal masks that old versions of transformers stored with GPT-2, GPT-NeoX and others, as nothing reads them now.
+_MASKS = ("attn.bias", "attention.bias", "masked_bias")
 
 # Where a config.json says that its weights are quantised, and the methods whose tensors surgery can move as bytes.
 QUANTISATION = "quantization_config"
@@ -165,6 +167,8 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
     if info.dtype in FLOAT_DTYPES or (info.dtype == "I64" and info.name.endswith(_POSITIONS)):
+        return
+    if info.dtype in ("BOOL", "U8") and info.name.endswith(_MASKS):
         return
     if info.dtype in QUANTISED_DTYPES and quantisation(config) is not None:
         return

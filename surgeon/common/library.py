@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from surgeon.errors import printable
@@ -35,6 +36,19 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def passed_over(model: Any) -> Callable[[str], bool]:
+    """Whether transformers passes over a tensor of this name when it loads the model: buffers that it once saved."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    # As in transformers' own `_adjust_missing_and_unexpected_keys`, where nearly every model has these two.
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
 def first_line(error: BaseException) -> str:

@@ -263,6 +263,13 @@ class Anatomy:
                     return found
         return None
 
+    def unused(self, layer: int) -> frozenset[str]:
+        """The suffixes of a layer's tensors that are buffers of old versions of transformers, which nothing reads."""
+        kind = self.kinds[self.kind_of[layer]]
+        # Of quantised layers, scales are no parts either.
+        found = () if kind.packed else self.layers[layer].keys() - {part.suffix for part in kind.parts}
+        return frozenset(suffix for suffix in found if not suffix.endswith(tuple(OLD_NORMS)))
+
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""
         return f"{self.prefix}{suffix}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton
 
@@ -66,7 +66,12 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
         known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
         layers[index][suffix] = tuple(known)
     _check_beyond(beyond, count, stem, tensors)
-    _check_alike(layers, kinds, stem, tensors)
+    ignored = passed_over(skeleton.model)
+    read = [
+        {suffix: targets for suffix, targets in layer.items() if targets or not ignored(f"{stem}{index}.{suffix}")}
+        for index, layer in enumerate(layers)
+    ]
+    _check_alike(read, kinds, stem, tensors)
     _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors, quantizer)
     return Names(
         stem=stem,
@@ -275,11 +280,11 @@ def _check_loads(
             continue
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = passed_over(model)
     for index in sorted(shown):
         for suffix, targets in layers[index].items():
             name = f"{stem}{index}.{suffix}"
-            if not targets and not any(pattern.search(name) for pattern in ignored):
+            if not targets and not ignored(name):
                 raise BadInput(
                     f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
                     f" tensor; {_ANOTHER}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
-from surgeon.common.library import first_line
+from surgeon.common.library import first_line, passed_over
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.dissect import dissect, is_derived
 from surgeon.families.names import as_loaded, made_of
@@ -148,9 +147,9 @@ class StreamedModel:
                     f"{self._shown}: the model has the tensor {printable(name)}, the checkpoint lacks it"
                 )
             names[name] = found
-        ignored = [re.compile(p) for p in self.module._keys_to_ignore_on_load_unexpected or ()]
+        ignored = passed_over(self.module)
         for full, name in sorted(stored.items()):
-            if full not in expected and not is_idle(name) and not any(pattern.search(full) for pattern in ignored):
+            if full not in expected and not is_idle(name) and not ignored(full):
                 raise self.failure(
                     f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
                 )

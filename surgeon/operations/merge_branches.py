@@ -64,7 +64,10 @@ class MergeBranches(Operation):
         layer = draft.layers[index]
         draft.open(index)
         alpha = self.alpha if self.alpha is not None else _inference_alpha(control, index)
+        unused = draft.anatomy.unused(layer.like)
         for suffix, recipe in layer.tensors.items():
+            if suffix in unused:
+                continue
             layer.tensors[suffix] = Interpolated(recipe, control.tensors[f"{BRANCH}{suffix}"], alpha)
             layer.rewritten[suffix] = number
         layer.init = "merged"

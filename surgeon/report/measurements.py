@@ -135,16 +135,17 @@ def branch_alignment(folder: CheckpointFolder, device: str, listener: Listener) 
     if tokenizer is None:
         return Probing((), probes, f"the probe sentences were not run: {why_not}")
     ids = [tokenizer.ids(sentence) for sentence in probes]
-    vocabulary = folder.config.get("vocab_size", 0)
-    if any(not row or max(row) >= vocabulary for row in ids):
+    model = load_model(folder, device=device, say=listener.say)
+    if any(not row or max(row) >= model.get_input_embeddings().weight.shape[0] for row in ids):
         return Probing((), probes, "the probe sentences were not run: the tokenizer is not this model's")
     listener.say("comparing the branches of control blocks on probe sentences")
-    model = load_model(folder, device=device, say=listener.say)
     listener.begin("probe sentences", len(ids), "sentences")
     heard: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for index, layer in enumerate(model.base_model.layers):
-        if getattr(layer, "interpolator", None) is not None:
-            layer.interpolator.register_forward_hook(_recorder(heard.setdefault(index, [])))
+    for name, layer in model.named_modules():
+        # Whatever its type calls the list of layers.
+        number = name.rpartition(".")[2]
+        if number.isdecimal() and getattr(layer, "interpolator", None) is not None:
+            layer.interpolator.register_forward_hook(_recorder(heard.setdefault(int(number), [])))
     with torch.inference_mode():
         for row in ids:
             model(torch.tensor([row], device=device), use_cache=False, logits_to_keep=1)
