@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import load_model, stored_dtype
@@ -17,6 +18,9 @@ from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
 from surgeon.train.trainable.stored import StoredNames
 from surgeon.train.trainable.trainable_set import check_set, hold_fixed, unfreeze
+
+# The operation that makes a mixture of experts of a dense model.
+UPCYCLE = "upcycle_experts"
 
 
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
@@ -51,10 +55,23 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
         held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
     run.say(f"trains {len(names)} tensors, {trained_numbers(model, held):,} numbers: {run.wanted.shown}")
     model.config.use_cache = False
+    if _spreads(run, model):
+        model.config.output_router_logits = True
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model, names, held
+
+
+def _spreads(run: Run, model: Any) -> bool:
+    """Whether a surgery made this mixture of a dense base, to train with the loss that spreads tokens over experts.
+
+    Other mixtures train as their config says.
+    """
+    if run.manifest is None or not getattr(model.config, "router_aux_loss_coef", None):
+        return False
+    surgeries = Lineage.of(run.manifest).since(0)
+    return any(entry.op == UPCYCLE for surgery in surgeries for entry in surgery.operations)
 
 
 def fit(run: Run, model: Any) -> list[str]:

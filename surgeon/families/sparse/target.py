@@ -80,7 +80,9 @@ class Target:
         made["num_experts_per_tok"] = mixture.chosen
         made |= self.settings(dense, mixture)
         if self.balanced:
-            made |= {"output_router_logits": mixture.balance > 0, "router_aux_loss_coef": mixture.balance}
+            # Not `output_router_logits`: with it transformers computes the loss at every forward, which ends where a
+            # cache holds part of a padded batch. Training asks for it.
+            made["router_aux_loss_coef"] = mixture.balance
         return made
 
     def exact(self, dense: Dense) -> bool:
