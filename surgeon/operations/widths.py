@@ -8,9 +8,10 @@ bfloat16 in some.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, Sliced, Widened
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 
@@ -92,19 +93,28 @@ def widen(
     changed: set[str] = set()
     for suffix, part in parts_with(draft, layer, (*reading, writing)).items():
         recipe = home.tensors[suffix]
+        # A layer may hold its matrices in several dtypes: what is new is stored as what it stands in.
+        born = {role: tuple(_stored_as(recipe.dtype, piece) for piece in pieces) for role, pieces in more.items()}
         if part.blocks[0][0] == writing:
             if part.kind != "weight":
                 continue
-            made = Widened((recipe, *more[writing]), 1)
+            made = Widened((recipe, *born[writing]), 1)
         elif part.kind == "weight":
-            made = with_rows(recipe, part, more)
+            made = with_rows(recipe, part, born)
         else:
             rows = {role: sum(piece.shape[0] for piece in more[role]) for role, _ in part.blocks}
             zeros = {role: (Constant(0.0, recipe.dtype, (count,)),) for role, count in rows.items()}
             made = with_rows(recipe, part, zeros)
         odd = next((each.dtype for each in made.parts if each.dtype != recipe.dtype), None)
         if odd is not None:
-            raise BadInput(f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and what is to stand in it is {odd}")
+            raise BadInput(
+                f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and the {odd} of another matrix is to stand in it;"
+                " store the layer's matrices in one dtype"
+            )
         home.tensors[suffix] = made
         changed.add(suffix)
     return changed
+
+
+def _stored_as(dtype: str, piece: Recipe) -> Recipe:
+    return replace(piece, dtype=dtype) if isinstance(piece, Constant | Random) else piece
