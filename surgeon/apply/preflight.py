@@ -40,6 +40,9 @@ def check_skeleton(blueprint: Blueprint) -> None:
         wanted, planned = ({n: s for n, s in held.items() if _of_layers(n, base)} for held in (wanted, planned))
         # By the names of the base model, which a checkpoint of it alone may have or not.
         wanted, planned = ({_present(n, base): s for n, s in held.items()} for held in (wanted, planned))
+    # A checkpoint saved without its head lacks the base model's prefix on every name, which transformers adds.
+    if planned and not wanted.keys() & planned.keys():
+        planned = {f"{model.base_model_prefix}.{name}": shape for name, shape in planned.items()}
     tied = set(model.all_tied_weights_keys)
     ignored = passed_over(model)
     for name, shape in wanted.items():
@@ -51,6 +54,7 @@ def check_skeleton(blueprint: Blueprint) -> None:
                 f"{name}: the plan makes it of shape {list(planned[name])}, the shipped code needs {list(shape)}"
             )
     copied = {output.name for output in blueprint.outputs if not output.new}
+    copied |= {f"{model.base_model_prefix}.{name}" for name in copied}
     for name in planned:
         # What the base has no place for either may stay, and old buffers, which transformers passes over.
         if name in copied and is_idle(name):

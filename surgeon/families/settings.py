@@ -14,7 +14,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
 
-_DTYPES = ("auto", *(f"{prefix}{dtype.torch}" for prefix in ("", "torch.") for dtype in FLOAT_DTYPES.values()))
+_DTYPES = tuple(dtype.torch for dtype in FLOAT_DTYPES.values())
 _MOST_ROPE_FACTORS = 65_536
 # The names that transformers has (its ACT2FN), kept here since that takes seconds to import; a test compares them.
 # fmt: off
@@ -64,7 +64,7 @@ _POSITIONS = _Kind("a whole number from 1 to 2^31", lambda value: _whole(value, 
 _AMOUNT = _Kind("a finite number, at least 0", lambda value: _number(value) and value >= 0)
 _POSITIVE = _Kind("a finite number above 0", lambda value: _number(value) and value > 0)
 _SHARE = _Kind("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
-_DTYPE = _Kind(f"one of {', '.join(_DTYPES[:5])}", lambda value: isinstance(value, str) and value in _DTYPES)
+_DTYPE = _Kind(f"one of {', '.join(_DTYPES)}", lambda value: isinstance(value, str) and value in _DTYPES)
 # -1 stands for none in the first Llamas.
 _TOKEN = _Kind("a token's number, or a list of them", lambda value: all(_whole(token, -1) for token in _listed(value)))
 _ROPE = _Kind(

@@ -291,6 +291,14 @@ def check_doubled(folder: CheckpointFolder, model: Any, failure: type[SurgeonErr
         raise failure(f"{printable(str(folder.path))}: {first} and {second} are one tensor to transformers; keep one")
 
 
+LACKS = "the model has the tensor {}, the checkpoint lacks it"
+HEAD = "lm_head.weight"
+HEADLESS = (
+    "; it was saved without its language-model head, which running it takes: add the head, or compare tensors alone"
+    " (`surgeon verify --static`)"
+)
+
+
 def _check_loaded(
     info: dict[str, Any],
     auto: str,
@@ -305,7 +313,7 @@ def _check_loaded(
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
     idle = [name for name in sorted(info["unexpected_keys"]) if is_idle(name, layers)]
     for found, words in (
-        (sorted(info["missing_keys"]), "the model has the tensor {}, the checkpoint lacks it"),
+        (sorted(info["missing_keys"]), LACKS),
         (
             sorted(set(info["unexpected_keys"]) - set(idle)),
             "the checkpoint has the tensor {}, the model has no place for it",
@@ -317,7 +325,8 @@ def _check_loaded(
     ):
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise failure(f"{shown}: {words.format(printable(found[0]))}{more}")
+            headless = HEADLESS if words == LACKS and found == [HEAD] else ""
+            raise failure(f"{shown}: {words.format(printable(found[0]))}{more}{headless}")
     if idle and say is not None:
         say(f"{shown}: {without_a_place(idle)}")
 

@@ -31,7 +31,17 @@ from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.dissect import dissect, is_derived
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
-from surgeon.models.load import Attention, build_model, check_doubled, is_idle, stored_dtype, torch_dtype
+from surgeon.models.load import (
+    HEAD,
+    HEADLESS,
+    LACKS,
+    Attention,
+    build_model,
+    check_doubled,
+    is_idle,
+    stored_dtype,
+    torch_dtype,
+)
 from surgeon.models.stored_matrix import StoredMatrix
 
 # Of what is read to be cast to another dtype, at a time; whole numbers of every width.
@@ -143,9 +153,7 @@ class StreamedModel:
         for name in expected:
             found = stored.get(name) or stored.get(partners.get(name, ""))
             if found is None:
-                raise self.failure(
-                    f"{self._shown}: the model has the tensor {printable(name)}, the checkpoint lacks it"
-                )
+                raise self.failure(f"{self._shown}: {LACKS.format(printable(name))}{HEADLESS if name == HEAD else ''}")
             names[name] = found
         ignored = passed_over(self.module)
         for full, name in sorted(stored.items()):

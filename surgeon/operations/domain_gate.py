@@ -96,7 +96,7 @@ class DomainGate(Operation):
         if self.layer > lowest:
             raise BadInput(
                 f"`layer: {self.layer}` reads above layer {lowest}, which has {added[lowest][1]} of this plan; all that"
-                f" it switches must lie above what it reads: write `layer: {lowest}` or less"
+                f" it switches must lie above what it reads: write `layer: {lowest}`{' or less' if lowest else ''}"
             )
         for layer, (entry, _) in added.items():
             draft.layers[layer].grafts.append(Graft("gated", entry, {}, number))
