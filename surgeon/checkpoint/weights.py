@@ -19,7 +19,7 @@ MAX_INDEX_BYTES = 64_000_000
 # A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
 _POSITIONS = "embeddings.position_ids"
 # Causal masks that old versions of transformers stored with GPT-2, GPT-NeoX and others, as nothing reads them now.
-_MASKS = ("attn.bias", "attention.bias", "masked_bias")
+_MASKS = (".attn.bias", ".attention.bias", "attention.masked_bias", "attn.masked_bias")
 
 # Where a config.json says that its weights are quantised, and the methods whose tensors surgery can move as bytes.
 QUANTISATION = "quantization_config"

@@ -108,8 +108,8 @@ def widen(
         odd = next((each.dtype for each in made.parts if each.dtype != recipe.dtype), None)
         if odd is not None:
             raise BadInput(
-                f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and {odd} of another matrix is to stand in it; store"
-                " the layer's matrices in one dtype"
+                f"layer {layer} ({printable(suffix)}): {recipe.dtype}, and {odd} of another matrix is to stand in it;"
+                " store the layer's matrices in one dtype"
             )
         home.tensors[suffix] = made
         changed.add(suffix)

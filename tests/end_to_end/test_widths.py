@@ -251,3 +251,17 @@ def test_norms_over_all_heads_and_mixtures_are_refused(tmp_path: Path) -> None:
     for operation, words in ((FFN, "mixture of experts"), (ATTENTION, "describes alone")):
         with pytest.raises(BadInput, match=words):
             surgeon.preview(plan_of(tmp_path, operation), experts)
+
+
+def test_what_is_new_is_stored_as_what_it_stands_in(tmp_path: Path) -> None:
+    """float32 norms and one such matrix in a layer of bfloat16."""
+    base = base_of(tmp_path)
+    kept = ("norm.weight", "layers.1.mlp.down_proj.weight", "layers.2.self_attn.o_proj.weight")
+    for shard in base.glob("*.safetensors"):
+        held = {name: value.float() if name.endswith(kept) else value for name, value in load_file(shard).items()}
+        save_file(held, shard, metadata={"format": "pt"})
+    wide = [{"op": "widen_ffn", "by": 16}, {"op": "widen_attention", "groups": "double"}]
+    out = apply(tmp_path, base, "out", *wide)
+    before, after = weights(base), weights(out)
+    assert {name: value.dtype for name, value in after.items()} == {name: v.dtype for name, v in before.items()}
+    assert same_function(base, out) and verified(base, out)
