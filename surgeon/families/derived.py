@@ -511,6 +511,7 @@ def anatomy_of(
         family_of(config)  # says what is known
     refuse_quantised(config, passed=own is None)
     found = derive(config)
+    _check_part(config, found.skeleton)
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
     names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
@@ -628,6 +629,22 @@ def _sizes(found: Derived) -> Sizes:
         head_dim=of("head_dim") or (of("hidden_size") // heads if heads else 0),
         vocabulary=of("vocab_size"),
     )
+
+
+def _check_part(config: Mapping[str, Any], skeleton: Skeleton) -> None:
+    """Raise BadInput where settings of the text's part stand elsewhere, and transformers finds them all the same.
+
+    What surgery changes would be written into the part, and the settings elsewhere no longer be read.
+    """
+    if not skeleton.path or isinstance(config.get(skeleton.path[0]), Mapping):
+        return
+    left_out = type(skeleton.text)().to_dict()
+    told = skeleton.text.to_dict()
+    if any(told[key] != left_out.get(key) for key in told if key not in ("dtype", "transformers_version")):
+        raise BadInput(
+            f"config.json: the text's settings do not stand in `{skeleton.path[0]}`, a layout of this type that surgeon"
+            " does not know; save the config with transformers once (AutoConfig.from_pretrained(…).save_pretrained(…))"
+        )
 
 
 def _kind(

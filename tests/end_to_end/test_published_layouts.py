@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import surgeon
+from surgeon.errors import BadInput
 from surgeon.families.flat import nested
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from tests import tiny
@@ -122,6 +123,8 @@ def test_a_published_layout_grows_and_comes_back(layout: Callable[[Path], str], 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "fuyu"])
 def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str) -> None:
     """What is read of the flat form is what is read of the nested one, but for how it was written."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     made = transformers.CONFIG_MAPPING[kind]
     text = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300, "use_cache": False}
     flat = {"model_type": kind, "image_token_id": 7, "tie_word_embeddings": True, **text}
@@ -131,3 +134,16 @@ def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str)
     assert nested(moved) == moved
     one, other = (made.from_dict(dict(config)).to_dict() for config in (flat, moved))
     assert one["text_config"] == other["text_config"] and one["tie_word_embeddings"] == other["tie_word_embeddings"]
+
+
+def test_another_layout_of_the_text_s_settings_is_named(tmp_path: Path) -> None:
+    """Where transformers finds them elsewhere, what surgery writes would hide them."""
+    if "unlimited_ocr" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no type that keeps them elsewhere still")
+    base, plan = tiny_decoder(tmp_path / "base", "unlimited_ocr", IMAGE_TEXT), tmp_path / "plan.yaml"
+    config = json.loads((base / "config.json").read_text())
+    config["language_config"] = config.pop("text_config")
+    (base / "config.json").write_text(json.dumps(config))
+    plan.write_text(PLAN)
+    with pytest.raises(BadInput, match=r"do not stand in `text_config`.* save the config with transformers once"):
+        surgeon.preview(plan, base)
