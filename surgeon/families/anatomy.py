@@ -265,10 +265,12 @@ class Anatomy:
 
     def unused(self, layer: int) -> frozenset[str]:
         """The suffixes of a layer's tensors that are buffers of old versions of transformers, which nothing reads."""
-        kind = self.kinds[self.kind_of[layer]]
+        kind, held = self.kinds[self.kind_of[layer]], self.layers[layer]
+        parts = {part.suffix for part in kind.parts}
         # Of quantised layers, scales are no parts either.
-        found = () if kind.packed else self.layers[layer].keys() - {part.suffix for part in kind.parts}
-        return frozenset(suffix for suffix in found if not suffix.endswith(tuple(OLD_NORMS)))
+        if any(held[suffix].dtype in QUANTISED_DTYPES for suffix in parts & held.keys()):
+            return frozenset()
+        return frozenset(suffix for suffix in held.keys() - parts if not suffix.endswith(tuple(OLD_NORMS)))
 
     def outer_name(self, suffix: str) -> str:
         """The full name of a tensor of the base model that belongs to no layer."""
