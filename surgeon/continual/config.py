@@ -380,6 +380,13 @@ def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: C
     surgery = base.config.get("surgery")
     held = surgery if isinstance(surgery, dict) else {}
     asks = any(operation.needs_task_ids for plan in plans if plan is not None for operation in plan.plan.operations)
+    none = next((number for number, plan in enumerate(plans) if plan is None), None)
+    if asks and none is not None:
+        raise BadInput(
+            f"{printable(str(loaded.source))}:{loaded.line_of_surgery(none)}: task {none + 1} gets no slot, and"
+            " `router_loss: {kind: task_id}` takes each task for a slot of its own; leave `router_loss` out, or let the"
+            " task add one"
+        )
     inherited = held.get("router_loss") or {}
     if held.get("expert_router") and (asks or (isinstance(inherited, dict) and inherited.get("task_id"))):
         raise BadInput(

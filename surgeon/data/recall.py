@@ -183,6 +183,13 @@ def recalled(
         raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
     # Before the folder is locked: the tokenizer's process would hold the lock too.
     writer = None if there else _writer(folder, settings)
+    # What would be refused once the work folder is there.
+    devices.resolve(device)
+    if dtype != "auto":
+        # Brings torch, for which arguments do not wait.
+        from surgeon.models.load import torch_dtype
+
+        torch_dtype(dtype)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     found = digests_of(folder, folder.tensors, listener.advance)
     held = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}

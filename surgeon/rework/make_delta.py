@@ -61,6 +61,7 @@ from surgeon.manifest.manifest import (
     seal_of,
 )
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
+from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.rework.beside import Beside, other_than_trained
 
 # What the output's own files are called in a delta, whose README.md is its own; nothing there may read as an adapter.
@@ -385,13 +386,15 @@ def _side_files(
 ) -> dict[str, str]:
     """Digests of the side files that the base brings; the others, terms among them, are added to `files`."""
     from_base: dict[str, str] = {}
+    # A run that names a chat template has written it.
+    named = any(run.config.get("chat_template") for run in manifest.training)
     for name in out.side_files:
         # A delta brings code itself, so that what runs is what its manifest says.
         if name in files:
             continue
         content = out.read_side_file(name)
         if base is None:
-            brought = name not in manifest.inserted
+            brought = name not in manifest.inserted and not (named and name == TEMPLATE_FILE)
         else:
             brought = name in base.side_files and base.read_side_file(name) == content
         if brought and not _TERMS.fullmatch(name):

@@ -41,6 +41,9 @@ MOST_LABELS = 1000
 # Shares are written with a few decimals: 0.333 three times is meant to be 1.
 SHARE_TOLERANCE = 0.005
 
+# Beyond these a number is a slip: no run of this kind has them.
+_MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
+
 
 class OptimizerSpec(Entry):
     """AdamW and its schedule; what is left out has the paper's value."""
@@ -124,12 +127,10 @@ class TrainConfig(Entry):
     """What a training run is to do."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
-    steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
+    steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS, description="optimizer steps")] = None
     epochs: Annotated[
         float | None,
-        Field(
-            gt=0, allow_inf_nan=False, description="instead of steps: passes through the sources that are not original"
-        ),
+        Field(gt=0, le=_MOST_EPOCHS, description="instead of steps: passes through the sources that are not original"),
     ] = None
     bytes: Annotated[
         int | None,
@@ -158,8 +159,12 @@ class TrainConfig(Entry):
     keep_base: Annotated[
         bool, Field(description="keep the base's own values of what trains beside RUN's weights, for `surgeon revert`")
     ] = False
-    batch: Annotated[int | None, Field(ge=1, description="sequences a step, over all processes")] = None
-    micro_batch: Annotated[int | None, Field(ge=1, description="sequences at a time in one process")] = None
+    batch: Annotated[
+        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences a step, over all processes")
+    ] = None
+    micro_batch: Annotated[
+        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time in one process")
+    ] = None
     length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
     packing: Annotated[
         Literal["isolated", "joined"],

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.encoders import check_window, load_encoder
@@ -26,6 +27,10 @@ UPCYCLE = "upcycle_experts"
 def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
     """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
     config = run.loaded.config
+    if config.attention == "flex_attention" and run.device == "cpu":
+        raise BadInput(
+            f"{run.loaded.where('attention')}flex_attention does not train on a CPU; leave `attention` out, or say sdpa"
+        )
     options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": run.say}
     if run.auto is None:
         model = load_model(run.out, **options)

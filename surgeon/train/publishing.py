@@ -37,7 +37,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.plain import plain_fields
-from surgeon.errors import PromiseBroken, printable
+from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
 from surgeon.manifest.run_files import (
@@ -157,6 +157,11 @@ def write_final(
             value = _with_fixed(name, value, stored_value, held)
         tensors[name] = value.to(dtype)
         delta = tensors[name].double() - before
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise BadInput(
+                f"{printable(name)}: holds NaN or infinity after the last step, and nothing is published of it; lower"
+                " `optimizer.lr` or look at the data"
+            )
         norm = float(before.norm())
         changes[name] = Change(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
     (work / FINAL_FILE).unlink(missing_ok=True)

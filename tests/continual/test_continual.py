@@ -449,6 +449,12 @@ def test_one_lora_for_all_tasks_and_the_papers_own_procedure(tmp_path: Path) -> 
     assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
     with pytest.raises(BadInput, match="has slots already, and the router's loss takes the first task for the first"):
         surgeon.continual(tmp_path / "tasks.yaml", tmp_path / "run", tmp_path / "more", device="cpu")
+    tasks_file(tmp_path, train=SHORT, plan=asked, next_plan="none", tasks=CONFIG["tasks"][:2])
+    with pytest.raises(
+        BadInput, match=r"task 2 gets no slot, and `router_loss: \{kind: task_id\}` takes each task for"
+    ):
+        surgeon.continual(tmp_path / "tasks.yaml", tmp_path / "base", tmp_path / "more", device="cpu")
+    assert not list(tmp_path.glob(".more*"))
 
 
 def test_chats_are_measured_on_responses_alone(tmp_path: Path) -> None:

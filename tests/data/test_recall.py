@@ -53,6 +53,9 @@ def test_it_writes_documents_that_a_source_reads(base: Path, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.jsonl", "memory.jsonl.recall"]
     check_json(made)
     recalled_view(made)
+    # A refusal leaves nothing that the next call would take for another recall.
+    with pytest.raises(BadInput, match="dtype 'float17' is not known"):
+        surgeon.recall(base, to=tmp_path / "other.jsonl", seed=1, dtype="float17", **SMALL)
     other = surgeon.recall(base, to=tmp_path / "other.jsonl", seed=1, **SMALL)
     assert other.path.read_bytes() != made.path.read_bytes()
     assert other.digest == made.digest

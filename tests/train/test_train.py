@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
@@ -26,7 +27,7 @@ from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
-from surgeon.train import session
+from surgeon.train import publishing, session
 from surgeon.train.losses.held_out import losses_by_source
 from surgeon.train.saved.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
 from surgeon.train.saved.work_folder import work_folder
@@ -207,7 +208,7 @@ def test_a_run_is_an_output_like_any_other(tmp_path: Path) -> None:
 
 
 def test_a_tensor_changed_by_hand_is_found_before_and_after_training(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     out = grown(tmp_path)
     surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu")
@@ -535,6 +536,21 @@ def test_checkpoints_of_another_run_are_not_continued(tmp_path: Path) -> None:
     assert surgeon.train(out, config(tmp_path, steps=2), tmp_path / "run", device="cpu") is not None
 
 
+def test_what_is_no_number_after_the_last_step_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses and gradients before each step were numbers; what the last one made is looked at too."""
+
+    def broken(path: Path) -> dict[str, torch.Tensor]:
+        return {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
+
+    out, asked = grown(tmp_path), config(tmp_path, steps=2)
+    monkeypatch.setattr(publishing, "load_file", broken)
+    with pytest.raises(BadInput, match="holds NaN or infinity after the last step, and nothing is published of it"):
+        surgeon.train(out, asked, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     """A base without a template learns chats as ChatML writes them; a rehearsal shows them, and writes nothing."""
     out = grown(tmp_path)
@@ -560,6 +576,9 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     assert trained is not None
     check_json(trained)
     assert (tmp_path / "run" / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATES["chatml"]
+    # No base has the file, so a delta brings it.
+    surgeon.make_delta(tmp_path / "run", tmp_path / "delta")
+    assert (tmp_path / "delta" / "chat_template.jinja").exists()
     assert surgeon.verify(tmp_path / "base", tmp_path / "run", logits=False).holds
     # What is trained further has the template now, and needs no name for it; another one's is refused.
     with pytest.raises(BadInput, match="--set chat_template=gemma: `chat_template` is for a base"):
