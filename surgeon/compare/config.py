@@ -118,6 +118,7 @@ def load_study(
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
             data[group] = [_text_of(file) for file in files]
+            given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
             given[(group,)] = f"--{group} {files[0]}"
     config = check_yaml(Study, data, lines, str(path), what=_WHAT, known_keys=_KNOWN_KEYS, given=given)
     loaded = LoadedStudy(config, path, lines, given, {})

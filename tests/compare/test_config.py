@@ -229,6 +229,9 @@ def test_shipped_studies_are_studies_and_no_plans(tmp_path: Path) -> None:
         recalled_by(loaded.config)
     with pytest.raises(BadInput, match="neither a study file nor the name of a shipped study; did you mean `quick`"):
         load_study("quik")
+    # The option that is wrong is named, not the first.
+    with pytest.raises(BadInput, match=r"^--new other=.*absent\.jsonl: "):
+        load_study("quick", new=[*texts, f"other={tmp_path / 'absent.jsonl'}"], original=[tmp_path / "known.jsonl"])
 
 
 def test_editors_get_a_schema() -> None:
