@@ -14,7 +14,7 @@ from surgeon.checkpoint.weights import QUANTISATION
 
 TEXT = "text_config"
 # The types of which transformers reads both forms; a test compares them with it.
-_FLAT = frozenset({"dots3_note", "fuyu", "glm5_next", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
+FLAT = frozenset({"fuyu", "glm5_next", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
 # What is the whole model's wherever it stands: fields of every config, of images and sounds, and of the code.
 _WHOLE = frozenset(
     {
@@ -32,7 +32,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with its text settings in `text_config`; as it is where they stand there, or it has none."""
     kind = config.get("model_type")
     moved = [key for key in config if key not in _WHOLE and not _BESIDE.fullmatch(key)]
-    if kind not in _FLAT or config.get(TEXT) is not None or not moved:
+    if kind not in FLAT or config.get(TEXT) is not None or not moved:
         return dict(config)
     text = {**_LEFT_OUT.get(str(kind), {}), **{key: config[key] for key in moved}}
     return {**{key: value for key, value in config.items() if key not in moved}, TEXT: text}
