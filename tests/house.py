@@ -10,7 +10,10 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "surgeon"
+import surgeon
+
+# The package that is tested: the checkout's, or an installed wheel's where the checkout has none.
+PACKAGE = Path(surgeon.__file__).resolve().parent
 
 
 def module_of(file: Path) -> str:

@@ -29,6 +29,7 @@ from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config import load_study
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
+from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,7 +252,7 @@ def test_the_plan_reference_is_the_schema() -> None:
 def _texts_of_the_source() -> list[str]:
     """Every string of the package, f-strings with `…` for what is filled in."""
     found: list[str] = []
-    for file in sorted((ROOT / "surgeon").rglob("*.py")):
+    for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import surgeon
 from surgeon.operations import OPERATIONS
 from surgeon.operations.inits import INITS
+from tests.house import PACKAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -45,16 +46,12 @@ def test_annotations_are_for_users_too() -> None:
 def test_workflows_run_what_is_run_here() -> None:
     ci = read(".github/workflows/ci.yml")["jobs"]
     assert ci["tests"]["strategy"]["matrix"]["python"] == PYTHONS == ["3.11", "3.12", "3.13"]
-    assert ".ci/run" in [step.get("run") for step in ci["tests"]["steps"]]
-    install = next(step["run"] for step in ci["site"]["steps"] if "pip install" in step.get("run", ""))
-    assert re.findall(r'"([^"]+)"', install) == PROJECT["optional-dependencies"]["docs"]
+    assert ci["tests"]["steps"][-1]["run"].endswith(" .ci/run")
     ends = read(".github/workflows/versions.yml")["jobs"]["quick"]["strategy"]["matrix"]["include"]
     assert [(end["resolution"], end["python"]) for end in ends] == [
         ("lowest-direct", PYTHONS[0]),
         ("highest", PYTHONS[-1]),
     ]
-    publish = read(".github/workflows/release.yml")["jobs"]["publish"]
-    assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
 
 
 def test_actions_are_pinned_by_commit() -> None:
@@ -94,7 +91,7 @@ def test_links_and_pictures_are_written_in_markdown() -> None:
 def test_the_policy_names_the_formats_as_the_code_checks_them() -> None:
     policy = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| [^|]+ \| `(surgeon\w*)` \| (\d+) \|", policy, re.M))
-    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "surgeon").rglob("*.py"))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
     checked = dict(re.findall(r"^    (surgeon\w*): (?:Annotated\[)?Literal\[(\d+)\]", source, re.M))
     assert named == checked
 

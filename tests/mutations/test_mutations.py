@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import PACKAGE
 from tests.warm import warmer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +156,7 @@ def python() -> Iterator[list[str]]:
 def test_a_mistake_is_noticed_by_several_tests(name: str, python: list[str], tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     # With its byte code, which Python takes by a source's time and size: only what is edited is compiled anew.
-    shutil.copytree(ROOT / "surgeon", tmp_path / "surgeon")
+    shutil.copytree(PACKAGE, tmp_path / "surgeon")
     for beside in ("tests", "plans", "docs", "pyproject.toml"):
         (tmp_path / beside).symlink_to(ROOT / beside)
     for file, old, new in mutation.edits:

@@ -19,8 +19,8 @@ from surgeon.errors import BadInput
 from surgeon.evaluate.sources import open_sources
 from surgeon.plan.plan import load_plan
 from surgeon.train.config import load_config
+from tests.house import PACKAGE
 
-PACKAGE = Path(__file__).resolve().parents[2] / "surgeon"
 VALIDATING = [
     *sorted((PACKAGE / "operations").glob("*.py")),
     PACKAGE / "data" / "specs.py",
