@@ -25,7 +25,7 @@ from transformers.utils import output_capturing
 
 from .graft import Graft
 from .layers import BranchLayer, GraftedLayer, Site, UpcycledLayer, beside_block
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, token_domains
+from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode, token_domains
 from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
 from .rules import Surgery, read_surgery
 
@@ -355,7 +355,10 @@ class DerivedHead(DerivedOuter):
                 inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
                 flow = Flow(domains=token_domains(domain_ids, torch.Size(inputs.shape[:2])))
             with in_flow(flow):
-                return run(**given)
+                output = run(**given)
+            if not self.training:
+                tell_of_mode(self.surgery, getattr(output, "loss", None))
+            return output
         inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
         flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
         as_tuple = given.pop("return_dict", None) is False

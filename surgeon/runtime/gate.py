@@ -69,8 +69,8 @@ class DomainGate(Newborn):
         self.looked = True
         if not bool(self.weight.any()):
             logger.warning_once(
-                "The domain gate is not fitted. In training without `domain_ids` it is open for every token; outside of"
-                " training it is closed for all, so that the model computes what its base does and nothing that is "
+                "The domain gate is not fitted. In training without `domain_ids` it is open for every token; outside "
+                "of training it is closed for all, so that the model computes what its base does and nothing that is "
                 "learned here shows, in an evaluation neither. A run of `surgeon train` fits it before its first step."
             )
 

@@ -95,6 +95,17 @@ def tell_of_lost_losses(surgery: Surgery) -> None:
         )
 
 
+def tell_of_mode(surgery: Surgery, loss: Any) -> None:
+    """Say once that a loss with gradients is asked of a model outside of training mode, in which it was loaded."""
+    asked = surgery.measures or surgery.needs_domains
+    if asked and isinstance(loss, Tensor) and loss.requires_grad and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "A loss with gradients was asked for outside of training mode, where the auxiliary losses are off and a "
+            "domain gate goes by the text, as in inference: what it closes gets gradients of zero. To train, call "
+            "`model.train()`, as a loaded model is in evaluation mode; to evaluate, use `torch.no_grad()`."
+        )
+
+
 def full_mask(attention_mask: Any) -> Any:
     """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
     if isinstance(attention_mask, dict):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .layers import UpcycledLayer
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses
+from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode
 from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
 from .rules import read_surgery
 
@@ -87,6 +87,8 @@ class UpcycledHead(UpcycledPreTrained):
         elif self.training and domain_ids is not None:
             given["domain_ids"] = domain_ids
         output = super().forward(return_dict=True, **given)
+        if not self.training:
+            tell_of_mode(self.surgery, output.loss)
         return self.output_class(**close_flow(output, flow, scale))
 
 

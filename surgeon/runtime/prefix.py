@@ -233,9 +233,9 @@ def _check_positions(positions: Tensor | None, valid: Tensor, past: PrefixCache 
     if bool(odd.any()):
         row, place = odd.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids of row {row} {'jump' if int(previous[row, place]) else 'begin'} at"
-            f" {int(positions[row, place])}, and no cache holds the tokens before, but {what} and must see a document"
-            " from its first token on; pass a cache that this model's own forward filled (other caches cannot serve it)"
+            f"position_ids of row {row} {'jump to' if int(previous[row, place]) else 'begin at'}"
+            f" {int(positions[row, place])}, and no cache holds the tokens before: {what}, and must see a document from"
+            " its first token on; pass a cache that this model's own forward filled (other caches cannot serve it)"
         )
 
 
