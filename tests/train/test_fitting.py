@@ -93,7 +93,7 @@ def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
     drawn = torch.Generator().manual_seed(0)
     gate, layer = fitting._gate_of(model)
     with torch.no_grad():
-        for parameter in gate.parameters():
+        for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
     ids = torch.randint(10, 100, (12, 20), generator=drawn)
     sequences = [fitting.PackedSequence(row, row, list(range(20)), 0) for row in ids.tolist()]
@@ -117,7 +117,7 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     gate, layer = fitting._gate_of(model)
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in gate.parameters():
+        for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
 
     def scored(count: int, first: int) -> fitting._Scored:
@@ -150,7 +150,7 @@ def test_evidence_is_a_likelihood_in_which_each_source_counts_alike(form: str) -
 
     states = [(source(4900, 0, 100), False), (source(0, 50, 0), False), (source(20, 100, 280), True)]
     fitted = fitting._classifier(gate, [lambda: states, lambda: states], 0)
-    for name, parameter in gate.named_parameters():
+    for name, parameter in gate.named_buffers():
         parameter.data = fitted[name]
     evidence = gate.evidence(kinds).squeeze(-1) / 2**16
     new, original = torch.tensor([0.05, 0.25, 0.7]), torch.tensor([0.49, 0.5, 0.01])
