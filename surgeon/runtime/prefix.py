@@ -1,7 +1,7 @@
 """What is summed over a sequence up to each token, kept in a cache beside keys and values.
 
 So a token's choice that depends on all tokens before it is the same in one forward and in several over a cache, and
-in a row of several documents the same as alone. Where a row's documents cannot be known, nothing is summed: ValueError.
+in a row of several documents the same as alone. Rows whose documents cannot be known are refused with a ValueError.
 
 Shapes: B batch, T tokens of this forward, W tokens of the row.
 """

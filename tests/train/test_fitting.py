@@ -15,6 +15,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
 from surgeon.manifest.trainable import LayersSpec, trainable_set
 from surgeon.models.load import load_model
+from surgeon.models.stream import StreamedModel
 from surgeon.runtime.gate import DomainGate
 from surgeon.runtime.gate_rules import GateSpec
 from surgeon.train import fitting
@@ -188,6 +189,18 @@ def test_nothing_trains_of_a_gate(made: Path) -> None:
     assert set(every.names) == out.tensors.keys() - gate and set(every.fitted) == gate == set(layers.fitted)
     assert not gate & {*base.names, *layers.names} and not base.fitted
     assert base.of_base == every.of_base == set(base.names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gate_has_the_models_dtype_however_it_is_loaded(made: Path, dtype: str) -> None:
+    """Whole, and layer by layer from its files."""
+    out = CheckpointFolder.open(made / "out")
+    whole, streamed = load_model(out, dtype=dtype), StreamedModel(out, dtype=dtype, device="cpu").module
+    gates = [{name: value for name, value in model.named_buffers() if "gate." in name} for model in (whole, streamed)]
+    assert len(gates[0]) == 5 and {value.dtype for value in gates[0].values()} == {getattr(torch, dtype)}
+    assert all(
+        torch.equal(value, gates[1][name]) and value.dtype == gates[1][name].dtype for name, value in gates[0].items()
+    )
 
 
 def test_preserve_behind_a_gate_has_nothing_to_teach(made: Path, tmp_path: Path) -> None:

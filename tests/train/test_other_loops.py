@@ -133,7 +133,7 @@ from transformers import Trainer, TrainingArguments
 
 def rank_of_two(model, number, folder):
     store = "file://" + os.path.join(folder, "store")
-    dist.init_process_group("gloo", init_method=store, rank=number, world_size=2, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=2, timeout=timedelta(minutes=10))
     model.requires_grad_(True).train()
     wrapped = DistributedDataParallel(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
