@@ -71,7 +71,7 @@ class DomainGate(Newborn):
             logger.warning_once(
                 "The domain gate is not fitted. In training without `domain_ids` it is open for every token; outside "
                 "of training it is closed for all, so that the model computes what its base does and nothing that is "
-                "learned here shows, in an evaluation neither. Fit it first; `surgeon train` does, before its first step."
+                "learned here shows, in an evaluation neither. Fit it first, by `surgeon train`."
             )
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
