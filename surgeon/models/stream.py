@@ -187,7 +187,10 @@ class StreamedModel:
                 if full in self.stored_as:
                     (stored,) = self.stored_as[full]
                     with self._opened(self.folder.tensors[stored].file) as shard:
-                        buffer = shard.get_tensor(stored).clone()
+                        value = shard.get_tensor(stored).clone()
+                    # In the dtype that transformers gives it.
+                    wide = value.is_floating_point() and self._dtype_of(full) == torch.float32
+                    buffer = value.to(torch.float32 if wide else buffer.dtype)
                 owner._buffers[name] = buffer.to(self.device)
 
     def _hook_units(self) -> None:

@@ -25,7 +25,7 @@ from transformers.utils import output_capturing
 
 from .graft import Graft
 from .layers import BranchLayer, GraftedLayer, Site, UpcycledLayer, beside_block
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses
+from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode, token_domains
 from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
 from .rules import Surgery, read_surgery
 
@@ -272,10 +272,10 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
-        flow = _forward.flow if flow is None else flow
-        if flow is None and self.training and torch.is_grad_enabled():
+        flow, domains = _forward.flow if flow is None else flow, given.pop("domain_ids", None)
+        if flow is None and self.training:
             tell_of_lost_losses(self.surgery)
-        crossing, flow = self.crossing(flow, given)
+        crossing, flow = self.crossing(flow, given | {"domain_ids": domains})
         with in_flow(flow):
             output = run(**given)
         if flow is not None:
@@ -350,8 +350,15 @@ class DerivedHead(DerivedOuter):
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         labels = next((given[name] for name in _LABELS if given.get(name) is not None), None)
         if not self.training or labels is None:
+            if self.training and domain_ids is not None and flow is None:
+                tell_of_lost_losses(self.surgery)
+                inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
+                flow = Flow(domains=token_domains(domain_ids, torch.Size(inputs.shape[:2])))
             with in_flow(flow):
-                return run(**given)
+                output = run(**given)
+            if not self.training:
+                tell_of_mode(self.surgery, getattr(output, "loss", None))
+            return output
         inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
         flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
         as_tuple = given.pop("return_dict", None) is False

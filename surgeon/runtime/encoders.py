@@ -10,7 +10,7 @@ Native encoders pass their layers a fixed list of arguments, so the forward's `F
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 
 from .graft import Frame, current_frame, enter_frame
 from .losses import Flow, close_flow
+from .prefix import check_one_document, several_in_a_row
 from .pretrained import UpcycledBase, UpcycledPreTrained, attach_surgery, given_inputs
 from .rules import read_surgery
 from .states import ControlBank, Mixing, site_control
@@ -159,7 +160,8 @@ class UpcycledEncoder(UpcycledBase):
         elif self.control_bank is not None:
             flow = flow or Flow()
             inputs = given_inputs(input_ids, inputs_embeds)
-            flow.mixing = Mixing(self.control_bank, _valid(attention_mask, inputs), None)
+            given = kwargs | {"position_ids": position_ids}
+            flow.mixing = Mixing(self.control_bank, self._rows(self.control_bank, attention_mask, inputs, given))
             flow.mixing.choices = [] if flow.records_choices else None
         with running(flow):
             return super().forward(
@@ -170,6 +172,16 @@ class UpcycledEncoder(UpcycledBase):
                 inputs_embeds=inputs_embeds,
                 **kwargs,
             )
+
+    def _rows(self, bank: ControlBank, attention_mask: Any, inputs: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Which tokens are no padding, B T; ValueError where choices are by sequences, and a row is not one."""
+        valid, spec = _valid(attention_mask, inputs), bank.spec
+        spec.refuse_engine(self.config)
+        if spec.by_sequence and not self.training:
+            if given.get("cu_seq_lens_q") is not None:
+                raise several_in_a_row(spec.what)
+            check_one_document(given["position_ids"], None, valid, spec.what)
+        return valid
 
 
 class UpcycledEncoderHead(UpcycledPreTrained):

@@ -27,7 +27,7 @@ from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpe
 from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
 from .newborn import LowRank, Newborn, at_least_fp32
-from .rules import Surgery, served_by_vllm
+from .rules import Surgery, engine_of
 
 
 class LoraSlot(LowRank):
@@ -88,7 +88,7 @@ class ExpertLinear(WithSlots, nn.Linear):
 
 
 class Affine(nn.Module):
-    """W x + b under the names of `nn.Linear`, and none of its class: vLLM puts modules of its own in their places."""
+    """W x + b under the names of `nn.Linear`, and none of its class: engines put modules of theirs in their places."""
 
     bias: nn.Parameter | None
 
@@ -103,7 +103,7 @@ class Affine(nn.Module):
 
 
 class ExpertAffine(WithSlots, Affine):
-    """The same in vLLM, which loads its tensors and leaves the module."""
+    """The same in vLLM and other engines, which load its tensors and leave the module."""
 
 
 class Transposed(Conv1D):
@@ -188,7 +188,8 @@ class ExpertGraft(Graft, ExpertRules):
         """A module with slots in the place of every one that a slot targets; in one layer the router."""
         found: Experts = surgery.of[self.name]
         if index in found.by_layer:
-            attach_experts(layer, found.by_layer[index], ExpertAffine if served_by_vllm(config) else ExpertLinear)
+            kind = ExpertLinear if engine_of(config) is None else ExpertAffine
+            layer.slotted = attach_experts(layer, found.by_layer[index], kind)
         if found.router is None or found.router.layer != index:
             return index in found.by_layer
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
@@ -196,7 +197,10 @@ class ExpertGraft(Graft, ExpertRules):
         return True
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
-        """The router reads what goes into its layer."""
+        """The router reads what goes into its layer; what holds slots must be there still."""
+        for owner in (layer, layer._modules.get("expanded")):
+            for block, name in getattr(owner, "slotted", ()):
+                check_slots(block, name)
         if layer.routes:
             frame.routing, logs = layer.expert_router(hidden_states)
             if frame.valid is not None and frame.domains is not None and layer.loss_weights["router_loss"] > 0:
@@ -216,8 +220,14 @@ class ExpertGraft(Graft, ExpertRules):
         return {"slots": (LoraSlot, slots), "router columns": (RouterColumn, columns)}
 
 
-def attach_experts(layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = ExpertLinear) -> None:
-    """Put a `kind`, or what stands for GPT-2's, in the place of every module of the layer that a slot targets."""
+def attach_experts(
+    layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = ExpertLinear
+) -> list[tuple[nn.Module, str]]:
+    """Put a `kind`, or what stands for GPT-2's, in the place of every module of the layer that a slot targets.
+
+    Returns where they stand, as block and name.
+    """
+    places = []
     for target in dict.fromkeys(target for slot in spec.slots for target in slot.targets):
         native = layer.get_submodule(target)
         if not isinstance(native, nn.Linear | Conv1D):
@@ -230,6 +240,23 @@ def attach_experts(layer: nn.Module, spec: ExpertsSpec, kind: type[WithSlots] = 
         if kind is ExpertAffine:
             # What vLLM fuses it decides once for all blocks of a class whose children have the same names.
             block.has_slots = nn.Identity()
+        places.append((block, name))
+    return places
+
+
+def check_slots(block: nn.Module, name: str) -> None:
+    """RuntimeError where something took a module with slots for a linear one and put its own in the place.
+
+    Quantisers and engines do so after loading too. What wraps the module, as PEFT does, leaves it inside.
+    """
+    found = block._modules.get(name)
+    if isinstance(found, WithSlots) or torch.compiler.is_compiling():
+        return
+    if found is None or not any(isinstance(module, WithSlots) for module in found.modules()):
+        raise RuntimeError(
+            f"`{name}` had PMoE's slots, and a {type(found).__name__} stands in its place: something replaced it by its"
+            " type after loading, and its slots were lost; let it leave modules with slots as they are"
+        )
 
 
 def task_loss(log_probabilities: Tensor, tokens: Tensor, domains: Tensor) -> Tensor:

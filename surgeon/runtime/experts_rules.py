@@ -25,8 +25,9 @@ from .rules import (
     Surgery,
     built,
     check_layers,
+    engine_of,
+    engine_ranks,
     refuse_pipeline,
-    vllm_ranks,
     weight,
     without_numbers,
 )
@@ -245,10 +246,10 @@ class ExpertRules(GraftRules):
         found: Experts = surgery.of[self.name]
         check_layers(found.by_layer, surgery.layers, "experts")
         refuse_pipeline(config, "the router of PMoE's slots must reach all deeper layers")
-        if vllm_ranks(config)[0] > 1:
+        if engine_ranks(config)[0] > 1:
             raise ValueError(
-                "vLLM splits matrices over processes here, but does not split PMoE's slots beside them; set "
-                "tensor_parallel_size to 1"
+                f"{engine_of(config)} splits matrices over processes here, but does not split PMoE's slots beside them;"
+                " set tensor_parallel_size to 1"
             )
         if found.router_loss.task_id > 0 and found.router is None:
             raise ValueError("config.surgery: router_loss task_id needs an expert_router, and there is none")

@@ -16,8 +16,10 @@ keys and values of branches and inserted layers are there when the gate opens, i
 cache.
 
 Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
-by token over a cache or in a packed row has the same. In training, where `domain_ids` are given, they decide
-instead.
+by token over a cache or in a packed row has the same.
+
+In training mode the text does not decide: where `domain_ids` are given, new tokens open the gate and original ones
+close it, and without them it is open for all, so that what it switches learns from whatever it is shown.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from torch.nn import functional as F
 
 from .gate_rules import GateRules, Gates, GateSpec
 from .graft import Frame, Graft
-from .losses import Flow, valid_tokens
+from .losses import Flow, logger
 from .newborn import Newborn, at_least_fp32
-from .prefix import PrefixCache, keep_prefix, prefix_in
+from .prefix import PrefixCache, Reading, keep_prefix, latest, prefix_in, read_rows
 from .rules import Surgery
 
 # What one of evidence is as a whole number, and the most that a token can give.
@@ -43,18 +45,34 @@ _EPSILON = 1e-6
 
 
 class DomainGate(Newborn):
-    """What a token is evidence of, and the threshold of prefixes or tokens; in at least fp32."""
+    """What a token is evidence of, and the threshold of prefixes or tokens; in at least fp32.
 
-    weight: nn.Parameter
-    offset: nn.Parameter
-    bias: nn.Parameter | None
-    out: nn.Parameter | None
-    threshold: nn.Parameter
+    Its tensors are fitted and get no gradient: they are buffers.
+    """
+
+    weight: Tensor
+    offset: Tensor
+    bias: Tensor | None
+    out: Tensor | None
+    threshold: Tensor
 
     def __init__(self, spec: GateSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
-        self.bear(spec.births(width), absent=("bias", "out"))
+        self.bear(spec.births(width), absent=("bias", "out"), trains=False)
+        self.looked = False
+
+    def tell_if_born(self) -> None:
+        """Say once that nobody has fitted it."""
+        if self.looked or torch.compiler.is_compiling():
+            return
+        self.looked = True
+        if not bool(self.weight.any()):
+            logger.warning_once(
+                "The domain gate is not fitted. In training without `domain_ids` it is open for every token; outside "
+                "of training it is closed for all, so that the model computes what its base does and nothing that is "
+                "learned here shows, in an evaluation neither. Fit it first, by `surgeon train`."
+            )
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
         """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
@@ -74,8 +92,8 @@ class DomainGate(Newborn):
         return (sums.to(torch.float32) / _ONE / counts).squeeze(-1)
 
 
-class Gating:
-    """The gate at work in one forward: which tokens are no padding, where documents begin, what came before.
+class Gating(Reading):
+    """The gate at work in one forward: what it reads, and what it found.
 
     `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `scores` (B T) are there once it has
     decided.
@@ -84,15 +102,10 @@ class Gating:
     def __init__(
         self, valid: Tensor, begins: Tensor | None, past: PrefixCache | None, forced: Tensor | None = None
     ) -> None:
-        self.valid = valid
-        self.past = past
+        super().__init__(valid, begins, past)
         self.forced = forced
         self.scores: Tensor | None = None
         self.found: dict[str, Tensor] = {}
-        places = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
-        # The place at which each token's document begins; -1: before this forward.
-        self.begin = None if begins is None else torch.where(begins, places, -1).cummax(dim=1).values
-        self.places = places + 1
 
     def decide(self, gate: DomainGate, hidden_states: Tensor) -> Tensor:
         """Where the gate is open: B T, bool."""
@@ -102,7 +115,7 @@ class Gating:
             valid = self.valid.to(hidden_states.device).unsqueeze(-1)
             sums, counts = gate.evidence(hidden_states) * valid, valid.long()
             if gate.spec.reads == "prefix_mean":
-                sums, counts = self._since_begin("sums", sums), self._since_begin("counts", counts)
+                sums, counts = self.since_begin("sums", sums), self.since_begin("counts", counts)
                 self.found = {"sums": sums, "counts": counts}
                 self.scores = gate.scores(sums, (counts + gate.spec.prior).clamp(min=1))
             else:
@@ -111,37 +124,23 @@ class Gating:
             self.found["on"] = on.unsqueeze(-1)
         return on
 
-    def _before(self, name: str) -> Tensor | None:
-        return None if self.past is None else self.past.last(name)
-
-    def _since_begin(self, name: str, values: Tensor) -> Tensor:
-        """Sums over each token's document up to it: B T 1."""
-        total, before = values.cumsum(dim=1), self._before(name)
-        carried = total if before is None else total + before
-        if self.begin is None:
-            return carried
-        begin = self.begin.to(values.device).unsqueeze(-1)
-        outside = (total - values).gather(1, begin.clamp(min=0).expand_as(values))
-        return torch.where(begin >= 0, total - outside, carried)
-
     def held(self, gate: DomainGate, scores: Tensor) -> Tensor:
         """Where it is open, by the last token of the document that opened or closed it: B T, bool."""
         threshold, slack = at_least_fp32(gate.threshold), gate.spec.hysteresis
-        valid, places = self.valid.to(scores.device), self.places.to(scores.device)
-        opened = torch.where((scores > threshold) & valid, places, 0).cummax(dim=1).values
-        closed = torch.zeros_like(opened)
-        if slack is not None:
-            closed = torch.where((scores < threshold - slack) & valid, places, 0).cummax(dim=1).values
-        if self.begin is not None:
+        valid = self.valid.to(scores.device)
+        begin = None if self.begin is None else self.begin.to(scores.device)
+        opened = latest((scores > threshold) & valid)
+        closed = torch.zeros_like(opened) if slack is None else latest((scores < threshold - slack) & valid)
+        if begin is not None:
             # A document that begins here begins closed: what opened before it does not count.
-            closed = torch.maximum(closed, self.begin.to(scores.device))
+            closed = torch.maximum(closed, begin - 1)
         on = (opened > closed) & (opened > 0)
-        before = self._before("on")
+        before = self.before("on")
         if before is None:
             return on
-        untouched = (opened == 0) & (closed == 0)
-        if self.begin is not None:
-            untouched = untouched & (self.begin.to(scores.device) < 0)
+        untouched = (opened == 0) & (closed <= 0)
+        if begin is not None:
+            untouched = untouched & (begin == 0)
         return torch.where(untouched, before.squeeze(-1), on)
 
 
@@ -160,25 +159,28 @@ class GateGraft(Graft, GateRules):
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
         """The gate reads what goes into its layer."""
-        if layer.decides:
-            if frame.gating is None:
-                raise RuntimeError("a layer with a domain gate was called outside its model")
-            frame.on = frame.gating.decide(layer.domain_gate, hidden_states)
+        if not layer.decides:
+            return
+        if frame.gating is None:
+            raise RuntimeError("a layer with a domain gate was called outside its model")
+        if frame.gating.forced is not None and frame.domains is None:
+            layer.domain_gate.tell_if_born()
+        frame.on = frame.gating.decide(layer.domain_gate, hidden_states)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-        """Bring what earlier tokens gave, and in training what is known of these."""
-        if flow.packed and not model.training:
+        """Bring what earlier tokens gave; in training what is known of these, all new where nothing is."""
+        self.refuse_engine(model.config)
+        if not model.training:
+            flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
+            return
+        if prefix_in(cache, self.name, asked=False) is not None:
             raise ValueError(
-                "several sequences stand in one row, as in continuous batching, but a domain gate decides by the "
-                "tokens before each in its sequence; give each sequence a row of its own"
+                "the cache was filled outside of training, where a domain gate decides by the text; begin with an"
+                " empty one"
             )
-        past = prefix_in(cache, self.name)
-        if past is None:
-            _check_begins(flow.positions)
-        seen = 0 if cache is None else cache.get_seq_length()
-        valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
-        forced = flow.domains > 0 if model.training and flow.domains is not None else None
-        flow.gating = Gating(valid, _begins(flow.positions, valid), past, forced)
+        every = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        forced = every if flow.domains is None else (flow.domains > 0).to(inputs.device)
+        flow.gating = Gating(every, None, None, forced)
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens gave for later ones."""
@@ -187,28 +189,3 @@ class GateGraft(Graft, GateRules):
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """The gate."""
         return {"domain gates": (DomainGate, 1)}
-
-
-def _check_begins(positions: Tensor | None) -> None:
-    """ValueError where tokens came before these, by their positions, of which no cache says what they gave."""
-    if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
-        return
-    if first := int(positions[:, 0].max()):
-        raise ValueError(
-            f"position_ids begin at {first}, and no cache holds the tokens before: a domain gate must see a document"
-            " from its first token on; pass a cache that this model's own forward filled (other caches cannot serve it)"
-        )
-
-
-def _begins(positions: Tensor | None, valid: Tensor) -> Tensor | None:
-    """Where a document begins: B T, bool; None where no positions are given.
-
-    Of positions in several dimensions the first, time, goes back there.
-    """
-    if positions is None:
-        return None
-    if positions.dim() == 2:
-        return (positions == 0).to(valid.device).expand(valid.shape)
-    time = positions[0]
-    back = F.pad(time[:, 1:] < time[:, :-1], (1, 0))
-    return back.to(valid.device).expand(valid.shape)

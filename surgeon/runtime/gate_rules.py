@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .births import Birth, Fill
-from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, served_by_vllm
+from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, refuse_engine
 
 GATE = "domain_gate."
 READS = ("prefix_mean", "token")
@@ -130,6 +130,8 @@ class GateRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {}
     part = "surgeon.runtime.gate"
     module = "GateGraft"
+    # What it does with sequences, for those that are told why it cannot.
+    what: ClassVar[str] = "a domain gate decides by the tokens before each in its document"
 
     def read(self, raw: Mapping[str, Any]) -> Gates:
         """The one gate, and what it switches by layer."""
@@ -152,11 +154,7 @@ class GateRules(GraftRules):
             raise ValueError(
                 "config.surgery: a domain_gate decides token by token, and an encoder reads whole sequences"
             )
-        if served_by_vllm(config):
-            raise ValueError(
-                "config.surgery: a domain_gate keeps what it read of a sequence in transformers' cache, which vLLM does"
-                " not use; serve this output with transformers, or one without a gate"
-            )
+        self.refuse_engine(config)
         check_layers([found.gate.layer, *found.gated], surgery.trunk_layers, "gated")
         below = [layer for layer in found.gated if layer < found.gate.layer]
         if below:
@@ -172,6 +170,10 @@ class GateRules(GraftRules):
                 )
             if spec.inserted and spec.layer not in surgery.inserted:
                 raise ValueError(f"config.surgery: gated says that layer {spec.layer} was inserted; it is the base's")
+
+    def refuse_engine(self, config: Any) -> None:
+        """ValueError where an engine brought its own attention."""
+        refuse_engine(config, self.what, "serve this output with transformers' own attention, or one without a gate")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """Nothing by a gradient: the gate is fitted before training."""

@@ -55,20 +55,29 @@ class Flow:
 
 def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow | None:
     """The flow of a training step, or None where no auxiliary loss applies. `inputs` is B T or B T D."""
-    if surgery.needs_domains and domain_ids is None and not torch.compiler.is_compiling():
+    if _asks_domains(surgery) and domain_ids is None and not torch.compiler.is_compiling():
         logger.warning_once(
-            "The losses that need domains (adapters' local loss, the router's loss) are off, and a domain gate decides "
-            "by itself: this batch has no `domain_ids` (0 for the original domain, 1 and up for new ones; one for each "
-            "sample or each token)."
+            "The losses that need domains (adapters' local loss, the router's loss) are off: this batch has no "
+            "`domain_ids` (0 for the original domain, 1 and up for new ones; one for each sample or each token)."
         )
     with_domains = surgery.needs_domains and domain_ids is not None
     if not surgery.measures and not with_domains:
         return None
     shape = torch.Size(inputs.shape[:2])
-    domains = None
-    if with_domains and domain_ids is not None:
-        domains = (domain_ids.unsqueeze(-1) if domain_ids.dim() == 1 else domain_ids).expand(shape)
+    domains = token_domains(domain_ids, shape) if with_domains else None
     return Flow(valid=valid_tokens(attention_mask, shape, inputs.device), domains=domains)
+
+
+def token_domains(domain_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Domains of samples, B, or of tokens as those of tokens, B T; None where none are given."""
+    if domain_ids is None:
+        return None
+    return (domain_ids.unsqueeze(-1) if domain_ids.dim() == 1 else domain_ids).expand(shape)
+
+
+def _asks_domains(surgery: Surgery) -> bool:
+    """Whether there is a loss that needs domains (a gate needs them for what it switches)."""
+    return any(rules.losses and rules.needs_domains(surgery) for rules in surgery.rules)
 
 
 def tell_of_lost_losses(surgery: Surgery) -> None:
@@ -77,8 +86,8 @@ def tell_of_lost_losses(surgery: Surgery) -> None:
     So it is where a loss is made outside of the model's head: without `labels`, or by a trainer that asks the base
     model alone, as TRL's do to spare the logits.
     """
-    asked = surgery.measures or surgery.needs_domains
-    if asked and not torch.compiler.is_compiling():
+    asked = surgery.measures or _asks_domains(surgery)
+    if asked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         logger.warning_once(
             "The auxiliary losses have no part in this training: the model was asked for states or logits and not for "
             "its loss. Give it `labels` and take `output.loss`; TRL's SFTTrainer does so if its `compute_loss` is "
@@ -86,13 +95,35 @@ def tell_of_lost_losses(surgery: Surgery) -> None:
         )
 
 
+def tell_of_mode(surgery: Surgery, loss: Any) -> None:
+    """Say once that a loss with gradients is asked of a model outside of training mode, in which it was loaded."""
+    asked = surgery.measures or surgery.needs_domains
+    if asked and isinstance(loss, Tensor) and loss.requires_grad and not torch.compiler.is_compiling():
+        logger.warning_once(
+            "A loss with gradients was asked for outside of training mode, where the auxiliary losses are off and a "
+            "domain gate goes by the text, as in inference: what it closes gets gradients of zero. To train, call "
+            "`model.train()`, as a loaded model is in evaluation mode; to evaluate, use `torch.no_grad()`."
+        )
+
+
+def full_mask(attention_mask: Any) -> Any:
+    """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
+    if isinstance(attention_mask, dict):
+        return attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    return attention_mask
+
+
+def shown_by(mask: Tensor) -> Tensor:
+    """What a 4-D mask shows each token, the same for all heads: B T W, bool."""
+    return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+
+
 def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
     """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them.
 
     A 4-D mask is read at each token's own column; where a window has cut that off, a token that sees anything counts.
     """
-    if isinstance(attention_mask, dict):
-        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    attention_mask = full_mask(attention_mask)
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(attention_mask, Tensor):
@@ -102,12 +133,11 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
         )
     if attention_mask.dim() == 2:
         return attention_mask[:, -shape[1] :].bool()
-    visible = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
-    own = torch.arange(shape[1], device=visible.device) + (seen if shape[1] != visible.shape[-1] else 0)
-    if int(own[-1]) < visible.shape[-1]:
-        found = visible.gather(-1, own.view(1, -1, 1).expand(visible.shape[0], -1, -1)).squeeze(-1)
-    else:
-        found = visible.any(dim=-1)
+    shown = shown_by(attention_mask)
+    length = shown.shape[-1]
+    own = torch.arange(shape[1], device=shown.device) + (seen if shape[1] != length else 0)
+    columns = own.clamp(max=length - 1).view(1, -1, 1).expand(shown.shape[0], -1, -1)
+    found = torch.where(own[-1] < length, shown.gather(-1, columns).squeeze(-1), shown.any(dim=-1))
     return found.expand(shape)
 
 

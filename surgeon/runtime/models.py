@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .layers import UpcycledLayer
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses
+from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode
 from .pretrained import UpcycledBase, UpcycledPreTrained, given_inputs
 from .rules import read_surgery
 
@@ -44,8 +43,8 @@ class UpcycledModel(UpcycledBase):
         surgery_flow: Flow | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The native forward. `domain_ids` is for the heads' losses and has no part in the output."""
-        if surgery_flow is None and self.training and torch.is_grad_enabled():
+        """The native forward. In training a domain gate goes by `domain_ids`; else they are for the heads' losses."""
+        if surgery_flow is None and self.training:
             tell_of_lost_losses(self.surgery)
         given = {
             "input_ids": input_ids,
@@ -53,7 +52,8 @@ class UpcycledModel(UpcycledBase):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "past_key_values": past_key_values,
-            "cu_seq_lens_q": kwargs.get("cu_seq_lens_q"),
+            "domain_ids": domain_ids,
+            **{name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")},
         }
         crossing, surgery_flow = self.crossing(surgery_flow, given)
         output = super().forward(
@@ -84,7 +84,11 @@ class UpcycledHead(UpcycledPreTrained):
             inputs = given_inputs(given["input_ids"], given["inputs_embeds"])
             flow = open_flow(self.surgery, inputs, given["attention_mask"], domain_ids)
             given["surgery_flow"] = flow or Flow()
+        elif self.training and domain_ids is not None:
+            given["domain_ids"] = domain_ids
         output = super().forward(return_dict=True, **given)
+        if not self.training:
+            tell_of_mode(self.surgery, output.loss)
         return self.output_class(**close_flow(output, flow, scale))
 
 

@@ -14,15 +14,22 @@ from .births import Birth, Fill, Normal, low_rank_births
 
 
 class Newborn(nn.Module):
-    """A leaf module: its tensors are direct parameters, so that every loader initialises it as a whole."""
+    """A leaf module: its tensors are its own, so that every loader initialises it as a whole."""
 
     births: Mapping[str, Birth]
 
-    def bear(self, births: Mapping[str, Birth], *, absent: tuple[str, ...] = ()) -> None:
-        """Make a parameter for each birth, and none for the names `absent` that have no birth."""
+    def bear(self, births: Mapping[str, Birth], *, absent: tuple[str, ...] = (), trains: bool = True) -> None:
+        """Make a parameter for each birth, and none for the names `absent` that have no birth.
+
+        What never `trains` by a gradient becomes buffers, which nothing that unfreezes a model or waits for gradients
+        asks for.
+        """
         self.births = births
         for name, birth in births.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(birth.shape)))
+            if trains:
+                self.register_parameter(name, nn.Parameter(torch.empty(birth.shape)))
+            else:
+                self.register_buffer(name, torch.zeros(birth.shape))
         for name in absent:
             if name not in births:
                 self.register_parameter(name, None)
@@ -30,7 +37,7 @@ class Newborn(nn.Module):
     def initialise(self) -> None:
         """Set the values that the tensors are born with (a checkpoint's values replace them)."""
         for name, birth in self.births.items():
-            fill(self.get_parameter(name), birth)
+            fill(getattr(self, name), birth)
 
 
 class Projection(Newborn, nn.Linear):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .losses import Flow
+from .losses import Flow, token_domains
 from .newborn import Newborn
 from .prefix import PrefixCache
 from .rules import Surgery, read_surgery
@@ -144,10 +144,12 @@ class UpcycledBase(UpcycledPreTrained):
         if flow is None and found:
             flow = Flow()
         if flow is not None:
-            flow.packed = given.get("cu_seq_lens_q") is not None
+            flow.packed = any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
         if flow is not None and found:
             inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
             flow.positions = given.get("position_ids")
+            if flow.domains is None:
+                flow.domains = token_domains(given.get("domain_ids"), torch.Size(inputs.shape[:2]))
             for graft in found:
                 graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
         return found, flow

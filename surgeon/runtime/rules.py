@@ -216,31 +216,59 @@ def _check_types(surgery: Surgery, layer_types: list[str] | None) -> None:
             )
 
 
-def served_by_vllm(config: Any) -> bool:
-    """Whether vLLM builds the model around its own attention, which reads all requests as one sequence."""
-    return str(getattr(config, "_attn_implementation", None)).startswith("vllm")
+def engine_of(config: Any) -> str | None:
+    """The attention that an engine put in the place of transformers' own, by its name; None where none did.
 
-
-def vllm_ranks(config: Any) -> tuple[int, int]:
-    """Over how many processes vLLM splits matrices, and over how many layers; 1 and 1 elsewhere.
-
-    Asked of modules that vLLM has loaded: an import would make every reader of this file need vLLM.
+    Engines put their own linear modules in the places of a model's too, and keep keys and values in caches of theirs;
+    vLLM and SGLang show a model all requests as one row. Kernels from the Hub, by a repository's name, and what begins
+    with `paged|` are called by transformers as its own is.
     """
-    if not served_by_vllm(config):
+    name = getattr(config, "_attn_implementation", None)
+    if name is None:
+        return None
+    plain = str(name).removeprefix("paged|")
+    own = plain in ("eager", "sdpa", "flex_attention") or plain.startswith("flash_attention_") or "/" in plain
+    return None if own else str(name)
+
+
+def refuse_engine(config: Any, what: str, instead: str) -> None:
+    """ValueError where an engine brought its own attention, under which `what` could be wrong without a word."""
+    engine = engine_of(config)
+    if engine is not None:
+        raise ValueError(
+            f"{what}, but the attention is `{engine}`, none of transformers' own: an engine that brings one may show a"
+            f" model all requests as one row, and keep nothing in transformers' cache; {instead}"
+        )
+
+
+# Where engines say over how many processes they split a model, by the names of their attention.
+_ENGINES = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
+
+
+def engine_ranks(config: Any) -> tuple[int, int]:
+    """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere.
+
+    Asked of modules that the engine has loaded: an import would make every reader of this file need it.
+    """
+    engine = engine_of(config) or ""
+    asked = next((module for name, module in _ENGINES.items() if engine.startswith(name)), None)
+    if asked is None:
         return 1, 1
-    groups = sys.modules.get("vllm.distributed.parallel_state")
+    groups = sys.modules.get(asked)
     if groups is None:
         raise ValueError(
-            "vLLM's `distributed.parallel_state`, which says how a model is split, is not there in this release; use a "
-            "release that docs/engines.md of surgeon names, or transformers"
+            f"`{asked}`, which says how `{engine}` splits a model, is not there in this release; use a release that"
+            " docs/engines.md of surgeon names, or transformers"
         )
     return groups.get_tp_group().world_size, groups.get_pp_group().world_size
 
 
 def refuse_pipeline(config: Any, what: str) -> None:
-    """ValueError where vLLM splits the layers over several processes, which `what` does not allow."""
-    if vllm_ranks(config)[1] > 1:
-        raise ValueError(f"vLLM splits the layers over processes here, but {what}; set pipeline_parallel_size to 1")
+    """ValueError where an engine splits the layers over several processes, which `what` does not allow."""
+    if engine_ranks(config)[1] > 1:
+        raise ValueError(
+            f"{engine_of(config)} splits the layers over processes here, but {what}; set pipeline_parallel_size to 1"
+        )
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:

@@ -9,8 +9,8 @@ residual stream (Gemma 2 and 3, OLMo 2), the control is normalised together with
 
 In training one choice is made for all tokens of a batch (appendix B): the K of highest probability on average
 (`batch_mean`), or chosen by most tokens (`batch_mode`), or each token chooses (`token`). At inference each token
-chooses, by its own probabilities (`token`) or by their mean over its sequence up to it (`prefix_mean`): what a token
-sees never depends on later tokens, on padding or on the other sequences of a batch. Encoders, whose tokens see their
+chooses, by its own probabilities (`token`) or by their mean over its document up to it (`prefix_mean`): what a token
+sees never depends on later tokens, on padding or on the other documents of a batch. Encoders, whose tokens see their
 whole sequence, take the mean over all of it (`sequence_mean`).
 
 All control states are one bank of the model: a site uses those of other layers too.
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from .graft import Frame, Graft
 from .losses import Flow, balance_loss, selected, valid_tokens
 from .newborn import LowRank, Newborn, at_least_fp32, product
-from .prefix import PrefixCache, keep_prefix, prefix_in, running_sum
+from .prefix import PrefixCache, Reading, check_one_document, keep_prefix, prefix_in, read_rows, several_in_a_row
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -77,19 +77,20 @@ class ControlBank(nn.Module):
         return self.spec.choice_of(site, self.kinds)
 
 
-class Mixing:
+class Mixing(Reading):
     """Control states at work in one forward of the model: the bank, which tokens are no padding, what came before.
 
-    `choices` (None: not recorded) takes each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1
-    where one choice was made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
+    `found` has the sums over documents by site, and under "counts" how many tokens they are of. `choices` (None: not
+    recorded) takes each site's choice as (site, chosen B' T' K, weights B' T' K); B' and T' are 1 where one choice was
+    made for a whole batch. What is chosen is numbered as in `ControlBank.choice_of`.
     """
 
-    def __init__(self, bank: ControlBank, valid: Tensor, past: PrefixCache | None) -> None:
+    def __init__(
+        self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: PrefixCache | None = None
+    ) -> None:
+        super().__init__(valid, begins, past)
         self.bank = bank
-        self.valid = valid
-        self.past = past
-        self.counts = running_sum(valid.unsqueeze(-1).to(torch.float32), None if past is None else past.last("counts"))
-        self.sums: dict[int, Tensor] = {}
+        self.found: dict[int | str, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
     def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
@@ -123,9 +124,11 @@ class Mixing:
             shown = mean.expand_as(probabilities)
             return shown, shown
         if not training:
-            sums = running_sum(probabilities * valid, None if self.past is None else self.past.last(site))
-            self.sums[site] = sums
-            shown = sums / self.counts.clamp(min=1).to(sums.dtype)
+            if "counts" not in self.found:
+                self.found["counts"] = self.since_begin("counts", _wide(valid))
+            self.found[site] = self.since_begin(site, _wide(probabilities * valid))
+            counts = self.found["counts"].to(valid.device).clamp(min=1)
+            shown = (self.found[site] / counts).to(probabilities.dtype)
             return shown, shown
         shown = (probabilities * valid).sum(dim=(0, 1), keepdim=True) / valid.sum().clamp(min=1)
         if spec.train_routing == "batch_mean":
@@ -198,30 +201,45 @@ class StatesGraft(Graft, StatesRules):
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
         """Bring the bank, and what earlier tokens chose."""
-        spec = model.control_bank.spec
-        if flow.packed and spec.by_sequence and not model.training:
-            raise ValueError(
-                "several sequences stand in one row, as in continuous batching, but control states choose by a mean "
-                f"over a sequence (config.surgery: mixture inference_routing `{spec.inference_routing}`); give each "
-                "sequence a row of its own, or set it to `token` and measure what that changes"
-            )
-        past = prefix_in(cache, self.name, asked=spec.top_k > 0 and spec.inference_routing == "prefix_mean")
-        seen = 0 if cache is None else cache.get_seq_length()
-        valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
-        flow.mixing = Mixing(model.control_bank, valid, past)
+        spec: MixtureSpec = model.control_bank.spec
+        flow.mixing = Mixing(model.control_bank, *_rows(model, spec, flow, inputs, attention_mask, cache))
         flow.mixing.choices = [] if flow.records_choices else None
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens chose for later ones."""
-        mixing: Mixing = flow.mixing
-        if mixing.sums:
-            keep_prefix(cache, mixing.past, self.name, {**mixing.sums, "counts": mixing.counts})
+        keep_prefix(cache, flow.mixing.past, self.name, flow.mixing.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Control states and gates."""
         found: States = surgery.of[self.name]
         gates = len(found.mixture.gates(found.kinds))
         return {"control states": (ControlState, len(found.sites)), "gates": (MixtureGate, gates)}
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Values whose sums lose nothing that counts when what a document does not have is taken away from them."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+
+
+def _rows(
+    model: Any, spec: MixtureSpec, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any
+) -> tuple[Tensor, Tensor | None, PrefixCache | None]:
+    """What is read of rows in this forward: valid, begins and past. Raises ValueError where rows cannot be known."""
+    spec.refuse_engine(model.config)
+    by_sequence = spec.by_sequence and not model.training
+    if by_sequence and spec.inference_routing == "prefix_mean":
+        return read_rows(flow, inputs, attention_mask, cache, owner=StatesGraft.name, what=spec.what)
+    if model.training and prefix_in(cache, StatesGraft.name, asked=False) is not None:
+        raise ValueError(
+            "the cache was filled outside of training, where control states choose otherwise; begin with an empty one"
+        )
+    seen = 0 if cache is None else cache.get_seq_length()
+    valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
+    if by_sequence:
+        if flow.packed:
+            raise several_in_a_row(spec.what)
+        check_one_document(flow.positions, attention_mask, valid, spec.what)
+    return valid, None, None
 
 
 def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:

@@ -22,7 +22,7 @@ from .rules import (
     check_layers,
     fraction,
     one_of,
-    served_by_vllm,
+    refuse_engine,
     weight,
     without_numbers,
 )
@@ -88,6 +88,19 @@ class MixtureSpec:
     def by_sequence(self) -> bool:
         """Whether at inference a choice depends on other tokens of a sequence."""
         return self.top_k > 0 and self.inference_routing != "token"
+
+    @property
+    def what(self) -> str:
+        """What it does with sequences, and what could be done instead, for those that are told why it cannot."""
+        return (
+            "control states choose by a mean over a sequence (config.surgery: mixture inference_routing is"
+            f" `{self.inference_routing}`; set it to `token`, and measure what that changes)"
+        )
+
+    def refuse_engine(self, config: Any) -> None:
+        """ValueError where choices depend on a sequence, and an engine brought its own attention."""
+        if self.by_sequence:
+            refuse_engine(config, self.what, "or serve this output with transformers' own attention")
 
     def gate_births(self, count: int, width: int) -> dict[str, Birth]:
         """The tensors at birth of a gate that chooses among `count` control states."""
@@ -219,12 +232,7 @@ class StatesRules(GraftRules):
                 "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
                 "it must be `sequence_mean` or `token`"
             )
-        if mixture.by_sequence and served_by_vllm(config):
-            raise ValueError(
-                f"config.surgery: mixture inference_routing is `{mixture.inference_routing}`, a mean over a sequence, "
-                "but vLLM shows a model all requests as one; set it to `token` in config.json, and measure what that "
-                "changes"
-            )
+        mixture.refuse_engine(config)
         chunked = bool(getattr(config, "chunk_size_feed_forward", 0))
         if surgery.encoder and chunked and "ffn" in found.kinds:
             raise ValueError("config.chunk_size_feed_forward cuts what control states look at as a whole; set it to 0")

@@ -98,7 +98,7 @@ def fit_gate(
     Raises BadInput where the two domains cannot be told apart.
     """
     gate, layer = _gate_of(model)
-    tensors = {name: model.get_parameter(name) for name in names}
+    tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
     if (work / FIGURES_FILE).is_file():
         figures = GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
@@ -125,7 +125,7 @@ def fit_gate(
     _judge(figures, say)
     if leads:
         safetensors.torch.save_file(
-            {name: p.detach().cpu().contiguous() for name, p in tensors.items()}, work / GATE_FILE
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, work / GATE_FILE
         )
         sync(work / GATE_FILE)
         write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
@@ -138,17 +138,16 @@ def _gate_of(model: Any) -> tuple[Any, nn.Module]:
     return layer.domain_gate, layer
 
 
-def _take(tensors: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in tensors.items():
-            parameter.data = values[name].to(parameter.device, parameter.dtype)
+def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.data = values[name].to(tensor.device, tensor.dtype)
 
 
-def _from_the_first(tensors: dict[str, nn.Parameter]) -> None:
+def _from_the_first(tensors: dict[str, Tensor]) -> None:
     """Give all processes the first one's values."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for parameter in tensors.values():
-            torch.distributed.broadcast(parameter.data, 0)
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, 0)
 
 
 def _by_domain(held: Mapping[str, Sequence[PackedSequence]]) -> list[dict[str, Sequence[PackedSequence]]]:

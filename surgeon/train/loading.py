@@ -86,7 +86,8 @@ def fit(run: Run, model: Any) -> list[str]:
     stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *run.wanted.fitted)))
     dtypes: dict[str, torch.dtype] = {}
     for name in run.wanted.fitted:
-        (target,) = stored.in_memory([name])
+        target = stored.alone(name)
+        assert target is not None, name
         dtypes[target] = stored_dtype(run.out.tensors[name].dtype)
     fit_gate(
         model,

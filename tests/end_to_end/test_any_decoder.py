@@ -298,7 +298,7 @@ def test_behind_a_closed_gate_and_switched_off_it_is_the_base(model_type: str, p
         # Mapped from the file.
         parameter.data = parameter.data.clone()
     perturbed(model)
-    (threshold,) = (value for name, value in model.named_parameters() if name.endswith("domain_gate.threshold"))
+    (threshold,) = (value for name, value in model.named_buffers() if name.endswith("domain_gate.threshold"))
     ids, mask = left_padded()
     expected = prefill_and_decode(native, ids, mask)
 

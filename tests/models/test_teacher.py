@@ -62,7 +62,7 @@ def added(folder: Path, base: Path, operations: list[dict[str, Any]]) -> tuple[A
     for name in wanted.fitted:
         if name.endswith(".threshold"):
             # Below every score: the gate is open.
-            model.get_parameter(name).data.fill_(-1.0)
+            model.get_buffer(name).fill_(-1.0)
     return model, base_within(out, manifest_of(out), training=wanted.names)
 
 

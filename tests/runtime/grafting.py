@@ -274,10 +274,12 @@ def grafted_encoder(
 def perturbed(model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:
     """The same model with noise on every new parameter, so that branches differ, adapters speak and gates open."""
     generator = torch.Generator().manual_seed(seed)
-    new = {name for name, _ in model.named_parameters() if "domain_gate." in name} | set(model.graft_parameter_names())
+    held = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if "domain_gate." in name}
+    new = {name for name in held if "domain_gate." in name} | set(model.graft_parameter_names())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name in model.state_dict():
             if name in new:
+                parameter = held[name]
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_((noise * scale).to(parameter.dtype))
                 if name.endswith("domain_gate.out"):

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
+from transformers.utils.logging import warning_once
 
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateSpec
 from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, tokens
+from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, states, tokens
 from tests.runtime.test_born import left_padded, prefill_and_decode
 
 
@@ -93,6 +95,51 @@ def test_in_training_the_batch_decides_and_original_tokens_give_no_gradient() ->
         assert model.model.layers[1].expanded.mlp.down_proj.weight.grad.any()
 
 
+def test_without_domains_it_is_open_in_training_and_says_that_it_is_not_fitted(caplog: Any) -> None:
+    """With labels or without; `domain_ids` count where the loss is made elsewhere too; in eval the text decides."""
+    warning_once.cache_clear()
+    base, ids = tiny.model("llama"), tokens()
+    model = grafted("llama", gated(everything()), base=base)
+    gates = {name for name, _ in model.named_buffers() if "domain_gate." in name}
+    assert {name.rpartition(".")[2] for name in gates} == {"weight", "bias", "out", "offset", "threshold"}
+    assert not any("domain_gate." in name for name, _ in model.named_parameters())
+    model.requires_grad_(True).train()
+    model(ids, labels=ids, domain_ids=torch.tensor([1, 1]))
+    assert "not fitted" not in caplog.text
+    for given in ({"labels": ids}, {}):
+        flow = _flow(model)
+        model.model(ids, surgery_flow=flow)
+        assert flow.on.all()
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids, **given).logits.flatten(0, 1), ids.flatten()).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert model.model.layers[0].mlp.adapter.down_proj.weight.grad.any()
+    assert caplog.text.count("is not fitted") == 1
+    perturbed(model)
+    half = torch.tensor([0, 1])
+    logits = model(ids, domain_ids=half).logits
+    assert torch.equal(logits[0], base(ids).logits[0]) and not torch.equal(logits[1], base(ids).logits[1])
+    assert torch.equal(model.model(ids, domain_ids=half).last_hidden_state[0], base.model(ids).last_hidden_state[0])
+    assert "outside of training mode" not in caplog.text
+    model.eval()(ids, labels=ids)
+    assert "outside of training mode" in caplog.text
+
+
+def test_a_cache_of_one_mode_is_refused_in_the_other() -> None:
+    """In training nothing is kept for the text to decide by."""
+    ids = tokens()
+    for surgery in (gate(), states(top_k=2)):
+        model = perturbed(grafted("llama", surgery))
+        with torch.no_grad():
+            made = model(ids, use_cache=True).past_key_values
+            with pytest.raises(ValueError, match="filled outside of training"):
+                model.train()(ids[:, :1], past_key_values=made)
+            made = model(ids, use_cache=True).past_key_values
+            model(ids[:, :1], past_key_values=made)
+            with pytest.raises(ValueError, match="that this model did not route"):
+                model.eval()(ids[:, :1], past_key_values=made)
+
+
 def scored(values: list[list[float]], spec: GateSpec, begins: list[list[int]] | None = None, past: Any = None) -> Any:
     """Where a gate with threshold 1 is open for these scores."""
     made = DomainGate(spec, 4)
@@ -126,6 +173,52 @@ def test_a_packed_document_is_decided_as_alone() -> None:
     assert torch.equal(packed.gating.found["counts"][:, 9:], alone.gating.found["counts"])
     assert torch.equal(packed.gating.found["sums"][:, 9:], alone.gating.found["sums"])
     assert torch.equal(packed.on[:, 9:], alone.on)
+
+
+@pytest.mark.parametrize("filled", [0, 1])
+def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) -> None:
+    """Generation counts tokens that are no padding, and gives the others a 0, older versions a 1."""
+    base = tiny.model("llama")
+    model = perturbed(grafted("llama", gated(everything()), base=base))
+    ids, mask = left_padded()
+    on = halves(model)
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, filled)
+    flow = _flow(model)
+    with torch.no_grad():
+        given = {"attention_mask": mask, "position_ids": positions}
+        logits = model(ids, **given, surgery_flow=flow, use_cache=False).logits
+        same = (logits == base(ids, **given, use_cache=False).logits).all(dim=-1)
+    assert torch.equal(flow.on & mask.bool(), on & mask.bool())
+    assert same[~on & mask.bool()].all() and not same[on & mask.bool()].any()
+    # On the right too: what follows over a cache goes on where the last token of the text was.
+    right, kept = ids.flip(1), mask.flip(1)
+    spread = (kept.cumsum(-1) - 1).masked_fill(kept == 0, filled)
+    with torch.no_grad():
+        made = model(right, attention_mask=kept, position_ids=spread, use_cache=True).past_key_values
+        held = next(layer.held for layer in made.layers if hasattr(layer, "held"))
+    assert held["counts"][:, -1].flatten().tolist() == kept.sum(1).tolist()
+
+
+def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
+    """Positions may go on or begin anew; over a cache a document may begin with a forward."""
+    model = perturbed(grafted("llama", gated(everything())))
+    halves(model)
+    first, second = tokens(1, 9), tokens(1, 11, seed=8)
+    row, alone = torch.cat([first, second], dim=1), _flow(model)
+    shown = torch.ones(20, 20, dtype=torch.bool).tril()
+    shown[9:, :9] = False
+    with torch.no_grad():
+        model(second, surgery_flow=alone, use_cache=False)
+        for cut in (20, 14, 9):
+            cache = DynamicCache(config=model.config)
+            flow = None
+            for begin, end in ((0, cut), (cut, 20)):
+                if begin < end:
+                    flow = _flow(model)
+                    mask = shown[None, None, begin:end, :end]
+                    model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
+            assert torch.equal(flow.gating.found["sums"][:, -6:], alone.gating.found["sums"][:, -6:]), cut
+            assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
 
 
 def test_beams_and_every_kind_of_cache_decide_alike() -> None:

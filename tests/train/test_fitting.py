@@ -15,6 +15,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of
 from surgeon.manifest.trainable import LayersSpec, trainable_set
 from surgeon.models.load import load_model
+from surgeon.models.stream import StreamedModel
 from surgeon.runtime.gate import DomainGate
 from surgeon.runtime.gate_rules import GateSpec
 from surgeon.train import fitting
@@ -93,7 +94,7 @@ def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
     drawn = torch.Generator().manual_seed(0)
     gate, layer = fitting._gate_of(model)
     with torch.no_grad():
-        for parameter in gate.parameters():
+        for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
     ids = torch.randint(10, 100, (12, 20), generator=drawn)
     sequences = [fitting.PackedSequence(row, row, list(range(20)), 0) for row in ids.tolist()]
@@ -117,7 +118,7 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     gate, layer = fitting._gate_of(model)
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in gate.parameters():
+        for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
 
     def scored(count: int, first: int) -> fitting._Scored:
@@ -150,7 +151,7 @@ def test_evidence_is_a_likelihood_in_which_each_source_counts_alike(form: str) -
 
     states = [(source(4900, 0, 100), False), (source(0, 50, 0), False), (source(20, 100, 280), True)]
     fitted = fitting._classifier(gate, [lambda: states, lambda: states], 0)
-    for name, parameter in gate.named_parameters():
+    for name, parameter in gate.named_buffers():
         parameter.data = fitted[name]
     evidence = gate.evidence(kinds).squeeze(-1) / 2**16
     new, original = torch.tensor([0.05, 0.25, 0.7]), torch.tensor([0.49, 0.5, 0.01])
@@ -188,6 +189,18 @@ def test_nothing_trains_of_a_gate(made: Path) -> None:
     assert set(every.names) == out.tensors.keys() - gate and set(every.fitted) == gate == set(layers.fitted)
     assert not gate & {*base.names, *layers.names} and not base.fitted
     assert base.of_base == every.of_base == set(base.names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gate_has_the_models_dtype_however_it_is_loaded(made: Path, dtype: str) -> None:
+    """Whole, and layer by layer from its files."""
+    out = CheckpointFolder.open(made / "out")
+    whole, streamed = load_model(out, dtype=dtype), StreamedModel(out, dtype=dtype, device="cpu").module
+    gates = [{name: value for name, value in model.named_buffers() if "gate." in name} for model in (whole, streamed)]
+    assert len(gates[0]) == 5 and {value.dtype for value in gates[0].values()} == {getattr(torch, dtype)}
+    assert all(
+        torch.equal(value, gates[1][name]) and value.dtype == gates[1][name].dtype for name, value in gates[0].items()
+    )
 
 
 def test_preserve_behind_a_gate_has_nothing_to_teach(made: Path, tmp_path: Path) -> None:

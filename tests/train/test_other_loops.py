@@ -29,6 +29,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "pmoe_experts": {"op": "pmoe_experts", "slots": 2, "router_loss": {"kind": "task_id", "weight": 0.5}},
     "mixture_of_control": {"op": "mixture_of_control", "rank": 4},
 }
+# Everything that a gate can switch.
+GATED: list[dict[str, Any]] = [
+    {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "copy"}},
+    {"op": "control_llm", "layers": [3], "interpolator": {"kind": "dlerp", "learnable": True}},
+    {"op": "gated_adapters", "layers": [1, 4], "size": 12, "gate": "sigmoid"},
+    {"op": "pmoe_experts", "slots": 2, "threshold": 2},
+    {"op": "mixture_of_control", "rank": 4},
+    {"op": "domain_gate", "units": 8},
+]
 # What the loss in training holds besides the task's.
 AUXILIARY = {
     "gated_adapters": {"local_l1_loss"},
@@ -111,6 +120,86 @@ json.dump([run(*job) for job in json.loads(sys.argv[1])], sys.stdout)
 """
 )
 
+OTHERS = (
+    COMMON
+    + """
+import hashlib, os
+from datetime import timedelta
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+def rank_of_two(model, number, folder):
+    store = "file://" + os.path.join(folder, "store")
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=2, timeout=timedelta(minutes=10))
+    model.requires_grad_(True).train()
+    wrapped = DistributedDataParallel(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        ids = rows(10 * step + number)
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+    held = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+    (Path(folder) / f"rank{number}.json").write_text(json.dumps({"still": still, "held": held}))
+    dist.barrier()
+
+def by_two_processes(out, saved):
+    # Every process has the model already: to import all this again would take longer than the training.
+    model, started = load(out, "float32"), []
+    for number in (0, 1):
+        pid = os.fork()
+        if not pid:
+            try:
+                rank_of_two(model, number, saved)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        started.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+    told = [json.loads((Path(saved) / f"rank{number}.json").read_text()) for number in (0, 1) if not any(codes)]
+    return {"codes": codes, "ranks": told}
+
+def run(out, saved, how):
+    if how == "ddp":
+        os.mkdir(saved)
+        return by_two_processes(out, saved)
+    model = load(out, "float32")
+    new = freeze(model, out)
+    if how == "trainer":
+        args = TrainingArguments(
+            output_dir=saved + "-run", max_steps=20, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True,
+            gradient_checkpointing=True, save_strategy="no", report_to="none", disable_tqdm=True,
+            eval_strategy="steps", eval_steps=20,
+        )
+        texts = [{"input_ids": ids, "labels": ids} for seed in range(20) for ids in rows(seed)]
+        trainer = Trainer(model=model, args=args, train_dataset=texts, eval_dataset=texts[:4])
+        trainer.train()
+        evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        model.eval()
+        with torch.inference_mode():
+            own = float(model(input_ids=rows(0), labels=rows(0)).loss)
+        return {"new": new, "evaluated": evaluated, "own": own, "same": round_trip(model, saved)}
+    accelerator = Accelerator(cpu=True)
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    wrapped, optimiser = accelerator.prepare(model.train(), optimiser)
+    for step in range(20):
+        accelerator.backward(wrapped(input_ids=rows(step), labels=rows(step)).loss)
+        optimiser.step()
+        optimiser.zero_grad()
+    return {"new": new, "same": round_trip(accelerator.unwrap_model(wrapped), saved)}
+
+import contextlib
+with contextlib.redirect_stdout(sys.stderr):
+    told = [run(*job) for job in json.loads(sys.argv[1])]
+json.dump(told, sys.stdout)
+"""
+)
+
 TRL = (
     COMMON
     + """
@@ -164,11 +253,12 @@ def run(out, saved, trainer_class):
         margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
         return {"new": new, "margins": margins, "same": round_trip(model, saved)}
     args = SFTConfig(
-        **common, max_steps=15, gradient_accumulation_steps=2, remove_unused_columns=not grafted,
+        **common, max_steps=20 if trainer_class == "plain" else 15, gradient_accumulation_steps=2,
+        remove_unused_columns=trainer_class == "plain" or not grafted,
     )
-    trainer = {"own": ModelsOwnLoss, "trl": SFTTrainer}[trainer_class](
+    trainer = (ModelsOwnLoss if trainer_class == "own" else SFTTrainer)(
         model=model, args=args, train_dataset=texts, processing_class=tokenizer,
-        data_collator=WithDomains(pad_token_id=tokenizer.pad_token_id) if grafted else None,
+        data_collator=WithDomains(pad_token_id=tokenizer.pad_token_id) if not args.remove_unused_columns else None,
     )
     before = held_out(model)
     trainer.train()
@@ -191,7 +281,8 @@ def grown(folder: Path, name: str) -> tuple[Path, set[str]]:
     """An output with a tokenizer, and the names of what its surgery added."""
     base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=4))
     plan = folder / "plan.yaml"
-    plan.write_text(json.dumps({"surgeon": 1, "operations": [PLANS[name]]}), encoding="utf-8")
+    operations = GATED if name == "gated" else [PLANS[name]]
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}), encoding="utf-8")
     applied = surgeon.apply(plan, str(base), folder / "out")
     return folder / "out", set(applied.manifest.new_tensors)
 
@@ -246,9 +337,35 @@ def test_a_plain_loop(name: str, dtype: str, looped: Trained) -> None:
     check_saved(out, saved, new, getattr(torch, dtype))
 
 
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A gated output in loops that know nothing of domains, all in one process, but for the two of DDP."""
+    jobs = [("gated", how) for how in ("ddp", "trainer", "accelerate")]
+    return train_all(tmp_path_factory.mktemp("gated"), OTHERS, jobs)
+
+
+@pytest.mark.parametrize("how", ["trainer", "accelerate"])
+def test_a_gate_opens_where_nobody_says_what_is_new(how: str, opened: Trained) -> None:
+    """transformers' Trainer, with checkpointing, and accelerate: 20 steps teach everything that the gate switches."""
+    told, out, saved, new = opened["gated", how]
+    check_gated(out, saved, new, told["new"], torch.float32)
+    assert told["same"]
+    if how == "trainer":
+        # It evaluates as the model then answers: a gate that nobody fitted is closed.
+        assert told["evaluated"] == pytest.approx([told["own"]], abs=1e-4)
+
+
+def test_two_processes_train_a_gated_output_whole(opened: Trained) -> None:
+    """DDP, everything unfrozen: it waits for no gradient of the gate, which has none."""
+    told = opened["gated", "ddp"][0]
+    assert told["codes"] == [0, 0]
+    assert [rank["still"] for rank in told["ranks"]] == [[], []]
+    assert told["ranks"][0]["held"] == told["ranks"][1]["held"]
+
+
 TRL_JOBS = [
     *(("gated_adapters", "own"), ("control_llm", "own"), ("insert_layers", "trl"), ("gated_adapters", "trl")),
-    *(("insert_layers", "dpo"), ("gated_adapters", "dpo")),
+    *(("insert_layers", "dpo"), ("gated_adapters", "dpo"), ("gated", "plain")),
 ]
 
 
@@ -285,6 +402,22 @@ def test_trl_as_it_is_drops_the_auxiliary_losses_and_the_model_says_so(by_trl: T
     assert "auxiliary losses have no part in this training" in told["heard"][0]
     own = by_trl["gated_adapters", "own"][0]["auxiliary"]["local_l1_loss"]
     assert 0 < own < 0.8 * told["auxiliary"]["local_l1_loss"]
+
+
+def check_gated(out: Path, saved: Path, new: set[str], trained: list[str], dtype: torch.dtype) -> None:
+    """All that a gate switches has moved, the gate and the base are what they were, under their names."""
+    fitted = {name for name in new if ".domain_gate." in name}
+    assert len(fitted) == 5 and set(trained) == new - fitted
+    check_saved(out, saved, new - fitted, dtype)
+
+
+@needs_trl
+@pytest.mark.slow
+def test_trl_opens_a_gate(by_trl: Trained) -> None:
+    """As it is, and nobody says which text is new: 20 steps teach everything that the gate switches."""
+    told, out, saved, new = by_trl["gated", "plain"]
+    check_gated(out, saved, new, told["new"], torch.bfloat16)
+    assert told["same"]
 
 
 @needs_trl

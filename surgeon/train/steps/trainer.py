@@ -213,7 +213,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        held = dict(self.model.named_parameters()) if state_dict is None else state_dict
+        held = _tensors_of(self.model) if state_dict is None else state_dict
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
             wanted = {name: held[name].detach() for name in (*self.names, *self.fitted)}
@@ -238,10 +238,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
-        parameters = dict((model or self.model).named_parameters())
+        held = _tensors_of(model or self.model)
         with torch.no_grad():
             for name in (*self.names, *self.fitted):
-                parameters[name].copy_(dealt_out(tensors[name], parameters[name]))
+                held[name].copy_(dealt_out(tensors[name], held[name]))
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -267,3 +267,8 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
             best = None if self.keep_best is None else best_step(self.state.log_history, self.keep_best)
             self.saving.finish(lambda: complete(folder, step, best))
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and the buffers that fitted tensors are, by name."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}

@@ -25,6 +25,7 @@ class StoredNames:
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        held |= {name for name, _ in model.named_buffers()}
         names = list(names)
         # Where names are the same, transformers is not asked.
         apart = [name for name in names if name not in held]
