@@ -217,6 +217,8 @@ class Preserving:
         weight = self.spec.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
+            # The model may run all sequences as one row.
+            hidden = hidden.reshape(*counts.shape, -1)
             apart = self._apart(hidden[rows][chosen], taught)
             self.found = self.found.to(apart.device) + apart.detach() / total
             return weight * apart
