@@ -209,7 +209,8 @@ def relative(first: Tensor, second: Tensor) -> Tensor:
     """‖first − second‖ / ‖first‖ of every token, N, in float32 on the CPU; both are N D."""
     first, second = first.float(), second.float()
     scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((first - second).norm(dim=-1) / scale).cpu()
+    found: Tensor = (first - second).norm(dim=-1) / scale
+    return found.cpu()
 
 
 def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:

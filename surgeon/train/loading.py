@@ -19,6 +19,7 @@ from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead, choose
 from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
+from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
 from surgeon.train.trainable.stored import StoredNames
 from surgeon.train.trainable.trainable_set import check_set, hold_fixed, unfreeze
@@ -73,9 +74,13 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
 
 
 def _isolate(run: Run, model: Any) -> None:
-    """Have a model run its micro-batches as one row where its attention can keep documents apart only there."""
-    if run.examples is None and run.loaded.config.packing == "isolated" and builds_no_mask(model):
+    """Have a model keep packed documents apart: by its masks, or where its attention takes none in one row."""
+    if run.examples is not None or run.loaded.config.packing == "joined":
+        return
+    if builds_no_mask(model):
         run_in_one_row(model)
+    else:
+        give_masks_positions(model)
 
 
 def check_isolation(run: Run, model: Any) -> None:
