@@ -231,10 +231,9 @@ class _Runs:
         """What the head is given, B T D."""
         kept: list[Tensor] = []
         given = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        if not training:
+        if not (training and hasattr(self.model, "surgery")):
+            # Grafts read labels and domains in training; what some models make of labels needs their head.
             given = {name: given[name] for name in ("input_ids", "position_ids")}
-        elif not hasattr(self.model, "surgery"):
-            given.pop("domain_ids")
         before = self.model.training
         self.model.train(training)
         devices = [self.device] if self.device.type == "cuda" else []

@@ -188,9 +188,10 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
         frozen.config.use_cache = False
         _isolate(run, frozen)
         copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
-    how = "the base within" if copy is None else "a frozen copy of the base"
+    base = run.within.shown
+    how = f"{base} within" if copy is None else f"a frozen copy of {base}"
     if spec.cached is not None:
-        how = "what the base said before the first step"
+        how = f"what {base} said before the first step"
     run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
     return Preserving(model, spec, run.within, fused, copy=copy)
 

@@ -23,6 +23,7 @@ from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.dissect import dissect
 from surgeon.families.heads import head_of
+from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
@@ -81,6 +82,8 @@ def prepare(
             _tried(lambda: _check_fitted(loaded), wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy), wrong)
         notes = _about_what(manifest, loaded, wanted)
+        if within is not None and within.last and loaded.config.preserve and loaded.config.preserve.last is None:
+            notes.append(f"`preserve`: the first base is not in the model any more, so {within.shown} teaches")
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
@@ -208,18 +211,24 @@ def _teacher(
     config, asked = loaded.config, loaded.config.preserve
     if asked is None:
         return None
-    if asked.on == "original" and not any(source.share and source.role == ORIGINAL for source in config.sources):
+    originals = [number for number, source in enumerate(config.sources) if source.role == ORIGINAL]
+    if asked.on == "original" and not originals:
         raise BadInput(
             f"{loaded.where('preserve')}`preserve` teaches on original text, and no source has the role `original`; add"
             " one (`surgeon recall` has the base write it), or say `on: all`"
         )
+    if asked.on == "original" and not any(config.sources[number].share for number in originals):
+        raise BadInput(
+            f"{loaded.where('sources', originals[0], 'share')}`preserve` teaches on original text that the run draws,"
+            f" and the share of every original source is 0 ({config.sources[originals[0]].name}); give one a share, or"
+            " say `on: all`"
+        )
     try:
-        # Under a LoRA nothing of the base's is changed before it is merged.
-        training = frozenset[str]() if config.lora is not None else wanted.of_base
         if manifest is None:
-            within = Within(anatomy.sizes.layers, (), None, newborn=True, apart=bool(training))
+            apart = config.lora is None and bool(wanted.of_base)
+            within = Within(anatomy.sizes.layers, (), None, newborn=True, apart=apart)
         else:
-            within = base_within(out, manifest, training=training)
+            within = _within(out, manifest, loaded, wanted)
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
     if within.rows is not None and asked.loss == "reverse_kl":
@@ -234,6 +243,29 @@ def _teacher(
             f" has {vocabulary} tokens; use {vocabulary} at most"
         )
     return within
+
+
+def _within(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within:
+    """The first base, or the model that the last surgery began with, where that is asked for or the base is lost."""
+    config, asked = loaded.config, loaded.config.preserve
+    assert asked is not None
+    # Under a LoRA nothing is changed before it is merged; of what trains in part the base's rows are fixed.
+    changing = frozenset() if config.lora is not None else frozenset({*wanted.names} - {*wanted.fixed})
+    if not asked.last:
+        try:
+            return base_within(out, manifest, training=changing & wanted.of_base)
+        except BadInput as error:
+            if asked.last is False:
+                raise BadInput(
+                    f"{error}; or say `teacher: {{surgery: last}}`, the model as it stood when the last surgery began"
+                ) from error
+            if Lineage.of(manifest).count == 1 and manifest.operations:
+                raise
+    if not manifest.operations:
+        # Training alone made it of its base.
+        shown = "the model as it stands, which no surgery made,"
+        return Within(len(manifest.layers), (), None, newborn=True, apart=bool(changing), last=True, shown=shown)
+    return base_within(out, manifest, training=changing, last=True)
 
 
 def _check_fitted(loaded: LoadedConfig) -> None:

@@ -167,7 +167,7 @@ class Preserving:
         self.rows = within.rows
         self.head = head
         self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
-        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted)
+        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted, grafts=within.grafts)
         if within.newborn:
             count = within.rows or model.get_input_embeddings().weight.shape[0]
             ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
