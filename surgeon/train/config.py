@@ -477,12 +477,16 @@ def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
 
 
 def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
-    share = sum(source.share for source in config.sources if source.role == ORIGINAL)
+    originals = originals_of(config)
+    share = sum(source.share for source in originals)
     # Of several tasks the earlier ones are what is replayed.
     tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
     if paper.original_share and not share and len(tasks) < 2:
-        return [
-            f"no source has the role `original`; the paper of {operation} mixes in {paper.original_share:.0%} of"
-            " what the base knows"
-        ]
+        lack = "the share of original text is 0" if originals else "no source has the role `original`"
+        return [f"{lack}; the paper of {operation} mixes in {paper.original_share:.0%} of what the base knows"]
     return []
+
+
+def originals_of(config: TrainConfig) -> list[SourceSpec]:
+    """The sources of what the base knows, those with a share of 0 too."""
+    return [source for source in config.sources if source.role == ORIGINAL]

@@ -28,7 +28,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
-from surgeon.train.config import LoadedConfig, Settings, settle
+from surgeon.train.config import LoadedConfig, Settings, originals_of, settle
 from surgeon.train.outside import missing_for_attention, missing_for_tracker
 from surgeon.train.processes.launching import Sharding, sharding_asked
 from surgeon.train.trainable.lora_targets import lora_set
@@ -183,7 +183,13 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
             "the base's own tensors train, so the model on original text is no longer the base,"
             " and the domain gate comes to read other states than it was fitted on"
         )
-    if config.preserve is not None and config.preserve.on == "original" and _all_gated(manifest, wanted):
+    on_original = config.preserve is not None and config.preserve.on == "original"
+    if on_original and not sum(source.share for source in originals_of(config)):
+        notes.append(
+            "`preserve` teaches nothing here: the share of original text is 0, so the run draws none of it; give a"
+            " source of it a share, or say `on: all`"
+        )
+    elif on_original and _all_gated(manifest, wanted):
         notes.append(
             "`preserve` teaches nothing here: on original text the domain gate is closed and the model is the base, so"
             " the term is 0 and costs its forwards; leave it out"
@@ -211,17 +217,10 @@ def _teacher(
     config, asked = loaded.config, loaded.config.preserve
     if asked is None:
         return None
-    originals = [number for number, source in enumerate(config.sources) if source.role == ORIGINAL]
-    if asked.on == "original" and not originals:
+    if asked.on == "original" and not originals_of(config):
         raise BadInput(
             f"{loaded.where('preserve')}`preserve` teaches on original text, and no source has the role `original`; add"
             " one (`surgeon recall` has the base write it), or say `on: all`"
-        )
-    if asked.on == "original" and not any(config.sources[number].share for number in originals):
-        raise BadInput(
-            f"{loaded.where('sources', originals[0], 'share')}`preserve` teaches on original text that the run draws,"
-            f" and the share of every original source is 0 ({config.sources[originals[0]].name}); give one a share, or"
-            " say `on: all`"
         )
     try:
         if manifest is None:
