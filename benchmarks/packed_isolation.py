@@ -1,6 +1,7 @@
 """Packed documents under every attention implementation that is here: isolated or not, how near, how fast.
 
     python benchmarks/packed_isolation.py --to PAGE.md [--work DIR] [--small] [--only NAME …] [--steps 24]
+    python benchmarks/packed_isolation.py --to PAGE.md --decoders
 
 A random Llama, a layer and adapters put in, trains by `surgeon train` on documents of 10 to 600 words packed into
 sequences, with the packer, collation and probe of training. Each implementation runs in a process of its own:
@@ -13,6 +14,9 @@ Where the package flash_attn is not installed, transformers' own flash attention
 `cu_seq_lens`) runs with torch's CUDA kernel for sequences of various lengths (`torch.nn.attention.varlen`) in the place
 of flash_attn's functions; on a CPU with `scaled_dot_product_attention` segment by segment, which sees the same
 arguments. The last row takes what runs micro-batches as one row away: the probe must refuse it.
+
+With `--decoders` the probe alone, on a tiny model of every causal decoder of the installed transformers, as
+transformers runs it and as training does.
 """
 
 from __future__ import annotations
@@ -335,11 +339,65 @@ def page(rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def decoders() -> str:
+    """What the probe finds of a tiny model of every decoder, as markdown."""
+    import torch
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from surgeon.train.isolation import probe
+    from surgeon.train.steps.mask_positions import give_masks_positions
+    from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
+    from tests.decoders import tiny_config
+
+    rows, no_model = [], []
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = transformers.CONFIG_MAPPING[name].from_dict(tiny_config(name))
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            model.config.use_cache = False
+            ids = range(10, model.config.get_text_config().vocab_size)
+            found = []
+            for ours in (False, True):
+                if ours:
+                    (run_in_one_row if builds_no_mask(model) else give_masks_positions)(model)
+                found.append(probe(model, length=24, micro_batch=2, packing="isolated", ids=ids, device="cpu"))
+        except Exception as error:  # what does not run here is listed
+            no_model.append(
+                f"{name} ({str(error).strip().splitlines()[0][:60] if str(error) else type(error).__name__})"
+            )
+            continue
+        plain, now = found
+        verdict = "isolates" if now.isolates else f"leaks, first in {now.layer}"
+        rows.append(
+            f"| {name} | {plain.change:.2g} | {now.change:.2g} | {now.leaking:.2g} | {now.alone:.2g} | {verdict} |"
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    kept = sum("isolates |" in row for row in rows)
+    head = [
+        "# Packed documents in every decoder",
+        "",
+        f"`python benchmarks/packed_isolation.py --decoders`: tiny random models, float32, torch {torch.__version__},"
+        f" transformers {transformers.__version__}. {kept} of {len(rows)} isolate. Relative change of a document's"
+        " states where only its neighbours change, as transformers runs it and as training does; what it is where nothing is"
+        " isolated; and how far packed is from alone.",
+        "",
+        "| model type | transformers | training | not isolated | alone | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    return "\n".join([*head, *rows, "", f"Not run: {'; '.join(no_model)}."]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, help="the page of results")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--small", action="store_true", help="a tiny shape, to try the script")
+    parser.add_argument("--decoders", action="store_true", help="the probe on a tiny model of every decoder")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--inner", nargs=4)
@@ -348,6 +406,12 @@ def main() -> None:
         work, name, device, rest = arguments.inner
         small, steps = json.loads(rest)
         print(json.dumps(inner(Path(work), name, device, small, steps)))
+        return
+    if arguments.decoders:
+        found = decoders()
+        if arguments.to:
+            arguments.to.write_text(found)
+        print(found)
         return
     import torch
 

@@ -15,6 +15,7 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.train import loading
+from surgeon.train.fitting import _states
 from surgeon.train.isolation import Isolation, probe
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
@@ -120,11 +121,13 @@ def test_flash_attention_gets_the_boundaries(family: str, tmp_path: Path, by_seg
             run_in_one_row(model)
         output = model(**batch)
         output.loss.backward()
-        found.append((output.loss, output.logits, [parameter.grad for parameter in model.parameters()]))
-    assert by_segments.seen == [[length for row in LENGTHS for length in row]] * 2
-    assert found[1][1].shape == found[0][1].shape
+        gradients = [parameter.grad for parameter in model.parameters()]
+        # As a domain gate is fitted on.
+        states = _states(model, model.model.layers[1], batch)
+        found.append((output.loss, output.logits, gradients, states))
+    boundaries = [length for row in LENGTHS for length in row]
+    assert by_segments.seen == [boundaries] * 3
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    # Evaluation, too; and rows of one document each.
     with torch.no_grad():
         whole = model.eval()(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     torch.testing.assert_close(whole, found[0][1], rtol=1e-4, atol=1e-5)
