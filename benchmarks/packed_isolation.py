@@ -383,7 +383,7 @@ def decoders() -> str:
         "",
         f"`python benchmarks/packed_isolation.py --decoders`: tiny random models, float32, torch {torch.__version__},"
         f" transformers {transformers.__version__}. {kept} of {len(rows)} isolate. Relative change of a document's"
-        " states where only its neighbours change, as transformers runs it and as training does; what it is where nothing is"
+        " states where only its neighbours change: as transformers runs it, as training does, and where nothing is"
         " isolated; and how far packed is from alone.",
         "",
         "| model type | transformers | training | not isolated | alone | |",
