@@ -20,6 +20,9 @@ from transformers.masking_utils import create_causal_mask
 
 from surgeon.data.packing import IGNORED_LABEL
 
+# transformers' own implementations that take a mask.
+_MASKED = ("eager", "sdpa", "flex_attention")
+
 
 def implementation_of(model: Any) -> str:
     """The name of the attention implementation of a model's text layers."""
@@ -32,7 +35,8 @@ def builds_no_mask(model: Any) -> bool:
     So it is with every flash attention, kernels of the Hub, and implementations registered without a mask function.
     """
     config = model.config.get_text_config()
-    if getattr(config, "_attn_implementation", None) is None:
+    # Masks of flex attention are compiled, wherever the model is now.
+    if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
         return False
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
     mask = create_causal_mask(
