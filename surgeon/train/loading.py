@@ -108,7 +108,7 @@ def check_isolation(run: Run, model: Any) -> None:
         )
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, ImportError, NameError) as error:
         raise BadInput(
             f"{run.loaded.where('attention')}the model does not run on packed documents with the attention {how}:"
             f" {first_line(error)}; say another `attention`, or another `dtype`"
@@ -117,7 +117,8 @@ def check_isolation(run: Run, model: Any) -> None:
         where = "" if found.layer is None else f", first in {found.layer}"
         raise BadInput(
             f"{run.loaded.where('packing')}packed documents see each other under the attention {how}{where}:"
-            f" {found.shown}. Say `packing: joined`, so that they are meant to, or another `attention`"
+            f" {found.shown}. Say `packing: joined`, so that they are meant to, or another `attention`: flash attention"
+            " also hands boundaries to layers that carry a state, for which they need kernels of their own"
         )
     run.say(f"documents packed without attention across them {how}; {found.shown}")
     if found.by_grafts:

@@ -214,6 +214,9 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     )
     model, names, held = loaded_model(run)
     fitted = fit(run, model)
+    if run.sharding is None:
+        # What is compared before the first step runs where training does: some attention runs on a GPU alone.
+        model.to(args.device)
     fused = fused_head(run, model)
     preserving = preserving_by(run, model, fused)
     if run.sharding is not None:
@@ -248,11 +251,11 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         pad=run.pad,
         saving=_saving(run, model),
     )
+    check_isolation(run, model)
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
         let_go(model)
-    check_isolation(run, model)
     return trainer
 
 

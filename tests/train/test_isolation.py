@@ -171,6 +171,17 @@ def test_a_run_under_flash_attention_is_eagers(
     assert not (tmp_path / "run").exists()
 
 
+def test_what_cannot_run_packed_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: Any, **_named: Any) -> Any:
+        raise ValueError("causal_conv1d cannot keep packed sequences apart here.\nMore of it.")
+
+    register(monkeypatch, "fails", fails)
+    base_of(tmp_path, dtype="float32", **SMALL)
+    path = config(tmp_path, attention="fails", what="all")
+    with pytest.raises(BadInput, match=r"does not run on packed documents .*apart here.; say another `attention`"):
+        surgeon.train(tmp_path / "base", path, tmp_path / "run", device="cpu")
+
+
 # Of transformers 5.23: the first does not hand positions to its masks, the second carries a state along the row.
 def test_masks_get_positions_and_states_that_cross_are_refused(tmp_path: Path) -> None:
     gpt_oss = load_model(tiny_decoder(tmp_path / "gpt_oss", "gpt_oss"))
