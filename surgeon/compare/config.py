@@ -33,7 +33,7 @@ from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.plan.plan import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan, shipped_studies
-from surgeon.train.config import CachedSpec, LoraSpec, OptimizerSpec, PreserveSpec
+from surgeon.train.config import LoraSpec, OptimizerSpec, PreserveSpec, TeacherSpec
 
 Group = Literal["new", "original", "replayed"]
 GROUPS = get_args(Group)
@@ -221,7 +221,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "remedies": Remedy,
     "replay": ReplaySpec,
     "preserve": PreserveSpec,
-    "teacher": CachedSpec,
+    "teacher": TeacherSpec,
     "partial": Partial,
     "lora": LoraSpec,
     "train": TrainSettings,

@@ -1,7 +1,8 @@
-"""The first base inside an output: which of its layers and rows are the base's, and whether they still are.
+"""An earlier model inside an output: which of its layers and rows are that model's, and whether they still are.
 
 Nothing of a base is overwritten by what adds layers, grafts or rows, so the base is a part of every such output: its
-layers without the inserted ones, without grafts, with the first rows of the embeddings.
+layers without the inserted ones, without grafts, with the first rows of the embeddings. After several surgeries the
+model that each of them began with is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, instead_of, shown_name
@@ -21,7 +23,9 @@ class Within:
     """Where the base is: all but `inserted` of the output's `layers` layers, `rows` of the embeddings (None: all).
 
     `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
-    `apart`: tensors of the base are to train, so only a frozen copy of the output goes on holding it.
+    `apart`: tensors of the base are to train, so only a frozen copy of the output goes on holding it. `grafts`: those
+    of the output are the base's, which an earlier surgery gave it. `last`: it is the model
+    that the last surgery began with, not the first base. `shown` is the base in words.
     """
 
     layers: int
@@ -29,16 +33,24 @@ class Within:
     rows: int | None
     newborn: bool
     apart: bool = False
+    grafts: bool = False
+    last: bool = False
+    shown: str = "the base"
 
 
-def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collection[str] = ()) -> Within:
+def base_within(
+    out: CheckpointFolder, manifest: Manifest, *, training: Collection[str] = (), last: bool = False
+) -> Within:
     """The base that the first surgery of `out` began with, as far as headers and digests show; no weights are read.
 
-    `training` are tensors of `out` whose values will change, but for first rows that are held. Raises BadInput naming
-    the first tensor of the base that the output no longer has.
+    With `last` the model that the last surgery began with. `training` are tensors of `out` whose values will change,
+    but for first rows that are held. Raises BadInput naming the first tensor of the base that the output no longer has,
+    and where grafts of the base and new ones stand side by side.
     """
     file = str(out.path / MANIFEST_FILE)
-    state = Lineage.of(manifest, file=file).state(0, out)
+    lineage = Lineage.of(manifest, file=file)
+    number = lineage.count - 1 if last else 0
+    state = lineage.state(number, out)
     now = held_by(manifest, file=file)
     for name, place in state.places.items():
         if name in state.parts and layer_of(name) is not None:
@@ -63,7 +75,28 @@ def base_within(out: CheckpointFolder, manifest: Manifest, *, training: Collecti
     grown = [state.held[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
     apart = not {*state.places.values()}.isdisjoint(training)
-    return Within(len(manifest.layers), inserted, min(grown, default=None), newborn, apart)
+    grafts = number > 0 and _grafts_are_old(manifest, inserted, str(out.path))
+    shown = "the base"
+    if number:
+        began = printable(at_revision(state.base.id, state.base.revision))
+        shown = f"the model as it stood when the last surgery began ({began})"
+    return Within(len(manifest.layers), inserted, min(grown, default=None), newborn, apart, grafts, number > 0, shown)
+
+
+def _grafts_are_old(manifest: Manifest, inserted: Collection[int], shown: str) -> bool:
+    """Whether the grafts of layers that the last surgery did not insert are all of earlier ones; False without any.
+
+    Raises BadInput where some are new.
+    """
+    kept = [layer for number, layer in enumerate(manifest.layers) if number not in inserted]
+    new = {graft.operation is not None for layer in kept for graft in layer.grafts}
+    if len(new) > 1:
+        raise BadInput(
+            f"{printable(shown)}: the last surgery grafted onto a model that had grafts, and these cannot be switched"
+            " off alone, so the model as it was before is not run inside it; teach with the first base (`teacher:"
+            " base`), or leave `preserve` out"
+        )
+    return new == {False}
 
 
 def _module(name: str) -> str:

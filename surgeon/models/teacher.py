@@ -21,11 +21,15 @@ _PROBED = 4
 
 
 class BaseWithin:
-    """The base inside `model`, whose decoder has `layers` layers, those numbered `inserted` of them not the base's."""
+    """The base inside `model`, whose decoder has `layers` layers, those numbered `inserted` of them not the base's.
 
-    def __init__(self, model: Any, *, layers: int, inserted: Sequence[int]) -> None:
+    `grafts`: the model's grafts are the base's.
+    """
+
+    def __init__(self, model: Any, *, layers: int, inserted: Sequence[int], grafts: bool = False) -> None:
         """Find the layers. Raises BadInput where the decoder's list of layers is not known."""
         self.model = model
+        self.grafts = grafts
         self.passed: list[_PassedOver] = []
         self.stack: Any = None
         if inserted:
@@ -41,7 +45,7 @@ class BaseWithin:
             back.callback(model.train, training)
             model.eval()
             for module in model.modules():
-                _switch_off(module, back)
+                _switch_off(module, back, grafts=not self.grafts)
             self._pass_over(back)
             yield
 
@@ -132,15 +136,17 @@ def _stack(model: Any, layers: int) -> Any:
     return found[0]
 
 
-def _switch_off(module: Any, back: ExitStack) -> None:
-    """Let a layer, a block or a linear module be native until `back` is closed."""
+def _switch_off(module: Any, back: ExitStack, *, grafts: bool) -> None:
+    """Let a linear module be without its LoRA, with `grafts` a layer, a block or it be native, until `back` closes."""
     held = vars(module)
     if "lora_A" in held.get("_modules", ()):
         # As PEFT's `enable_adapters(False)` does, which also freezes the adapter.
         back.callback(setattr, module, "_disable_adapters", module._disable_adapters)
         module._disable_adapters = True
-    if isinstance(grafts := held.get("grafts"), tuple) and grafts:
-        back.callback(setattr, module, "grafts", grafts)
+    if not grafts:
+        return
+    if isinstance(own := held.get("grafts"), tuple) and own:
+        back.callback(setattr, module, "grafts", own)
         module.grafts = ()
     if isinstance(groups := held.get("groups"), list) and "routed" in held:
         # Linear modules with PMoE's slots.

@@ -57,24 +57,39 @@ class OptimizerSpec(Entry):
     clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
 
 
-class CachedSpec(Entry):
-    """The base's words kept on disk: what it says is read once, before the first step."""
+class TeacherSpec(Entry):
+    """Which model teaches, and whether what it says is read once, before the first step, and kept on disk."""
 
+    surgery: Annotated[
+        Literal["last"] | None,
+        Field(
+            description="last: the model as it stood when the last surgery began; default where the first base is lost"
+        ),
+    ] = None
     cached: Annotated[
-        int, Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token")
-    ]
+        int | None,
+        Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TeacherSpec:
+        if self.surgery is None and self.cached is None:
+            raise ValueError("`teacher` says nothing; give `surgery: last` or `cached: 64`, or leave it out")
+        return self
 
 
 class PreserveSpec(Entry):
     """What holds the model to the base: a term of the loss, on tokens of its own domain."""
 
     teacher: Annotated[
-        Literal["base"] | CachedSpec,
+        Literal["base"] | TeacherSpec | None,
         Field(
-            description="base: the base inside the model, grafts off, inserted layers passed over, or a frozen copy"
-            " where its own weights train; {cached: 64}: what it said before the first step, kept on disk"
+            description="base: the first base inside the model, grafts off, inserted layers passed over, or a frozen"
+            " copy where its own weights train; {surgery: last}: the model as it stood when the last surgery began;"
+            " {cached: 64}: what it said before the first step, kept on disk; default: the first base, or where that"
+            " is lost {surgery: last}"
         ),
-    ] = "base"
+    ] = None
     loss: Annotated[
         Literal["kl", "reverse_kl", "hidden_mse"],
         Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: of what the head reads"),
@@ -90,7 +105,14 @@ class PreserveSpec(Entry):
     @property
     def cached(self) -> int | None:
         """How many tokens are kept on disk of what the base says; None: it says it during training."""
-        return self.teacher.cached if isinstance(self.teacher, CachedSpec) else None
+        return self.teacher.cached if isinstance(self.teacher, TeacherSpec) else None
+
+    @property
+    def last(self) -> bool | None:
+        """Whether the model that the last surgery began with teaches; None: where the first base is lost."""
+        if self.teacher == "base":
+            return False
+        return True if isinstance(self.teacher, TeacherSpec) and self.teacher.surgery else None
 
     @model_validator(mode="after")
     def _fits(self) -> PreserveSpec:
@@ -316,7 +338,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
             "sources": SourceSpec,
             "optimizer": OptimizerSpec,
             "preserve": PreserveSpec,
-            "teacher": CachedSpec,
+            "teacher": TeacherSpec,
             "lora": LoraSpec,
             "what": LayersSpec,
         },
@@ -455,12 +477,16 @@ def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
 
 
 def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
-    share = sum(source.share for source in config.sources if source.role == ORIGINAL)
+    originals = originals_of(config)
+    share = sum(source.share for source in originals)
     # Of several tasks the earlier ones are what is replayed.
     tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
     if paper.original_share and not share and len(tasks) < 2:
-        return [
-            f"no source has the role `original`; the paper of {operation} mixes in {paper.original_share:.0%} of"
-            " what the base knows"
-        ]
+        lack = "the share of original text is 0" if originals else "no source has the role `original`"
+        return [f"{lack}; the paper of {operation} mixes in {paper.original_share:.0%} of what the base knows"]
     return []
+
+
+def originals_of(config: TrainConfig) -> list[SourceSpec]:
+    """The sources of what the base knows, those with a share of 0 too."""
+    return [source for source in config.sources if source.role == ORIGINAL]

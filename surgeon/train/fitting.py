@@ -190,8 +190,9 @@ def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pass
     finally:
         handle.remove()
-    # Under gradient checkpointing embeddings ask for a gradient, and this is none's to train.
-    return kept[0].detach().float()
+    # Under gradient checkpointing embeddings ask for a gradient, and this is none's to train. The model may run all
+    # sequences as one row.
+    return kept[0].detach().float().reshape(*batch["input_ids"].shape, -1)
 
 
 def _lengths(positions: Tensor) -> Tensor:

@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 
-from surgeon.errors import BadInput
+from surgeon.common.library import first_line
+from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import load_model, stored_dtype
 from surgeon.train.fitting import fit_gate
+from surgeon.train.isolation import probe
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead, choose
 from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
+from surgeon.train.steps.mask_positions import give_masks_positions
+from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
 from surgeon.train.trainable.stored import StoredNames
 from surgeon.train.trainable.trainable_set import check_set, hold_fixed, unfreeze
 
@@ -37,6 +41,7 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
     else:
         model = load_encoder(run.out, auto=run.auto, **options)
         check_window(model, run.settings.length)
+    _isolate(run, model)
     held: dict[str, Fixed] = {}
     if config.lora is not None:
         # PEFT is an extra.
@@ -66,6 +71,61 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model, names, held
+
+
+def _isolate(run: Run, model: Any) -> None:
+    """Have a model keep packed documents apart: by its masks, or where its attention takes none in one row."""
+    if run.examples is not None or run.loaded.config.packing == "joined":
+        return
+    if builds_no_mask(model):
+        run_in_one_row(model)
+    else:
+        give_masks_positions(model)
+
+
+def check_isolation(run: Run, model: Any) -> None:
+    """Measure whether packed documents see each other, and report it. Raises BadInput where they do and must not.
+
+    `model` is as it will train, on its device; all processes call.
+    """
+    config, settings = run.loaded.config, run.settings
+    if run.examples is not None:
+        return
+    how = f"({printable(implementation_of(model))}), {settings.length} tokens a sequence"
+    if config.packing == "joined":
+        run.say(f"documents packed one after the other, attention across them {how}, as `packing: joined` asks")
+        return
+    special = {*run.encoder.tokenizer.all_special_ids}
+    ids = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
+    try:
+        found = probe(
+            model,
+            length=settings.length,
+            micro_batch=settings.micro_batch,
+            packing=config.packing,
+            ids=ids,
+            device=run.device,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, ImportError, NameError) as error:
+        raise BadInput(
+            f"{run.loaded.where('attention')}the model does not run on packed documents with the attention {how}:"
+            f" {first_line(error)}; say another `attention`, or another `dtype`"
+        ) from error
+    if not (found.isolates or found.by_grafts):
+        where = "" if found.layer is None else f", first in {found.layer}"
+        raise BadInput(
+            f"{run.loaded.where('packing')}packed documents see each other under the attention {how}{where}:"
+            f" {found.shown}. Say `packing: joined`, so that they are meant to, or another `attention`: flash attention"
+            " also hands boundaries to layers that carry a state, for which they need kernels of their own"
+        )
+    run.say(f"documents packed without attention across them {how}; {found.shown}")
+    if found.by_grafts:
+        run.say(
+            "what was added reads more than one document, as its operation says: with it a document's states change by"
+            f" {found.change:.2g} where other documents change"
+        )
 
 
 def _spreads(run: Run, model: Any) -> bool:
@@ -128,10 +188,12 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
     if run.within.apart and spec.cached is None:
         frozen = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
         frozen.config.use_cache = False
+        _isolate(run, frozen)
         copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
-    how = "the base within" if copy is None else "a frozen copy of the base"
+    base = run.within.shown
+    how = f"{base} within" if copy is None else f"a frozen copy of {base}"
     if spec.cached is not None:
-        how = "what the base said before the first step"
+        how = f"what {base} said before the first step"
     run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
     return Preserving(model, spec, run.within, fused, copy=copy)
 

@@ -23,11 +23,12 @@ from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.dissect import dissect
 from surgeon.families.heads import head_of
+from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
-from surgeon.train.config import LoadedConfig, Settings, settle
+from surgeon.train.config import LoadedConfig, Settings, originals_of, settle
 from surgeon.train.outside import missing_for_attention, missing_for_tracker
 from surgeon.train.processes.launching import Sharding, sharding_asked
 from surgeon.train.trainable.lora_targets import lora_set
@@ -81,6 +82,8 @@ def prepare(
             _tried(lambda: _check_fitted(loaded), wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy), wrong)
         notes = _about_what(manifest, loaded, wanted)
+        if within is not None and within.last and loaded.config.preserve and loaded.config.preserve.last is None:
+            notes.append(f"`preserve`: the first base is not in the model any more, so {within.shown} teaches")
     _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
@@ -180,7 +183,13 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
             "the base's own tensors train, so the model on original text is no longer the base,"
             " and the domain gate comes to read other states than it was fitted on"
         )
-    if config.preserve is not None and config.preserve.on == "original" and _all_gated(manifest, wanted):
+    on_original = config.preserve is not None and config.preserve.on == "original"
+    if on_original and not sum(source.share for source in originals_of(config)):
+        notes.append(
+            "`preserve` teaches nothing here: the share of original text is 0, so the run draws none of it; give a"
+            " source of it a share, or say `on: all`"
+        )
+    elif on_original and _all_gated(manifest, wanted):
         notes.append(
             "`preserve` teaches nothing here: on original text the domain gate is closed and the model is the base, so"
             " the term is 0 and costs its forwards; leave it out"
@@ -208,18 +217,17 @@ def _teacher(
     config, asked = loaded.config, loaded.config.preserve
     if asked is None:
         return None
-    if asked.on == "original" and not any(source.share and source.role == ORIGINAL for source in config.sources):
+    if asked.on == "original" and not originals_of(config):
         raise BadInput(
             f"{loaded.where('preserve')}`preserve` teaches on original text, and no source has the role `original`; add"
             " one (`surgeon recall` has the base write it), or say `on: all`"
         )
     try:
-        # Under a LoRA nothing of the base's is changed before it is merged.
-        training = frozenset[str]() if config.lora is not None else wanted.of_base
         if manifest is None:
-            within = Within(anatomy.sizes.layers, (), None, newborn=True, apart=bool(training))
+            apart = config.lora is None and bool(wanted.of_base)
+            within = Within(anatomy.sizes.layers, (), None, newborn=True, apart=apart)
         else:
-            within = base_within(out, manifest, training=training)
+            within = _within(out, manifest, loaded, wanted)
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
     if within.rows is not None and asked.loss == "reverse_kl":
@@ -234,6 +242,29 @@ def _teacher(
             f" has {vocabulary} tokens; use {vocabulary} at most"
         )
     return within
+
+
+def _within(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within:
+    """The first base, or the model that the last surgery began with, where that is asked for or the base is lost."""
+    config, asked = loaded.config, loaded.config.preserve
+    assert asked is not None
+    # Under a LoRA nothing is changed before it is merged; of what trains in part the base's rows are fixed.
+    changing = frozenset() if config.lora is not None else frozenset({*wanted.names} - {*wanted.fixed})
+    if not asked.last:
+        try:
+            return base_within(out, manifest, training=changing & wanted.of_base)
+        except BadInput as error:
+            if asked.last is False:
+                raise BadInput(
+                    f"{error}; or say `teacher: {{surgery: last}}`, the model as it stood when the last surgery began"
+                ) from error
+            if Lineage.of(manifest).count == 1 and manifest.operations:
+                raise
+    if not manifest.operations:
+        # Training alone made it of its base.
+        shown = "the model as it stands, which no surgery made,"
+        return Within(len(manifest.layers), (), None, newborn=True, apart=bool(changing), last=True, shown=shown)
+    return base_within(out, manifest, training=changing, last=True)
 
 
 def _check_fitted(loaded: LoadedConfig) -> None:

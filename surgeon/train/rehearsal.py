@@ -22,7 +22,14 @@ from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.footprint import copied_bytes, optimizer_bytes, peak_memory
 from surgeon.train.itself import Imagined
-from surgeon.train.loading import cached_teacher, fused_head, loaded_model, preserving_by, trained_numbers
+from surgeon.train.loading import (
+    cached_teacher,
+    check_isolation,
+    fused_head,
+    loaded_model,
+    preserving_by,
+    trained_numbers,
+)
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.preserving import NUMBERS, Preserving
@@ -139,6 +146,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     try:
         model, names, held = loaded_model(run)
         model.to(run.device).train()
+        check_isolation(run, model)
         fused = fused_head(run, model)
         preserving = preserving_by(run, model, fused)
         with by_document():

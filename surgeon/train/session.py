@@ -30,7 +30,15 @@ from surgeon.train.config import LoadedConfig
 from surgeon.train.fitting import FIGURES_FILE
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.itself import memory_folder, write_sources
-from surgeon.train.loading import cached_teacher, fit, fused_head, loaded_model, preserving_by, trained_numbers
+from surgeon.train.loading import (
+    cached_teacher,
+    check_isolation,
+    fit,
+    fused_head,
+    loaded_model,
+    preserving_by,
+    trained_numbers,
+)
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS
 from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
@@ -206,6 +214,9 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     )
     model, names, held = loaded_model(run)
     fitted = fit(run, model)
+    if run.sharding is None:
+        # What is compared before the first step runs where training does: some attention runs on a GPU alone.
+        model.to(args.device)
     fused = fused_head(run, model)
     preserving = preserving_by(run, model, fused)
     if run.sharding is not None:
@@ -213,8 +224,6 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         if preserving is not None and preserving.base.model is not model:
             shard(preserving.base.model, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
-    if run.examples is None:
-        run.say(f"documents packed {_packed(config.packing, model)}, {settings.length} tokens a sequence")
     make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
     batches = Batches(
         run.data.mixture,
@@ -242,6 +251,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         pad=run.pad,
         saving=_saving(run, model),
     )
+    check_isolation(run, model)
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
@@ -334,10 +344,3 @@ def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
         record.first = losses
         record.write(run.work)
     return losses
-
-
-def _packed(packing: str, model: Any) -> str:
-    how = getattr(model.config, "_attn_implementation", None) or "eager"
-    if packing == "joined":
-        return f"one after the other, attention ({how}) across them"
-    return f"without attention across them ({how})"

@@ -71,7 +71,8 @@ def test_from_preview_to_training_and_back(base: Path, plan: Path, tmp_path: Pat
     )
     assert told.stdout == "the same\n", told.stderr
 
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    # Its code makes its mask itself, of no positions.
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING | {"packing": "joined"}))
     surgeon.train(tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run", device="cpu", **TRUST)
     trained = surgeon.verify(base, tmp_path / "run", **options)
     assert trained.holds and trained.trained

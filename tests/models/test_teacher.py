@@ -71,7 +71,7 @@ def check_same(model: Any, within: Within, base: Any) -> None:
     with torch.no_grad():
         expected, grown = base(ids).logits, model(ids).logits
     assert not torch.equal(grown, expected)
-    teacher = BaseWithin(model.train(), layers=within.layers, inserted=within.inserted)
+    teacher = BaseWithin(model.train(), layers=within.layers, inserted=within.inserted, grafts=within.grafts)
     assert torch.equal(teacher.logits(input_ids=ids), expected)
     # Everything is back where it was, and training goes on.
     assert model.training
@@ -103,6 +103,18 @@ def test_of_several_surgeries_the_first_base(tmp_path: Path) -> None:
     model, within = added(tmp_path, tmp_path / "first", more)
     assert (within.layers, within.inserted) == (8, (1, 4))
     check_same(model, within, load_model(base))
+
+
+def test_new_grafts_beside_old_ones_are_not_switched_off_alone(tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    for name, operation in (("first", "gated_adapters"), ("second", "mixture_of_control")):
+        (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": ADDED[operation]}))
+        surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / name)
+        base = tmp_path / name
+    out = CheckpointFolder.open(base)
+    assert not base_within(out, manifest_of(out)).grafts
+    with pytest.raises(BadInput, match="the last surgery grafted onto a model that had grafts"):
+        base_within(out, manifest_of(out), last=True)
 
 
 def test_every_operation_is_here() -> None:

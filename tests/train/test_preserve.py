@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import surgeon
+from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
@@ -280,6 +281,18 @@ def test_a_teacher_that_is_not_the_base_ends_the_run(
     with pytest.raises(SurgeonError, match="does not compute what the base does"):
         run(made, tmp_path / "run", preserve={})
     assert not (tmp_path / "run").exists()
+
+
+def test_original_text_without_a_share_is_original_text(made: Path, tmp_path: Path) -> None:
+    """It counts as a source of it, for the paper's note and for `preserve`; that none is drawn is said."""
+    listener = Quiet()
+    sources = [ORIGINAL[0] | {"share": 1.0}, ORIGINAL[1] | {"share": 0.0}]
+    path = config(made, steps=2, sources=sources, preserve={})
+    surgeon.train(made / "out", path, tmp_path / "run", device="cpu", listener=listener)
+    said = "\n".join(listener.said)
+    assert "no source has the role" not in said
+    assert "the share of original text is 0; the paper of gated_adapters mixes in 10% of what the base knows" in said
+    assert "`preserve` teaches nothing here: the share of original text is 0" in said
 
 
 def test_a_dry_run_counts_the_teacher(made: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import manifest_of, seal_of
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER
 from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
+from surgeon.manifest.within import base_within
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
 from surgeon.report.inspect import inspection_view
@@ -277,6 +278,52 @@ def test_base_and_layers_of_an_output(tmp_path: Path) -> None:
     whole, added = (trainable_set(out, manifest, what) for what in ("all", "added"))
     assert set(whole.names) == set(out.tensors) == {*run.changes, *added.names}
     assert not added.of_base
+
+
+def test_what_was_tuned_and_then_grown_is_taught_by_what_it_was(tmp_path: Path) -> None:
+    """Where the first base is lost: the model of the last surgery's begin, with its trained grafts, to the bit."""
+    base_of(tmp_path, dtype="float32", num_hidden_layers=2)
+    plans = {
+        "grafted": {"op": "gated_adapters", "layers": [0], "size": 4},
+        "grown": {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}},
+    }
+    for name, operation in plans.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"surgeon": 1, "operations": [operation]}))
+    surgeon.apply(tmp_path / "grafted.yaml", str(tmp_path / "base"), tmp_path / "grafted")
+    trained(tmp_path, "grafted", "tuned", what="all")
+    surgeon.apply(tmp_path / "grown.yaml", str(tmp_path / "tuned"), tmp_path / "grown")
+
+    def said(out: str, to: str, **preserve: Any) -> tuple[str, list[float]]:
+        listener = Quiet()
+        what: dict[str, Any] = {"what": "all"} if out == "plain" else {}
+        path = config(tmp_path, **SHORT | {"log_every": 1, "steps": 6, "preserve": preserve} | what)
+        run = surgeon.train(tmp_path / out, path, tmp_path / to, device="cpu", listener=listener)
+        assert run is not None
+        return "\n".join(listener.said), [entry["loss.preserve"] for entry in run.log if "loss.preserve" in entry]
+
+    lines, terms = said("grown", "run", on="all")
+    teacher = "the model as it stood when the last surgery began (tuned)"
+    assert f"`preserve`: the first base is not in the model any more, so {teacher} teaches" in lines
+    assert f"{teacher} within teaches: kl on all text" in lines
+    assert terms[0] == 0
+    assert terms[-1] > 0
+    run = CheckpointFolder.open(tmp_path / "run")
+    within = base_within(run, manifest_of(run), last=True)
+    model, tuned = load_model(run), load_model(tmp_path / "tuned")
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        expected = tuned(ids).logits
+        assert not torch.equal(model(ids).logits, expected)
+    own = BaseWithin(model, layers=within.layers, inserted=within.inserted, grafts=within.grafts)
+    assert torch.equal(own.logits(input_ids=ids), expected)
+    with pytest.raises(BadInput, match=r"trained or edited when .* or say `teacher: \{surgery: last\}`"):
+        said("grown", "other", teacher="base")
+    assert teacher in said("grown", "asked", teacher={"surgery": "last", "cached": 4})[0]
+    # Tuned, and never grown: what it says as it stands.
+    trained(tmp_path, "base", "plain", what="all")
+    lines, terms = said("plain", "again", on="all")
+    assert "a frozen copy of the model as it stands, which no surgery made, teaches" in lines
+    assert terms[0] == 0
 
 
 def test_of_grown_tensors_the_bases_part_trains(tmp_path: Path) -> None:

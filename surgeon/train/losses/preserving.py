@@ -167,7 +167,7 @@ class Preserving:
         self.rows = within.rows
         self.head = head
         self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
-        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted)
+        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted, grafts=within.grafts)
         if within.newborn:
             count = within.rows or model.get_input_embeddings().weight.shape[0]
             ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
@@ -217,6 +217,8 @@ class Preserving:
         weight = self.spec.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
+            # The model may run all sequences as one row.
+            hidden = hidden.reshape(*counts.shape, -1)
             apart = self._apart(hidden[rows][chosen], taught)
             self.found = self.found.to(apart.device) + apart.detach() / total
             return weight * apart

@@ -1,0 +1,108 @@
+"""Packed documents for attention without a mask: a micro-batch as one row, with the boundaries of its documents.
+
+Shapes: B sequences of T tokens, V vocabulary.
+
+Flash attention takes no mask. transformers hands it the boundaries of documents (`cu_seq_lens_q` and the like) or finds
+them where positions begin anew, and the latter in one row alone (`_is_packed_sequence`): of several rows with such
+positions it makes ordinary attention over whole rows, and documents see each other. So here the rows are joined to one,
+1 × B·T, and every forward is given the boundaries; logits come back as B T V.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+from surgeon.data.packing import IGNORED_LABEL
+
+# transformers' own implementations that take a mask.
+_MASKED = ("eager", "sdpa", "flex_attention")
+
+
+def implementation_of(model: Any) -> str:
+    """The name of the attention implementation of a model's text layers."""
+    return getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager"
+
+
+def builds_no_mask(model: Any) -> bool:
+    """Whether transformers makes no mask of positions that begin anew, under the model's attention implementation.
+
+    So it is with every flash attention, kernels of the Hub, and implementations registered without a mask function.
+    """
+    config = model.config.get_text_config()
+    # Masks of flex attention are compiled, wherever the model is now.
+    if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
+        return False
+    positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=torch.zeros(1, 4, 1, dtype=model.dtype, device=model.device),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    return mask is None
+
+
+def run_in_one_row(model: Any) -> None:
+    """Have every forward of `model` on rows with position ids (B T) run as one row, from now on."""
+    plain = model.forward
+    parameters = inspect.signature(plain).parameters.values()
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **given: Any) -> Any:
+        positions = given.get("position_ids")
+        apart = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
+        if args or apart or positions is None or positions.dim() != 2:
+            return plain(*args, **given)
+        row = _one_row(given, positions)
+        if takes_more and (model.training or not hasattr(model, "surgery")):
+            # Grafts that read a sequence refuse boundaries outside training: there transformers finds them by the
+            # positions.
+            row |= _boundaries(positions)
+        output = plain(**row)
+        output.logits = output.logits.reshape(*positions.shape, -1)
+        return output
+
+    model.forward = forward
+
+
+def _one_row(given: dict[str, Any], positions: Tensor) -> dict[str, Any]:
+    """Inputs of B rows (B T, or B T D) as those of one; `domain_ids` (B) become those of tokens."""
+    row = dict(given)
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name == "domain_ids" and value.dim() == 1:
+            row[name] = value.repeat_interleave(positions.shape[1])[None]
+        elif value.shape[:2] == positions.shape:
+            if name == "labels":
+                # The first token of a row is not predicted from the row before.
+                value = value.clone()
+                value[:, 0] = IGNORED_LABEL
+            row[name] = value.flatten(0, 1)[None]
+    return row
+
+
+def _boundaries(positions: Tensor) -> dict[str, Any]:
+    """What transformers' attention without padding is given of documents, which begin at position 0 or with a row."""
+    begins = positions == 0
+    begins[:, 0] = True
+    flat = begins.flatten()
+    ends = torch.tensor([flat.numel()], device=flat.device)
+    lengths = torch.cat([flat.nonzero().flatten(), ends]).to(torch.int32)
+    longest = int(lengths.diff().max())
+    return {
+        "cu_seq_lens_q": lengths,
+        "cu_seq_lens_k": lengths,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        # For layers that carry a state along the row.
+        "seq_idx": (flat.cumsum(0) - 1).to(torch.int32)[None],
+    }
