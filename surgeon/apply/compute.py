@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surgeon.apply.finite import FiniteCheck
-from surgeon.apply.prediction import PredictionSettings, Predictor, learn
+from surgeon.apply.prediction import Fit, PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
@@ -131,7 +131,7 @@ class Workshop:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Reports of the maps solved since the last call, by the name of their coupling."""
+        """Reports of maps (by the name of their coupling) and networks (by the name of their fit) made since the last call."""
         taken, self.reports = self.reports, {}
         return taken
 
@@ -329,8 +329,19 @@ class Workshop:
                     PredictionSettings(**dict(recipe.settings)),
                     self._generator(recipe.key),
                 )
+            self._check_fit(recipe, self._predictors[recipe.network].fit)
         lower, upper = (self._working(side).float() for side in recipe.stack[recipe.below : recipe.below + 2])
         return self._predictors[recipe.network].between(lower, upper)
+
+    def _check_fit(self, recipe: Predicted, fit: Fit) -> None:
+        """Keep the report of a network. Raises BadInput where it explains nothing, and nobody asked to keep it."""
+        if fit.explained <= 0 and not recipe.keep_poor:
+            raise BadInput(
+                f"{printable(recipe.fit)}: the network explains {fit.explained:.1%} of the variance of the"
+                f" {fit.triples} layers that it learned from, no more than zeros would; use another init, more"
+                " `epochs`, a smaller `norm_weight`, or `poor_fit: keep` to have such layers all the same"
+            )
+        self.reports[recipe.fit] = fit.to_report()
 
     def _stack(self, recipe: Stacked) -> Tensor:
         """One expert after the other, whose maps are freed before the next one's are solved."""

@@ -374,16 +374,19 @@ class Shuffled(_OfOne):
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a network tells to lie between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
+    """What a network predicts between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
 
     `settings` are those of `surgeon.apply.prediction.PredictionSettings`, as sorted pairs; draws are seeded from (the
-    plan's seed, `key`). Recipes of one stack, key and settings share the network.
+    plan's seed, `key`). Recipes of one stack, key and settings share the network, whose fit is recorded as `fit`. A
+    network that explains no variance is refused unless `keep_poor`.
     """
 
     stack: tuple[Recipe, ...]
     below: int
     key: str
     settings: tuple[tuple[str, Any], ...]
+    fit: str
+    keep_poor: bool
 
     @property
     def dtype(self) -> str:
@@ -724,6 +727,14 @@ def _map_text(ref: MapRef) -> str:
 def numel(recipe: Recipe) -> int:
     """Number of elements of the tensor the recipe makes."""
     return math.prod(recipe.shape)
+
+
+def fits_of(recipe: Recipe) -> Iterator[str]:
+    """Names of the fits of the networks that predict something the recipe is made of."""
+    if isinstance(recipe, Predicted):
+        yield recipe.fit
+    for source in sources(recipe):
+        yield from fits_of(source)
 
 
 def is_computed(recipe: Recipe) -> bool:
