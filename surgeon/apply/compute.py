@@ -131,7 +131,7 @@ class Workshop:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Reports of maps (by the name of their coupling) and networks (by the name of their fit) made since the last call."""
+        """Reports since the last call: of maps by the name of their coupling, of networks by that of their fit."""
         taken, self.reports = self.reports, {}
         return taken
 

@@ -472,6 +472,12 @@ class Widened:
         return (*first[:axis], sum(part.shape[axis] for part in self.parts), *first[axis + 1 :])
 
 
+# Products in float32 with few rows on the CPU take so many output columns at once (measured with MKL on AVX-512, one
+# thread and two: results/head_width.md): the last V mod 4 logits are summed in another order, and of a head with more
+# rows these stand within a whole block.
+HEAD_BLOCK = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Extended:
     """The tensor `of` with more rows below its own, each the mean of rows of `of`: those named, or of all of them.

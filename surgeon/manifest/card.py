@@ -248,7 +248,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     elif manifest.promise == "rounding":
         lines.append(
             "At birth, before any training, this model computes the function of its base in another order, so logits"
-            " differ by rounding. Why:"
+            " may differ by rounding. Why:"
         )
     else:
         lines.append("This surgery does **not** preserve the base's function. What each operation says:")
