@@ -95,7 +95,11 @@ OPERATIONS = [
     ("op: drop_layers, layers: [1], candidates: 2", "`candidates` is of `by: loss` only"),
     (
         "op: drop_layers, layers: [1], by: laco, merge: 2",
-        "`merge`, `threshold` and `interval` are of `by: laco` with `count` only",
+        "`merge`, `threshold`, `interval` and `range` are of `by: laco` with `count` only",
+    ),
+    (
+        "op: drop_layers, count: 2, text: en.jsonl, by: laco, range: [3, 3]",
+        "`range: [3, 3]`: give [lowest, highest], two layers at least",
     ),
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),
