@@ -2,11 +2,11 @@
 
     python benchmarks/lesa.py --base DIR --text FILE [--seeds N] [--windows N]
 
-For each seed the base grows once by surgeon's plan `lesa`, and once by the code below, which shares nothing with it: the
-singular value decomposition is torch's, of the matrices side by side, the network torch's own layers. Both are compared
-by the loss on the text and by the norms of the new matrices over the mean norm of their neighbours' (the average init is
-there too, for scale); beside them how much variance the networks explain, and the cosine of what they predict with what
-is there. Results go to benchmarks/results/lesa_BASE.md.
+For each seed the base grows once by surgeon's plan `lesa`, and once by the code below, which shares nothing with it:
+the singular value decomposition is torch's, of the matrices side by side, the network torch's own layers. Both are
+compared by the loss on the text and by the norms of the new matrices over the mean norm of their neighbours' (the
+average init is there too, for scale); beside them how much variance the networks explain, and the cosine of what they
+predict with what is there. Results go to benchmarks/results/lesa_BASE.md.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def windows_of(base: Path, text: Path, count: int, length: int = 256) -> Tensor:
 
 def row(seed: str, how: str, grown: Grown) -> str:
     """One line of the table."""
-    spans = [f"{min(v):.2f}–{max(v):.2f}" for v in (sum(grown.norms.values(), []),)]
+    norms = [norm for module in grown.norms.values() for norm in module]
     fits = [f"{min(f.values()):.2f} to {max(f.values()):.2f}" if f else "" for f in (grown.explained, grown.cosine)]
-    return f"| {seed} | {how} | {grown.loss:.4f} | {spans[0]} | {fits[0]} | {fits[1]} |"
+    return f"| {seed} | {how} | {grown.loss:.4f} | {min(norms):.2f}–{max(norms):.2f} | {fits[0]} | {fits[1]} |"
 
 
 def module_row(module: str, runs: Mapping[str, list[Grown]]) -> tuple[str, float]:
@@ -217,7 +217,7 @@ def main() -> int:
         "|---|---|---|---|---|---|",
         *lines,
         "",
-        f"Mean loss {losses['notebook']:.4f} by the notebook and {losses['surgeon']:.4f} by surgeon ({apart:+.2%}). Mean"
+        f"Mean loss {losses['notebook']:.4f} by the notebook, {losses['surgeon']:.4f} by surgeon ({apart:+.2%}). Mean"
         " norms over their neighbours', over all seeds and gaps:",
         "",
         "| module | notebook | surgeon | average | surgeon over notebook |",

@@ -70,7 +70,8 @@ class Predictor:
         """The matrix between two neighbours, in their shape, float32."""
         both = torch.cat([coordinates(each, self.basis_DR, self.scale_R) for each in (lower, upper)], dim=1)
         made = torch.cat([self.network(part) for part in torch.split(both, _AT_ONCE)])
-        return self.basis_DR @ (made * self.scale_R[:, None])
+        matrix: Tensor = self.basis_DR @ (made * self.scale_R[:, None])
+        return matrix
 
 
 def learn(
@@ -89,13 +90,15 @@ def learn(
 
 def coordinates(matrix: Tensor, basis_DR: Tensor, scale_R: Tensor) -> Tensor:
     """V of a matrix of the stack, (R, M)."""
-    return (basis_DR.T @ matrix) / scale_R[:, None]
+    found: Tensor = (basis_DR.T @ matrix) / scale_R[:, None]
+    return found
 
 
 def loss(made_BM: Tensor, true_BM: Tensor, norm_weight: float) -> Tensor:
     """(1 − λ)·MSE + λ·(‖V'‖ − ‖V‖)², λ being `norm_weight` and the norms those of the whole batch."""
     lengths = torch.linalg.vector_norm(made_BM) - torch.linalg.vector_norm(true_BM)
-    return (1 - norm_weight) * torch.mean((made_BM - true_BM) ** 2) + norm_weight * lengths**2
+    found: Tensor = (1 - norm_weight) * torch.mean((made_BM - true_BM) ** 2) + norm_weight * lengths**2
+    return found
 
 
 def _decomposed(read: Callable[[int], Tensor], count: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:

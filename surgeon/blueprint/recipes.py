@@ -114,10 +114,17 @@ class _OfOne:
 
 @dataclass(frozen=True, slots=True)
 class Noised(_OfOne):
-    """`of` with noise: normal, of `share` times the standard deviation of `of`, seeded from (the seed, `key`)."""
+    """`of` with normal noise on a `share` of its neurons, of the deviation `std`, or `std` times that of `of`.
 
+    Neurons are rows (`axis` 0) or columns (1); which, (the seed, `neurons`) says, the noise (the seed, `key`).
+    """
+
+    neurons: str
     key: str
+    std: float
+    relative: bool
     share: float
+    axis: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,10 +424,11 @@ class Interpolated(_OfTwo):
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Σ factor · term, element by element, in float32, rounded once (LaCo's θ_l + Σ (θ_{l+k} − θ_l))."""
+    """Σ factor · term / divisor by element, in float32, rounded once: LaCo's θ_l + Σ (θ_{l+k} − θ_l), or a mean."""
 
     terms: tuple[Recipe, ...]
     factors: tuple[int, ...]
+    divisor: int = 1
 
     @property
     def dtype(self) -> str:
@@ -661,8 +669,9 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"per_layer": of.source, "axis": axis, "order": list(order)}
         case Joined(pieces, still=still):
             return {"rows": [[piece.of.source, piece.start, piece.stop] for piece in pieces], "still": still}
-        case Noised(of, key):
-            return {"noised": describe(of), "key": key, "share": recipe.share}
+        case Noised(of, neurons, key):
+            size = {"std": recipe.std, "relative": recipe.relative}
+            return {"noised": describe(of), "neurons": neurons, "key": key, "share": recipe.share, **size}
         case Redrawn(of, neurons, key):
             return {"redrawn": describe(of), "neurons": neurons, "key": key, "share": recipe.share}
         case Columns(of, start, stop, factor):
@@ -718,7 +727,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             sizes = [part.shape[axis] for part in parts]
             return {"joined": [describe(part) for part in parts], "axis": axis, "sizes": sizes}
         case Summed(terms, factors):
-            return {"summed": [describe(term) for term in terms], "factors": list(factors)}
+            summed = {"summed": [describe(term) for term in terms], "factors": list(factors)}
+            return {**summed, "divisor": recipe.divisor} if recipe.divisor > 1 else summed
         case Interpolated(first, second, alpha):
             share = alpha if isinstance(alpha, float) else {"sigmoid": describe(alpha)}
             return {"interpolated": [describe(first), describe(second)], "alpha": share}

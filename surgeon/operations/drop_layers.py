@@ -215,8 +215,8 @@ def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
     if replaced:
         which = ", ".join(f"{layer} by {of}" for layer, of in sorted(replaced.items()))
         said.append(
-            f"; replaced: layer {which} (θ_l + (θ_l+1 − θ_l) is θ_l+1, so nothing is merged there and the lower layer is"
-            " what is deleted)"
+            f"; replaced: layer {which} (θ_l + (θ_l+1 − θ_l) is θ_l+1: nothing is merged there, the lower layer is what"
+            " is deleted)"
         )
     return "".join(said)
 

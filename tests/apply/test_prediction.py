@@ -162,7 +162,7 @@ def test_what_cannot_be_predicted(tmp_path: Path) -> None:
 
 
 def test_how_well_networks_fit_is_shown_and_recorded(tmp_path: Path) -> None:
-    """In preview that it is not known yet; in the result, manifest and card what it is. No better than zeros is refused."""
+    """In preview that it is not known yet; in the result, manifest and card what it is. None at all is refused."""
     base, plan = tiny.checkpoint(tmp_path / "base", "qwen3"), tmp_path / "plan.yaml"
     plan.write_text(PLAN % "false")
     assert "is known after apply" in surgeon.preview(plan, str(base)).blueprint.operations[0].matched

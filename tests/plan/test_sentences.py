@@ -85,6 +85,12 @@ OPERATIONS = [
         "`negative_prompts` has 1 lists for 2 experts; give one for each, `[]` for none",
     ),
     ("op: upcycle_experts, noise: 0.1", "`noise` has no meaning with `init: copy`"),
+    ("op: upcycle_experts, noise_share: 0.1", "`noise_share` has no meaning with `init: copy`"),
+    (
+        "op: upcycle_experts, init: noise, noise: 0.1, noise_std: 0.1",
+        "`noise` is relative to a matrix's deviation and `noise_std` is not; give one of them",
+    ),
+    ("op: upcycle_experts, attention: average", "`attention: average` is of other models; list them in `experts`"),
     ("op: upcycle_experts, init: noise, drop: 0.1", "`drop` has no meaning with `init: noise`"),
     ("op: drop_layers", "give either `layers` (which go) or `count` (how many, chosen on `text`)"),
     ("op: drop_layers, count: 2", "`count` needs `text`: which layers matter least is measured on it"),
