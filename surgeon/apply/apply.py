@@ -59,7 +59,8 @@ class Applied:
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""
         told = plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
-        return told | {"base_digest": self.manifest.base_digest}
+        fits = {name: fit.model_dump() for name, fit in self.manifest.fits.items()}
+        return told | {"base_digest": self.manifest.base_digest, "fits": fits}
 
 
 def apply(
@@ -162,13 +163,14 @@ def surgery_job(
             found,
             surgeries_of(base),
             digests=proof.digests,
-            maps=proof.maps,
+            maps={name: report for name, report in proof.maps.items() if name in blueprint.couplings},
             texts=texts,
             adapters={name: adapter.facts for name, adapter in adapters.items()},
             files=beside_weights(proof.files),
             vocabularies=shown.vocabularies.facts,
             models=entries_of(blueprint, models),
             measured=shown.layers,
+            fits={name: report for name, report in proof.maps.items() if name not in blueprint.couplings},
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 
@@ -238,6 +240,8 @@ def applied_view(applied: Applied) -> RenderableType:
     ]
     if applied.moved.text:
         lines.insert(1, Text(applied.moved.text, style="dim"))
+    if manifest.fits:
+        lines.append(Text(f"predicted: {manifest.fit_text}", style="yellow" if manifest.poor_fits else "dim"))
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))
     return Group(*lines)

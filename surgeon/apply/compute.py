@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surgeon.apply.finite import FiniteCheck
-from surgeon.apply.prediction import PredictionSettings, Predictor, learn
+from surgeon.apply.prediction import Fit, PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
@@ -131,7 +131,7 @@ class Workshop:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Reports of the maps solved since the last call, by the name of their coupling."""
+        """Reports since the last call: of maps by the name of their coupling, of networks by that of their fit."""
         taken, self.reports = self.reports, {}
         return taken
 
@@ -249,11 +249,8 @@ class Workshop:
             case Joined(pieces):
                 rows = [self._read(piece.of.source)[piece.start : piece.stop] for piece in pieces]
                 return torch.cat([each.flatten() for each in rows]).view(recipe.shape)
-            case Noised(of, key, share):
-                plain = self._working(of)
-                noise = torch.from_numpy(self._generator(key).standard_normal(recipe.shape, dtype=np.float32))
-                noise.mul_(share * float(plain.double().std()))
-                return plain.add_(noise.to(plain)).to(stored_dtype(recipe.dtype))
+            case Noised():
+                return self._noised(recipe).to(stored_dtype(recipe.dtype))
             case Redrawn():
                 return self._redraw(recipe).to(stored_dtype(recipe.dtype))
             case Columns(of, start, stop, factor):
@@ -277,11 +274,11 @@ class Workshop:
                 return self._cook(of)[start:stop]
             case Widened(parts, axis):
                 return torch.cat([self._cook(part).to("cpu") for part in parts], dim=axis)
-            case Summed(terms, factors):
+            case Summed(terms, factors, divisor):
                 total = self._working(terms[0]).mul_(factors[0])
                 for term, factor in zip(terms[1:], factors[1:], strict=True):
                     total.add_(self._working(term), alpha=factor)
-                return total.to(stored_dtype(recipe.dtype))
+                return total.div_(divisor).to(stored_dtype(recipe.dtype))
             case Shuffled(of, key):
                 # A copy in the element's own width: the order of bits, not of values, is what is shuffled.
                 flat = self._cook(of).to("cpu").contiguous().flatten().clone()
@@ -298,12 +295,25 @@ class Workshop:
             self._read_by_mlps[prompts, against] = [rows / rows.norm(dim=-1, keepdim=True) for rows in found]
         return self._read_by_mlps[prompts, against]
 
+    def _neurons(self, recipe: Noised | Redrawn, values: Tensor) -> Tensor:
+        """The numbers of the neurons that an init changes, ascending; the same in all matrices of an expert."""
+        width = values.shape[recipe.axis]
+        order = self._generator(recipe.neurons).permutation(width)[: max(1, int(recipe.share * width))]
+        return torch.from_numpy(np.sort(order)).to(values.device)
+
+    def _noised(self, recipe: Noised) -> Tensor:
+        """A matrix with noise on some of its neurons."""
+        values = self._working(recipe.of)
+        chosen = self._neurons(recipe, values)
+        shape = tuple(values.index_select(recipe.axis, chosen).shape)
+        std = recipe.std * (float(values.double().std()) if recipe.relative else 1.0)
+        noise = torch.from_numpy(self._generator(recipe.key).standard_normal(shape, dtype=np.float32)).mul_(std)
+        return values.index_add_(recipe.axis, chosen, noise.to(values))
+
     def _redraw(self, recipe: Redrawn) -> Tensor:
         """Drop-upcycling of one matrix (Nakamura et al., 2025, section 3.1)."""
         values = self._working(recipe.of)
-        width = values.shape[recipe.axis]
-        order = self._generator(recipe.neurons).permutation(width)[: max(1, int(recipe.share * width))]
-        chosen = torch.from_numpy(np.sort(order)).to(values.device)
+        chosen = self._neurons(recipe, values)
         before = values.index_select(recipe.axis, chosen).double()
         drawn = torch.from_numpy(self._generator(recipe.key).standard_normal(tuple(before.shape), dtype=np.float32))
         made = drawn.mul_(float(before.std())).add_(float(before.mean())).to(values)
@@ -329,8 +339,19 @@ class Workshop:
                     PredictionSettings(**dict(recipe.settings)),
                     self._generator(recipe.key),
                 )
+            self._check_fit(recipe, self._predictors[recipe.network].fit)
         lower, upper = (self._working(side).float() for side in recipe.stack[recipe.below : recipe.below + 2])
         return self._predictors[recipe.network].between(lower, upper)
+
+    def _check_fit(self, recipe: Predicted, fit: Fit) -> None:
+        """Keep the report of a network. Raises BadInput where it explains nothing, and nobody asked to keep it."""
+        if fit.explained <= 0 and not recipe.keep_poor:
+            raise BadInput(
+                f"{printable(recipe.fit)}: the network explains {fit.explained:.1%} of the variance of the"
+                f" {fit.triples} layers that it learned from, no more than zeros would; use another init, more"
+                " `epochs`, a smaller `norm_weight`, or `poor_fit: keep` to have such layers all the same"
+            )
+        self.reports[recipe.fit] = fit.to_report()
 
     def _stack(self, recipe: Stacked) -> Tensor:
         """One expert after the other, whose maps are freed before the next one's are solved."""

@@ -1,63 +1,77 @@
 """Matrices between two layers, predicted by a small network (LESA, Yang et al. 2025, arXiv 2502.13794).
 
-The matrices W_1 … W_L of one module, of all layers side by side, have one singular value decomposition,
-[W_1 … W_L] = U Σ [V_1 … V_L]. From V_{i-1} and V_{i+1} a network learns V_i, column by column; from V_i and V_{i+1} it
-then tells what lies between them, V', and the new layer's matrix is U Σ V'. Dimensions: D the shorter side of a matrix
-(they are put side by side along it, so that U is as small as it can be), R the rank, M the longer side, C the columns
-learnt from, L the layers, B a batch.
+The algorithm is that of the authors' notebook, `train_LESA.ipynb`. The matrices W_1 … W_L of one module, side by side
+(always along their second axis), have one singular value decomposition, [W_1 … W_L] = U Σ [V_1 … V_L]. A network
+learns V_i from V_{i-1} and V_{i+1}, one singular direction (a row of each) at a time; what it makes of V_i and V_{i+1}
+is V', and the new layer's matrix is U Σ V'. Dimensions: D rows of a matrix, M its columns, R the rank, L the layers, B
+a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Columns that pass through the network at once: while it learns, and when it is used.
-_BATCH, _COLUMNS_AT_ONCE = 256, 8192
+# Directions that pass through a trained network at once.
+_AT_ONCE = 8192
 # Directions whose singular value is below this share of the largest are noise that division would blow up.
 _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
 class PredictionSettings:
-    """A hidden layer of `hidden` units; `epochs` over the triples of layers with Adam at `rate`.
+    """Two hidden layers of `hidden` units; `epochs` over the triples of layers with AdamW at `rate`, `batch` at once.
 
-    Of each layer `columns` columns are learnt from, the same of all; `norm_weight` is that of the squared difference of
-    the columns' lengths, beside the mean squared error.
+    `norm_weight` is the notebook's λ, see `loss`.
     """
 
     hidden: int
     epochs: int
+    batch: int
     rate: float
-    columns: int
     norm_weight: float
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How well a network predicts the middle layers that it learned from, measured on their matrices.
+
+    `explained` is 1 − Σ‖W'_i − W_i‖² / Σ‖W_i‖²: 1 for a perfect prediction, 0 for one no better than zeros. `cosine` is
+    that of all predictions with the true matrices, `norm` the ratio of their lengths. `triples` of layers were seen.
+    """
+
+    explained: float
+    cosine: float
+    norm: float
+    triples: int
+
+    def to_report(self) -> dict[str, Any]:
+        """As plain data for the manifest."""
+        return {"explained": self.explained, "cosine": self.cosine, "norm": self.norm, "triples": self.triples}
+
+
+@dataclass(frozen=True)
 class Predictor:
-    """U, Σ and the network of one module."""
+    """U, Σ and the network of one module, and how well it fits."""
 
     basis_DR: Tensor
     scale_R: Tensor
     network: nn.Sequential
-    wide: bool
-
-    def coordinates(self, matrix: Tensor) -> Tensor:
-        """V of a matrix, (R, M), scaled to a mean square of one over the whole stack."""
-        return (self.basis_DR.T @ _oriented(matrix, self.wide)) / self.scale_R[:, None]
+    fit: Fit
 
     @torch.no_grad()
     def between(self, lower: Tensor, upper: Tensor) -> Tensor:
         """The matrix between two neighbours, in their shape, float32."""
-        both = torch.cat([self.coordinates(lower), self.coordinates(upper)]).T
-        made = torch.cat([self.network(part) for part in torch.split(both, _COLUMNS_AT_ONCE)]).T
-        matrix = self.basis_DR @ (made * self.scale_R[:, None])
-        return _oriented(matrix, self.wide).contiguous()
+        both = torch.cat([coordinates(each, self.basis_DR, self.scale_R) for each in (lower, upper)], dim=1)
+        made = torch.cat([self.network(part) for part in torch.split(both, _AT_ONCE)])
+        matrix: Tensor = self.basis_DR @ (made * self.scale_R[:, None])
+        return matrix
 
 
 def learn(
@@ -65,43 +79,58 @@ def learn(
 ) -> Predictor:
     """The predictor of a module, whose matrices in `count` layers, three at least, `read` gives: float32, one device.
 
-    The decomposition is float64, by way of Σ W Wᵀ, which is added up layer by layer.
+    The decomposition is float64, by way of Σ W Wᵀ, which is added up layer by layer; V of all layers stays in memory.
     """
-    first = read(0)
-    wide = first.shape[0] <= first.shape[1]
-    gram = torch.zeros(min(first.shape), min(first.shape), dtype=torch.float64, device=first.device)
-    for number in range(count):
-        matrix = _oriented(read(number), wide).double()
-        gram += matrix @ matrix.T
-    squares, vectors = torch.linalg.eigh(gram)
-    kept = squares > (_LEAST**2) * squares[-1]
-    if not bool(kept.any()):
-        raise ValueError("all matrices are zero, so there is nothing to predict from")
-    # Σ over all layers of V Vᵀ is the identity: divided by this, a number of V has a mean square of one.
-    scale = (squares[kept] / (count * max(first.shape))).sqrt()
-    network = _network(int(kept.sum()), settings.hidden, draws).to(first.device)
-    found = Predictor(vectors[:, kept].float(), scale.float(), network, wide)
-    longer = max(first.shape)
-    columns = torch.from_numpy(np.sort(draws.permutation(longer)[: settings.columns])).to(first.device)
-    known = torch.stack([found.coordinates(read(number))[:, columns] for number in range(count)])
+    basis, scale = _decomposed(read, count, draws)
+    known = torch.stack([coordinates(read(number), basis, scale) for number in range(count)])
+    network = _network(known.shape[2], settings.hidden, draws).to(known.device)
     _train(network, known, settings, draws)
+    return Predictor(basis, scale, network, _fit(network, known, scale))
+
+
+def coordinates(matrix: Tensor, basis_DR: Tensor, scale_R: Tensor) -> Tensor:
+    """V of a matrix of the stack, (R, M)."""
+    found: Tensor = (basis_DR.T @ matrix) / scale_R[:, None]
     return found
 
 
-def loss(made_BR: Tensor, true_BR: Tensor, norm_weight: float) -> Tensor:
-    """Mean squared error, and the mean squared difference of the columns' lengths."""
-    lengths = torch.linalg.vector_norm(made_BR, dim=1) - torch.linalg.vector_norm(true_BR, dim=1)
-    return torch.mean((made_BR - true_BR) ** 2) + norm_weight * torch.mean(lengths**2)
+def loss(made_BM: Tensor, true_BM: Tensor, norm_weight: float) -> Tensor:
+    """(1 − λ)·MSE + λ·(‖V'‖ − ‖V‖)², λ being `norm_weight` and the norms those of the whole batch."""
+    lengths = torch.linalg.vector_norm(made_BM) - torch.linalg.vector_norm(true_BM)
+    found: Tensor = (1 - norm_weight) * torch.mean((made_BM - true_BM) ** 2) + norm_weight * lengths**2
+    return found
 
 
-def _train(network: nn.Sequential, known_LRC: Tensor, settings: PredictionSettings, draws: np.random.Generator) -> None:
-    layers, _, columns = known_LRC.shape
-    optimizer = torch.optim.Adam(network.parameters(), lr=settings.rate)
+def _decomposed(read: Callable[[int], Tensor], count: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """U and the diagonal of Σ, largest first.
+
+    Any sign of a direction is right, but the network is not odd, so signs are drawn, as those of a library are no rule.
+    A rule (the largest element positive, say) would align directions: on a trained base it made norms 7 % larger.
+    """
+    first = read(0)
+    gram = torch.zeros(first.shape[0], first.shape[0], dtype=torch.float64, device=first.device)
+    for number in range(count):
+        matrix = read(number).double()
+        gram += matrix @ matrix.T
+    squares, vectors = (found.flip(-1) for found in torch.linalg.eigh(gram))
+    kept = squares > (_LEAST**2) * squares[0]
+    if not bool(kept.any()):
+        raise ValueError("all matrices are zero, so there is nothing to predict from")
+    vectors = vectors[:, kept]
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    signs = torch.from_numpy(draws.integers(0, 2, vectors.shape[1]) * 2.0 - 1.0).to(vectors.device)
+    return (vectors * largest.sign() * signs).float(), squares[kept].sqrt().float()
+
+
+def _train(network: nn.Sequential, known_LRM: Tensor, settings: PredictionSettings, draws: np.random.Generator) -> None:
+    layers, directions, _ = known_LRM.shape
+    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.rate)
+    starts = range(0, count := (layers - 2) * directions, settings.batch)
     with torch.enable_grad():
         for _ in range(settings.epochs):
-            for batch in np.array_split(order := draws.permutation((layers - 2) * columns), -(-len(order) // _BATCH)):
-                middle, column = (torch.from_numpy(part).to(known_LRC.device) for part in np.divmod(batch, columns))
-                below, true, above = (known_LRC[middle + step, :, column] for step in range(3))
+            order = draws.permutation(count)
+            for start in starts:
+                below, true, above = _triples(known_LRM, order[start : start + settings.batch])
                 optimizer.zero_grad()
                 off = loss(network(torch.cat([below, above], 1)), true, settings.norm_weight)
                 torch.autograd.backward(off)
@@ -109,17 +138,39 @@ def _train(network: nn.Sequential, known_LRC: Tensor, settings: PredictionSettin
     network.requires_grad_(False)
 
 
-def _network(rank: int, hidden: int, draws: np.random.Generator) -> nn.Sequential:
-    """2R → hidden → R, drawn as torch draws linear layers, from `draws`."""
-    network = nn.Sequential(nn.Linear(2 * rank, hidden), nn.ReLU(), nn.Linear(hidden, rank))
-    for layer in (network[0], network[2]):
-        assert isinstance(layer, nn.Linear)
+def _triples(known_LRM: Tensor, numbers: np.ndarray) -> Iterator[Tensor]:
+    """The rows of three neighbouring layers, for each of the numbered pairs of (lowest layer, direction)."""
+    lowest, direction = (torch.from_numpy(part).to(known_LRM.device) for part in np.divmod(numbers, known_LRM.shape[1]))
+    return (known_LRM[lowest + step, direction] for step in range(3))
+
+
+def _fit(network: nn.Sequential, known_LRM: Tensor, scale_R: Tensor) -> Fit:
+    """Sums in float64. As U has orthonormal columns, lengths of Σ V are those of U Σ V."""
+    wrong = inner = made_square = true_square = 0.0
+    for below, true, above in zip(known_LRM[:-2], known_LRM[1:-1], known_LRM[2:], strict=True):
+        made = torch.cat([network(part) for part in torch.split(torch.cat([below, above], 1), _AT_ONCE)])
+        made_RM, true_RM = (each.double() * scale_R.double()[:, None] for each in (made, true))
+        wrong += float((made_RM - true_RM).square().sum())
+        inner += float((made_RM * true_RM).sum())
+        made_square += float(made_RM.square().sum())
+        true_square += float(true_RM.square().sum())
+    if not true_square:
+        raise ValueError("the matrices of all middle layers are zero, so there is nothing to learn")
+    lengths = math.sqrt(made_square * true_square)
+    return Fit(
+        explained=1 - wrong / true_square,
+        cosine=inner / lengths if lengths else 0.0,
+        norm=math.sqrt(made_square / true_square),
+        triples=len(known_LRM) - 2,
+    )
+
+
+def _network(columns: int, hidden: int, draws: np.random.Generator) -> nn.Sequential:
+    """2M → hidden → hidden → M, drawn as torch draws linear layers, from `draws`."""
+    linear = [nn.Linear(2 * columns, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, columns)]
+    for layer in linear:
         bound = 1 / math.sqrt(layer.in_features)
         for parameter in layer.parameters():
             drawn = draws.uniform(-bound, bound, tuple(parameter.shape))
             parameter.data = torch.from_numpy(drawn.astype(np.float32))
-    return network
-
-
-def _oriented(matrix: Tensor, wide: bool) -> Tensor:
-    return matrix if wide else matrix.T
+    return nn.Sequential(linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2])

@@ -446,17 +446,15 @@ def _peak_memory(blueprint: Blueprint) -> int:
     waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
     # U and the network of every module that is predicted are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
-    kept = sum(4 * min(r.shape) * (min(r.shape) + 3 * int(dict(r.settings)["hidden"])) for r in networks.values())
+    kept = sum(4 * r.shape[0] ** 2 + 12 * int(dict(r.settings)["hidden"]) * r.shape[1] for r in networks.values())
     return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
 
 
 def _working_set(recipe: Recipe) -> int:
     """Of experts in one tensor only one is at work, beside the whole result."""
     if isinstance(recipe, Predicted):
-        # Σ W Wᵀ, its vectors and eigh's own copy in float64; what of every layer the network learns from.
-        shorter, longer = sorted(recipe.shape[-2:])
-        learnt = min(longer, int(dict(recipe.settings)["columns"]))
-        return 3 * 8 * shorter**2 + 4 * len(recipe.stack) * shorter * learnt + 4 * 4 * numel(recipe)
+        # Σ W Wᵀ, its vectors and eigh's own copy in float64; V of every layer, from which the network learns.
+        return 3 * 8 * recipe.shape[0] ** 2 + 4 * (len(recipe.stack) + 4) * numel(recipe)
     if isinstance(recipe, Stacked):
         return _working_set(recipe.experts[0]) + 4 * numel(recipe)
     return 4 * 4 * numel(recipe)

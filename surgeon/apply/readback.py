@@ -105,8 +105,8 @@ class ReadBack:
 
     `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
     is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
-    maps that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is computed
-    never does). `ways` says of each shard how its bytes came there. `origins` says where the bytes of copies lie.
+    maps and networks that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is
+    computed never does). `ways` says of each shard how its bytes came there, `origins` where the bytes of copies lie.
     Without `compare` copies are taken on trust: originals are hashed, the output is not read again.
     """
 

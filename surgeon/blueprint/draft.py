@@ -85,11 +85,13 @@ class Claim:
 
     `exact`: every logit is bit-identical at birth, in the checkpoint's dtype and with the same attention
     implementation. `rounding`: the same function, computed in another order, so logits differ by rounding. `none`: the
-    function changes. `reason` says why, in one sentence.
+    function changes. `reason` says why, in one sentence. `tail_alone`: what is rounded otherwise are the logits of the
+    base's last V mod `HEAD_BLOCK` tokens; all others are bit-identical.
     """
 
     promise: Promise
     reason: str
+    tail_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -193,6 +195,12 @@ class Blueprint:
     def promise(self) -> Promise:
         """The weakest promise of all operations: what the output as a whole promises."""
         return weakest(record.claim.promise for record in self.operations)
+
+    @property
+    def tail_alone(self) -> bool:
+        """Whether nothing else is promised to rounding than `Claim.tail_alone` says."""
+        rounded = [record.claim for record in self.operations if record.claim.promise == "rounding"]
+        return bool(rounded) and all(claim.tail_alone for claim in rounded)
 
     @property
     def more_rows(self) -> int:

@@ -114,10 +114,17 @@ class _OfOne:
 
 @dataclass(frozen=True, slots=True)
 class Noised(_OfOne):
-    """`of` with noise: normal, of `share` times the standard deviation of `of`, seeded from (the seed, `key`)."""
+    """`of` with normal noise on a `share` of its neurons, of the deviation `std`, or `std` times that of `of`.
 
+    Neurons are rows (`axis` 0) or columns (1); which, (the seed, `neurons`) says, the noise (the seed, `key`).
+    """
+
+    neurons: str
     key: str
+    std: float
+    relative: bool
     share: float
+    axis: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,16 +381,19 @@ class Shuffled(_OfOne):
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a network tells to lie between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
+    """What a network predicts between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
 
     `settings` are those of `surgeon.apply.prediction.PredictionSettings`, as sorted pairs; draws are seeded from (the
-    plan's seed, `key`). Recipes of one stack, key and settings share the network.
+    plan's seed, `key`). Recipes of one stack, key and settings share the network, whose fit is recorded as `fit`. A
+    network that explains no variance is refused unless `keep_poor`.
     """
 
     stack: tuple[Recipe, ...]
     below: int
     key: str
     settings: tuple[tuple[str, Any], ...]
+    fit: str
+    keep_poor: bool
 
     @property
     def dtype(self) -> str:
@@ -414,10 +424,11 @@ class Interpolated(_OfTwo):
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Σ factor · term, element by element, in float32, rounded once (LaCo's θ_l + Σ (θ_{l+k} − θ_l))."""
+    """Σ factor · term / divisor by element, in float32, rounded once: LaCo's θ_l + Σ (θ_{l+k} − θ_l), or a mean."""
 
     terms: tuple[Recipe, ...]
     factors: tuple[int, ...]
+    divisor: int = 1
 
     @property
     def dtype(self) -> str:
@@ -467,6 +478,12 @@ class Widened:
         """The shape of the whole."""
         first, axis = self.parts[0].shape, self.axis
         return (*first[:axis], sum(part.shape[axis] for part in self.parts), *first[axis + 1 :])
+
+
+# Products in float32 with few rows on the CPU take so many output columns at once (measured with MKL on AVX-512, one
+# thread and two: results/head_width.md): the last V mod 4 logits are summed in another order, and of a head with more
+# rows these stand within a whole block.
+HEAD_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,8 +669,9 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             return {"per_layer": of.source, "axis": axis, "order": list(order)}
         case Joined(pieces, still=still):
             return {"rows": [[piece.of.source, piece.start, piece.stop] for piece in pieces], "still": still}
-        case Noised(of, key):
-            return {"noised": describe(of), "key": key, "share": recipe.share}
+        case Noised(of, neurons, key):
+            size = {"std": recipe.std, "relative": recipe.relative}
+            return {"noised": describe(of), "neurons": neurons, "key": key, "share": recipe.share, **size}
         case Redrawn(of, neurons, key):
             return {"redrawn": describe(of), "neurons": neurons, "key": key, "share": recipe.share}
         case Columns(of, start, stop, factor):
@@ -709,7 +727,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
             sizes = [part.shape[axis] for part in parts]
             return {"joined": [describe(part) for part in parts], "axis": axis, "sizes": sizes}
         case Summed(terms, factors):
-            return {"summed": [describe(term) for term in terms], "factors": list(factors)}
+            summed = {"summed": [describe(term) for term in terms], "factors": list(factors)}
+            return {**summed, "divisor": recipe.divisor} if recipe.divisor > 1 else summed
         case Interpolated(first, second, alpha):
             share = alpha if isinstance(alpha, float) else {"sigmoid": describe(alpha)}
             return {"interpolated": [describe(first), describe(second)], "alpha": share}
@@ -724,6 +743,14 @@ def _map_text(ref: MapRef) -> str:
 def numel(recipe: Recipe) -> int:
     """Number of elements of the tensor the recipe makes."""
     return math.prod(recipe.shape)
+
+
+def fits_of(recipe: Recipe) -> Iterator[str]:
+    """Names of the fits of the networks that predict something the recipe is made of."""
+    if isinstance(recipe, Predicted):
+        yield recipe.fit
+    for source in sources(recipe):
+        yield from fits_of(source)
 
 
 def is_computed(recipe: Recipe) -> bool:

@@ -171,6 +171,8 @@ def _done(manifest: Manifest) -> str:
             lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
         lines += ["", *_vocabulary(grown)]
+    if manifest.fits:
+        lines += ["", f"Matrices were predicted (LESA): {manifest.fit_text}."]
     lines += ["", "The layers, top of the stack first:", "", _fenced("\n".join(_stack(manifest.layers)), "text")]
     plan = manifest.plan
     cut = len(plan) > _LONGEST_PLAN
@@ -246,7 +248,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     elif manifest.promise == "rounding":
         lines.append(
             "At birth, before any training, this model computes the function of its base in another order, so logits"
-            " differ by rounding. Why:"
+            " may differ by rounding. Why:"
         )
     else:
         lines.append("This surgery does **not** preserve the base's function. What each operation says:")

@@ -20,6 +20,7 @@ from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.manifest.manifest import (
     Base,
     DroppedEntry,
+    FitEntry,
     GraftEntry,
     ImportedAdapter,
     LayerEntry,
@@ -88,11 +89,14 @@ def compose(
     vocabularies: Mapping[int, GrownVocabulary],
     models: Mapping[str, ModelEntry],
     measured: Mapping[int, MeasuredLayers],
+    fits: Mapping[str, Mapping[str, Any]],
 ) -> Manifest:
     """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
-    # Fields that only plans which grow a vocabulary, take tensors of other models, or take layers out, have.
+    # Fields that only plans which grow a vocabulary, take tensors of other models, predict some, or take layers out,
+    # have.
     grown: dict[str, Any] = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
     grown |= {"models": dict(models)} if models else {}
+    grown |= {"fits": {name: FitEntry(**fit) for name, fit in sorted(fits.items())}} if fits else {}
     grown |= {"dropped": _dropped_entries(blueprint, measured)} if blueprint.dropped else {}
     return sealed(
         {
@@ -163,6 +167,7 @@ def without_surgery(
         vocabularies={},
         models={},
         measured={},
+        fits={},
     )
 
 

@@ -29,6 +29,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, owner_of, renumbered
 
 FORMAT = 1
+# The share of variance below which a network's fit is called poor.
+LITTLE_EXPLAINED = 0.1
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -306,6 +308,15 @@ class DroppedEntry(Entry):
     text: TextLossEntry | None
 
 
+class FitEntry(Entry):
+    """How well a network that predicted matrices fits those that it learned from (`surgeon.apply.prediction.Fit`)."""
+
+    explained: Annotated[float, Field(le=1, allow_inf_nan=False)]
+    cosine: Annotated[float, Field(allow_inf_nan=False)]
+    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    triples: Annotated[int, Field(ge=1)]
+
+
 class Surgery(Entry):
     """One applied plan: the base, what was done to it, and what training made of the result since.
 
@@ -332,6 +343,7 @@ class Surgery(Entry):
     vocabularies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], VocabularyEntry] = {}
     models: dict[str, ModelEntry] = {}
     dropped: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], DroppedEntry] = {}
+    fits: dict[str, FitEntry] = {}
 
     @property
     def own(self) -> dict[str, Any]:
@@ -342,6 +354,27 @@ class Surgery(Entry):
     def inserted(self) -> dict[str, list[list[int]]]:
         """Of the tokenizer files that grew, where bytes were inserted, and how many."""
         return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
+
+    @property
+    def poor_fits(self) -> list[str]:
+        """The networks that explain less than `LITTLE_EXPLAINED` of what they learned from."""
+        return [name for name, fit in self.fits.items() if fit.explained < LITTLE_EXPLAINED]
+
+    @property
+    def fit_text(self) -> str:
+        """How well networks predict the matrices that they learned from, in a sentence; empty where there is none."""
+        if not self.fits:
+            return ""
+        explained = [fit.explained for fit in self.fits.values()]
+        cosines = [fit.cosine for fit in self.fits.values()]
+        text = (
+            f"{len(explained)} networks explain {min(explained):.1%} to {max(explained):.1%} of the variance of the"
+            f" layers that they learned from (zeros: 0%), cosine {min(cosines):.2f} to {max(cosines):.2f}"
+        )
+        if not self.poor_fits:
+            return text
+        than = "no better than zeros" if min(explained) <= 0 else f"less than {LITTLE_EXPLAINED:.0%}"
+        return f"{text}; {len(self.poor_fits)} of them poorly ({than}): what they made is not what lies between layers"
 
     @property
     def dropped_layers(self) -> dict[int, int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models.load import attention_of, load_model, running
@@ -59,7 +60,8 @@ class LogitComparison:
     that is not a number counts as infinite. Of an output with more tokens than the base `identical` and
     `max_abs_difference` are of the base's tokens, and `grown` says what the others cost. `largest` is the base's
     largest |logit| where they were not identical. `same` counts the positions all of whose logits are bit-identical;
-    `apart` are base's and output's mean loss at the others (None: none of them has a next token).
+    `apart` are base's and output's mean loss at the others (None: none of them has a next token). `same_before_tail`:
+    all logits but those of the base's last V mod `HEAD_BLOCK` tokens are bit-identical.
     """
 
     mode: str
@@ -75,6 +77,7 @@ class LogitComparison:
     largest: float = 0.0
     same: int = 0
     apart: tuple[float, float] | None = None
+    same_before_tail: bool = True
 
     @property
     def rounded(self) -> bool:
@@ -281,7 +284,7 @@ class Tally:
     def __init__(self, mode: str, dtype: str, more: int) -> None:
         self.mode, self.dtype = mode, dtype
         self.tokens = self.targets = self.agreed = 0
-        self.identical = True
+        self.identical = self.same_before_tail = True
         self.difference = self.kl = self.base_loss = self.out_loss = 0.0
         self.more, self.old = more, 1
         self.rise, self.within = 0.0, True
@@ -333,6 +336,8 @@ class Tally:
         self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
         out_CV = out_CV[:, :old]
         self.identical = self.identical and torch.equal(base_CV, out_CV)
+        tail = old - old % HEAD_BLOCK
+        self.same_before_tail = self.same_before_tail and torch.equal(base_CV[:, :tail], out_CV[:, :tail])
         self.largest = max(self.largest, _finite(base_CV.abs().max()))
         wide = _wide(base_CV) - _wide(out_CV)
         apart_CV = torch.where(base_CV == out_CV, 0.0, wide.abs())
@@ -373,6 +378,7 @@ class Tally:
             grown=GrownLoss(self.more, self.rise, math.log1p(self.more / self.old), self.within) if self.more else None,
             largest=self.largest,
             same=self.same,
+            same_before_tail=self.same_before_tail,
             apart=(self.apart_base / self.apart_targets, self.apart_out / self.apart_targets)
             if self.apart_targets
             else None,

@@ -161,14 +161,19 @@ class Depth:
 
     def _by_merging(self, wanted: LayersOut) -> Choice:
         """LaCo, Algorithm 1: from the top down, each merge that keeps the last states near the base's is taken."""
-        if wanted.merge >= self.count:
-            raise BadInput(f"`merge` {wanted.merge}: above layer 0 there are only {self.count - 1} layers; give fewer")
+        lowest, highest = wanted.range or (0, self.count - 1)
+        if highest >= self.count:
+            raise BadInput(f"`range` goes up to layer {highest}; there are {self.count}, 0 to {self.count - 1}")
+        if wanted.merge > highest - lowest:
+            above = highest - lowest
+            raise BadInput(f"`merge` {wanted.merge}: above layer {lowest} there are only {above} layers; give fewer")
         stack, loss = self.whole, self.before
-        place = self.count - 1 - wanted.merge
+        place = highest - wanted.merge
         found: list[float] = []
-        while place >= 0 and len(stack) > self.count - wanted.count:
+        while place >= lowest and len(stack) > self.count - wanted.count:
             numbers = list(stack)
-            merge = min(wanted.merge, len(numbers) - 1 - place, len(stack) - (self.count - wanted.count))
+            above = sum(layer <= highest for layer in numbers) - 1 - place
+            merge = min(wanted.merge, above, len(stack) - (self.count - wanted.count))
             group = numbers[place : place + merge + 1]
             if merge > 0 and len({self.kinds[layer] for layer in group}) == 1:
                 tried = collapsed(stack, numbers[place], merge)

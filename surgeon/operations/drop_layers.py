@@ -2,7 +2,8 @@
 
 Block influence BI_l = 1 − E cos(x_l, x_{l+1}) (ShortGPT, Men et al. 2024); the angular distance of a block of n layers,
 arccos(cos(x_l, x_{l+n})) / π (Gromov et al. 2024); the loss itself, greedily; or LaCo (Yang et al. 2024), which merges
-layers into the one below: θ_l + Σ_k (θ_{l+k} − θ_l). Layers that are still silent go without a trace.
+layers into the one below: θ_l + Σ_k (θ_{l+k} − θ_l). Of one layer that is θ_l + (θ_{l+1} − θ_l) = θ_{l+1}: nothing is
+merged, layer l is deleted. Layers that are still silent go without a trace.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ _WORDS = {
     "block_influence": "least block influence",
     "angular": "least angular distance",
     "loss": "least loss",
-    "laco": "merged into the layer below",
 }
 
 
@@ -79,14 +79,23 @@ class DropLayers(Operation):
         int | None, Field(ge=1, description="of `loss`: layers of least influence tried at each step; default 4")
     ] = None
     merge: Annotated[
-        int | None, Field(ge=1, description="of `laco`: how many layers at most go into the one below; default 1")
+        int | None,
+        Field(ge=1, description="of `laco`: how many layers at most go into the one below; default 2; 1 deletes it"),
     ] = None
     threshold: Annotated[
         float | None,
-        Field(ge=-1, le=1, description="of `laco`: cosine of last states with the base's above which a merge is kept"),
+        Field(
+            ge=-1,
+            le=1,
+            description="of `laco`: cosine of last states with the base's above which a merge is kept; default 0.6",
+        ),
     ] = None
     interval: Annotated[
-        int | None, Field(ge=1, description="of `laco`: layers from one merge down to the next; default 2")
+        int | None, Field(ge=1, description="of `laco`: layers from one merge down to the next; default 1")
+    ] = None
+    range: Annotated[
+        list[Index] | None,
+        Field(min_length=2, max_length=2, description="of `laco`: the lowest and the highest layer that may take part"),
     ] = None
 
     @model_validator(mode="after")
@@ -99,11 +108,11 @@ class DropLayers(Operation):
             raise ValueError(f"`by: {self.by}` chooses layers; with `layers` it has no meaning (`laco` merges them)")
         if self.candidates is not None and self.by != "loss":
             raise ValueError("`candidates` is of `by: loss` only")
-        if (self.merge, self.threshold, self.interval) != (None, None, None) and (self.by, self.layers) != (
-            "laco",
-            None,
-        ):
-            raise ValueError("`merge`, `threshold` and `interval` are of `by: laco` with `count` only")
+        given = (self.merge, self.threshold, self.interval, self.range)
+        if given != (None,) * 4 and (self.by, self.layers) != ("laco", None):
+            raise ValueError("`merge`, `threshold`, `interval` and `range` are of `by: laco` with `count` only")
+        if self.range is not None and self.range[0] >= self.range[1]:
+            raise ValueError(f"`range: {self.range}`: give [lowest, highest], two layers at least")
         return self
 
     @property
@@ -117,9 +126,11 @@ class DropLayers(Operation):
             window=self.window,
             windows=self.windows,
             candidates=self.candidates or 4,
-            merge=self.merge or 1,
-            threshold=0.65 if self.threshold is None else self.threshold,
-            interval=self.interval or 2,
+            # As the authors' notebook merges Baichuan-13B: three layers become one.
+            merge=self.merge or 2,
+            threshold=0.6 if self.threshold is None else self.threshold,
+            interval=self.interval or 1,
+            range=None if self.range is None else (self.range[0], self.range[1]),
         )
 
     def edit(self, draft: Draft, number: int) -> OperationRecord:
@@ -132,13 +143,13 @@ class DropLayers(Operation):
         silent = not merged and all(_is_silent(draft, layer, facts.silent) for layer in gone)
         for layer, made_of in _recipes(draft, merged).items():
             home = draft.layers[layer]
-            home.tensors, home.init = made_of, "merged"
+            home.tensors, home.init = made_of, "replaced" if layer in _replaced(merged) else "merged"
             home.rewritten |= dict.fromkeys(made_of, number)
         draft.drop(gone, operation=number)
         return OperationRecord(
             op=self.op,
             matched=self._matched(gone, merged, total, facts.text),
-            claim=_claim(silent, bool(merged), facts.text),
+            claim=_claim(silent, len(merged) > len(_replaced(merged)), facts.text),
             trains="new" if silent else "all",
         )
 
@@ -180,13 +191,34 @@ class DropLayers(Operation):
     def _matched(
         self, gone: Sequence[int], merged: Mapping[int, Mapping[int, int]], total: int, text: TextLoss | None
     ) -> str:
-        how = "" if self.count is None and not merged else f", {_WORDS[self.by or 'block_influence']}"
-        into = f" (into {show_layers(sorted(merged))})" if merged else ""
-        found = f"{show_layers(list(gone))} of {total}{how}{into}"
+        how = _into(merged) if self.by == "laco" else ""
+        if self.count is not None and self.by != "laco":
+            how = f", {_WORDS[self.by or 'block_influence']}"
+        found = f"{show_layers(list(gone))} of {total}{how}"
         if text is None:
             return found
         name = printable(text.text)
         return f"{found}; loss on {name} {text.before:.4f} → {text.after:.4f} nats ({text.after - text.before:+.4f})"
+
+
+def _replaced(merged: Mapping[int, Mapping[int, int]]) -> dict[int, int]:
+    """The layers that take one other in and so become it, each with that other: merging nothing, they are deleted."""
+    alone = {layer: next(iter(made)) for layer, made in merged.items() if len(made) == 1}
+    return {layer: of for layer, of in alone.items() if merged[layer][of] == 1}
+
+
+def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
+    """What LaCo makes of the layers that stay, in words: which are merged, and which merely deleted."""
+    replaced = _replaced(merged)
+    real = sorted(merged.keys() - replaced.keys())
+    said = [f", merged into {show_layers(real)}"] if real else []
+    if replaced:
+        which = ", ".join(f"{layer} by {of}" for layer, of in sorted(replaced.items()))
+        said.append(
+            f"; replaced: layer {which} (θ_l + (θ_l+1 − θ_l) is θ_l+1: nothing is merged there, the lower layer is what"
+            " is deleted)"
+        )
+    return "".join(said)
 
 
 def _check_grafts(draft: Draft, layers: Sequence[int]) -> None:

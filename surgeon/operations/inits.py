@@ -318,15 +318,27 @@ class Lesa(Init):
     several: ClassVar[bool] = False
 
     kind: Literal["lesa"]
-    hidden: Annotated[int, Field(ge=1, le=2**16, description="units of the network's hidden layer")] = 256
-    epochs: Annotated[int, Field(ge=1, le=10_000, description="times that it sees every triple of layers")] = 5
-    rate: Annotated[float, Field(gt=0, lt=1, description="Adam's learning rate")] = 1e-3
-    columns: Annotated[
-        int, Field(ge=1, description="columns of every matrix that it learns from, drawn once for all layers")
-    ] = 1024
+    hidden: Annotated[int, Field(ge=1, le=2**16, description="units of each of the network's two hidden layers")] = 256
+    epochs: Annotated[
+        int, Field(ge=1, le=10_000, description="times that it sees every triple of layers (notebook: 10)")
+    ] = 10
+    batch: Annotated[int, Field(ge=1, le=2**16, description="singular directions that it sees at once")] = 64
+    rate: Annotated[float, Field(gt=0, lt=1, description="AdamW's learning rate")] = 1e-3
     norm_weight: Annotated[
-        float, Field(ge=0, allow_inf_nan=False, description="of the difference of columns' lengths, in its loss")
-    ] = 5e-5
+        float, Field(ge=0, le=1, description="λ, the share of the difference of norms in its loss (notebook: 5e-4)")
+    ] = 5e-4
+    poor_fit: Annotated[
+        Literal["refuse", "keep"],
+        Field(description="a network that explains no variance of the layers that it learned from: refuse, or keep"),
+    ] = "refuse"
+
+    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+        """What is known of the fit before it is made."""
+        poor = "is refused" if self.poor_fit == "refuse" else "is kept, with a warning"
+        return (
+            "how much variance the fitted networks explain is known after apply, which shows it; a network that"
+            f" explains none {poor} (`poor_fit: {self.poor_fit}`)"
+        )
 
     def make(self, gap: Gap) -> NewLayer:
         """The predicted layer. Raises BadInput for mixtures of experts, and where not three layers are alike."""
@@ -356,17 +368,20 @@ class Lesa(Init):
         lower, upper = stacks[alike.index(gap.below)], stacks[alike.index(gap.below) + 1]
         matrices = {part.suffix for part in kind.parts if part.kind == "weight" and len(part.shape) == 2}
         settings = tuple(sorted((name, getattr(self, name)) for name in _OF_LESA))
+        # Fits are named by operation and kind of layer, each of which has networks of its own.
+        label = f"{gap.label.partition('.')[0]}.lesa.{draft.layers[alike[0]].base}"
         tensors: dict[str, Recipe] = {}
         for suffix, recipe in lower.items():
             if suffix in matrices:
                 stack = tuple(layer[suffix] for layer in stacks)
-                tensors[suffix] = Predicted(stack, alike.index(gap.below), f"lesa.{suffix}", settings)
+                keep, fit = self.poor_fit == "keep", f"{label}.{suffix}"
+                tensors[suffix] = Predicted(stack, alike.index(gap.below), f"lesa.{suffix}", settings, fit, keep)
             else:
                 tensors[suffix] = Average(recipe, upper[suffix])
         return NewLayer(tensors, (gap.below, gap.below + 1))
 
 
-_OF_LESA = ("hidden", "epochs", "rate", "columns", "norm_weight")
+_OF_LESA = ("hidden", "epochs", "batch", "rate", "norm_weight")
 
 # An init's `kind` in plans → its class. A new init is its class above and its name here.
 INITS: dict[str, type[Init]] = {

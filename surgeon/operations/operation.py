@@ -133,7 +133,8 @@ class LayersOut:
     """Layers that an operation takes out: those listed, or `count` that are chosen `by` what a text shows.
 
     `text` is seen from the plan, and None where nothing is measured; `window` tokens are read at once, `windows` times.
-    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I.
+    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I,
+    `range` the lowest and highest layer that take part in merges (None: all).
     """
 
     layers: tuple[int, ...]
@@ -146,6 +147,7 @@ class LayersOut:
     merge: int
     threshold: float
     interval: int
+    range: tuple[int, int] | None = None
 
 
 class Operation(Spec):

@@ -5,7 +5,8 @@ The output is a class of transformers that mixes experts, found by building it (
 `form: shared`: the base's MLP is the expert that every token passes, and stays as it is; routed experts begin as copies
 of its gate and up with an output matrix of zeros. What they add is exactly zero, whatever the router says.
 `form: copies`: every expert is the base's MLP, and the weights of those chosen sum to one: Σ w_e FFN(x) = FFN(x), but
-for rounding.
+for rounding. `fine_grained` is virtual-group initialisation with weight scaling (He et al., 2024); fine-tunes as
+experts are Branch-Train-MiX (Sukhbaatar et al., 2024), with `attention: average` its average of attention too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from surgeon.blueprint.recipes import (
     Redrawn,
     Repeated,
     Rows,
+    Summed,
     Taken,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
@@ -40,6 +42,7 @@ from surgeon.families.sparse.fit import NoTarget, dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN
 from surgeon.runtime.routed_rules import ROUTED
@@ -85,6 +88,20 @@ class UpcycleExperts(Operation):
             "2502.19261",
             "ICLR",
         ),
+        Paper(
+            "he2024upcycling",
+            "He, Ethan and Khattar, Abhinav and Prenger, Ryan and others",
+            "Upcycling Large Language Models into Mixture of Experts",
+            2024,
+            "2410.07524",
+        ),
+        Paper(
+            "sukhbaatar2024branch",
+            "Sukhbaatar, Sainbayar and Golovneva, Olga and Sharma, Vasu and others",
+            "Branch-Train-MiX: Mixing Expert LLMs into a Mixture-of-Experts LLM",
+            2024,
+            "2403.07816",
+        ),
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: experts and routers alone", lr=1e-4)
     grafts: ClassVar[tuple[str, ...]] = ("routed_experts",)
@@ -113,7 +130,19 @@ class UpcycleExperts(Operation):
     ] = "copy"
     noise: Annotated[
         float | None,
-        Field(gt=0, le=1, description="`init: noise`: of a matrix's own standard deviation, 0.01 by default"),
+        Field(gt=0, le=1, description="`init: noise`: its size as a share of a matrix's deviation, not `noise_std`"),
+    ] = None
+    noise_std: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="`init: noise`: its standard deviation, 0.02 by default"),
+    ] = None
+    noise_share: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="`init: noise`: the share of each expert's neurons that get it; 0.5, with `noise` all",
+        ),
     ] = None
     drop: Annotated[
         float | None,
@@ -134,6 +163,13 @@ class UpcycleExperts(Operation):
             " 0.01 where the class has one, and beside the MLP",
         ),
     ] = None
+    layers: Annotated[
+        LayerSelector, Field(description="the layers whose MLP becomes a mixture; the others keep theirs")
+    ] = "all"
+    attention: Annotated[
+        Literal["base", "average"],
+        Field(description="with other models as `experts`: the base's attention, or the mean of all of them"),
+    ] = "base"
     target: Annotated[
         str | None,
         OneOf(lambda: [target.model_type for target in TARGETS]),
@@ -151,8 +187,13 @@ class UpcycleExperts(Operation):
             raise ValueError(f"`top_k: {self.top_k}` of {self._count} experts: a token cannot take more than there are")
         if isinstance(self.experts, list) and self.form == "shared":
             raise ValueError("`experts` of other models need `form: copies`: beside a shared expert they begin silent")
-        if self.noise is not None and self.init != "noise":
-            raise ValueError(f"`noise` has no meaning with `init: {self.init}`")
+        for name in ("noise", "noise_std", "noise_share"):
+            if getattr(self, name) is not None and self.init != "noise":
+                raise ValueError(f"`{name}` has no meaning with `init: {self.init}`")
+        if self.noise is not None and self.noise_std is not None:
+            raise ValueError("`noise` is relative to a matrix's deviation and `noise_std` is not; give one of them")
+        if self.attention == "average" and isinstance(self.experts, int):
+            raise ValueError("`attention: average` is of other models; list them in `experts`")
         if isinstance(self.router, Prompts) and len(self.router.prompts) != self._count:
             raise ValueError(
                 f"`prompts` has {len(self.router.prompts)} lists for {self._count} experts; give one for each"
@@ -180,7 +221,9 @@ class UpcycleExperts(Operation):
     def edit(self, draft: Draft, number: int) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         shapes = _layer_shapes(draft)
-        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
+        sparse = select_layers(self.layers, len(draft.layers))
+        plain = tuple(index for index in range(len(draft.layers)) if index not in set(sparse))
+        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained, plain=plain)
         try:
             target, dense = target_for(draft.config, shapes, mixture, self.target)
         except NoTarget:
@@ -188,18 +231,26 @@ class UpcycleExperts(Operation):
                 raise
             return self._as_grafts(draft, dense_of(draft.config, shapes, mixture), mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
-        made = target.layer(dense, mixture)
         for index, layer in enumerate(draft.layers):
+            kept = index in plain
+            made = target.plain_layer(dense) if kept else target.layer(dense, mixture)
             born = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
-            dropped = target.dropped(dense)
-            layer.tensors = {s: recipe for s, recipe in layer.tensors.items() if s not in dropped} | born
+            dropped = target.dropped(dense, plain=kept)
+            stay = {s: recipe for s, recipe in layer.tensors.items() if s not in dropped}
+            if self.attention == "average":
+                whole = {s: Take(s, 0, r.shape[0]) for s, r in stay.items() if s.startswith("self_attn.")}
+                born |= {s: self._mean(take, layer) for s, take in whole.items()}
+            layer.tensors = stay | born
             layer.rewritten |= dict.fromkeys(born, number)
-            layer.init = f"{mixture.count} experts, top {mixture.chosen}"
+            if not kept:
+                layer.init = f"{mixture.count} experts, top {mixture.chosen}"
         draft.converted = target.config(dense, mixture)
         return OperationRecord(
             op=self.op,
-            matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
-            f" {target.architecture} (also in {target.engines}){self._amended(target, mixture)}",
+            matched=f"{len(sparse)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
+            f" {target.architecture} (also in {target.engines}){self._amended(target, mixture)}"
+            + (f"; {show_layers(list(plain))} keep their MLP" if plain else "")
+            + ("; attention is the mean of all models'" if self.attention == "average" else ""),
             claim=self._claim(target, dense),
             trains="new",
         )
@@ -212,7 +263,8 @@ class UpcycleExperts(Operation):
             draft.settings["routed_loss"] = {"balance": balance}
         made = routed_tensors(dense, mixture)
         entry = {"experts": mixture.count, "size": dense.width // mixture.segments, "top_k": mixture.chosen}
-        for index in select_sites(draft, "all", FFN):
+        sites = select_sites(draft, self.layers, FFN)
+        for index in sites:
             layer = draft.layers[index]
             tensors = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
             layer.grafts.append(Graft("routed_experts", dict(entry), tensors, number))
@@ -220,8 +272,9 @@ class UpcycleExperts(Operation):
         alone += self._amended_by(balance)
         return OperationRecord(
             op=self.op,
-            matched=f"{len(draft.layers)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
-            f" MLP by modules of surgeon's own, as no class of transformers holds a {model_type} with experts{alone}",
+            matched=f"{len(sites)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
+            f" MLP by modules of surgeon's own, as no class of transformers holds a {model_type} with experts"
+            f"{' in these layers alone' if mixture.plain else ''}{alone}",
             claim=Claim("exact", "routed experts add exactly zero beside the base's MLP, whatever the router says"),
             trains="new",
         )
@@ -298,6 +351,8 @@ class UpcycleExperts(Operation):
                 return Constant(0.0, dtype, made.shape)
         cut = made.role == "down" and self.fine_grained > 1
         joined = _joined(made.takes, layer, made.shape, still=made.role == "kept")
+        if joined.still and self.attention == "average" and made.suffix.startswith("self_attn."):
+            return self._mean(made.takes[0], layer)
         if joined.still or (self.init == "copy" and not cut and not self.models):
             return joined
         # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
@@ -322,11 +377,18 @@ class UpcycleExperts(Operation):
             return Joined((Rows(source, take.start, take.stop),), source.dtype, shape, still=False)
         return Taken(name, source.source, take.start, take.stop, source.dtype, shape)
 
+    def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
+        """The mean of a tensor of attention over all models that are experts."""
+        return Summed(tuple(self._whole(take, layer, n) for n in range(self._count)), (1,) * self._count, self._count)
+
     def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
         """A matrix of one expert as the init has it; the neurons drawn anew are the same in its three matrices."""
         match self.init:
             case "noise":
-                return Noised(matrix, key, 0.01 if self.noise is None else self.noise)
+                # As Drop-Upcycling's baseline has it; with `noise`, as it was before that: on all neurons.
+                std, relative = self.noise or self.noise_std or 0.02, self.noise is not None
+                share = self.noise_share or (1.0 if relative else 0.5)
+                return Noised(matrix, f"{expert}.neurons", key, std, relative, share, int(made.role == "down"))
             case "drop_upcycling":
                 share = 0.5 if self.drop is None else self.drop
                 return Redrawn(matrix, f"{expert}.neurons", key, share, int(made.role == "down"))

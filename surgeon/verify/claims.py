@@ -18,7 +18,7 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, fits_of, numel
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -70,6 +70,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
     plan_models = [name for operation in loaded.plan.operations for name in operation.models]
     adapters = adapters_of(manifest, file=MANIFEST_FILE)
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
+    fits = dict.fromkeys(name for output in blueprint.outputs if output.new for name in fits_of(output.recipe))
     expected = compose(
         loaded,
         blueprint,
@@ -83,6 +84,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
         models={name: manifest.models.get(name, ModelEntry(id=name, sha256="0" * 64)) for name in plan_models},
         measured=measured_of(manifest),
+        fits={name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits},
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.

@@ -37,7 +37,8 @@ class Verification:
 
     `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
     where none was made (`promise` none), differing logits are as promised, and so they are where the output was
-    `trained` since the surgery. `gated`: a domain gate decides which tokens have the base's logits.
+    `trained` since the surgery. `gated`: a domain gate decides which tokens have the base's logits. `tail_alone`: what
+    is promised to rounding are the logits of the base's last V mod 4 tokens, and of all others that they are identical.
     """
 
     promise: str
@@ -47,6 +48,7 @@ class Verification:
     tokens: str = ""
     trained: bool = False
     gated: bool = False
+    tail_alone: bool = False
 
     def __repr__(self) -> str:
         checks = f"{sum(check.holds for check in self.checks)} of {len(self.checks)} checks hold"
@@ -64,6 +66,11 @@ class Verification:
         """Whether all compared logits differ by no more than rounding; None when none were compared."""
         # Encoders' outputs are compared otherwise, and no operation promises this of them.
         return all(getattr(c, "rounded", c.identical) for c in self.comparisons) if self.comparisons else None
+
+    @property
+    def same_before_tail(self) -> bool:
+        """Whether all compared logits but those of the base's last V mod 4 tokens were bit-identical."""
+        return all(getattr(c, "same_before_tail", c.identical) for c in self.comparisons)
 
     @property
     def bounded(self) -> bool | None:
@@ -85,7 +92,8 @@ class Verification:
     @property
     def holds(self) -> bool:
         """Whether every promise of the manifest holds."""
-        same = self.identical is not False or (self.promise == "rounding" and self.rounded is not False)
+        rounded = self.rounded is not False and (not self.tail_alone or self.same_before_tail)
+        same = self.identical is not False or (self.promise == "rounding" and rounded)
         kept = self.promise == "none" or self.trained or (same and self.bounded is not False)
         return kept and all(check.holds for check in self.checks)
 
@@ -155,7 +163,12 @@ def verify(
     folders = base_folder, out_folder
     options: dict[str, Any] = {"device": devices.resolve(device)}
     found = Verification(
-        proof.promise, proof.checks, tokens=tokens.source, trained=proof.trained, gated=_is_gated(out_folder)
+        proof.promise,
+        proof.checks,
+        tokens=tokens.source,
+        trained=proof.trained,
+        gated=_is_gated(out_folder),
+        tail_alone=proof.tail_alone,
     )
     if streamed:
         from surgeon.models.compare_streamed import compare_streamed
@@ -255,7 +268,7 @@ def _shown(listener: Listener) -> Callable[[int, int], None]:
 class _Static(NamedTuple):
     """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
 
-    `more` is how many rows for tokens the output has that the base has not.
+    `more` is how many rows for tokens the output has that the base has not; `tail_alone` is that of `Verification`.
     """
 
     promise: str
@@ -263,6 +276,7 @@ class _Static(NamedTuple):
     layer_of_base: tuple[int, ...]
     checks: list[Check]
     more: int
+    tail_alone: bool
 
 
 def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> _Static:
@@ -272,11 +286,12 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         more = max(state.more.values(), default=0)
-        return _Static(state.promise, state.trained, state.layers, checks, more)
+        return _Static(state.promise, state.trained, state.layers, checks, more, tail_alone=False)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
-    return _Static(blueprint.promise, bool(manifest.training), blueprint.layer_of_base, checks, blueprint.more_rows)
+    trained, layers = bool(manifest.training), blueprint.layer_of_base
+    return _Static(blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone)
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -311,7 +326,10 @@ def verdict(verification: Verification) -> Text:
         return Text("every static promise holds (logits not compared)", style="bold green")
     if verification.promise == "rounding" and not verification.identical:
         most = max(c.max_abs_difference for c in verification.comparisons)
-        return Text(f"every promise holds, logits differ by rounding alone (at most {most:.3g})", style="bold green")
+        of = " of the base's last V mod 4 tokens" if verification.tail_alone else ""
+        return Text(
+            f"every promise holds, logits{of} differ by rounding alone (at most {most:.3g})", style="bold green"
+        )
     if verification.bounded:
         rise = max(grown.rise for grown in verification.grown.values())
         words = f"every old logit is bit-identical, new tokens cost an old one at most {rise:.4g} nats"

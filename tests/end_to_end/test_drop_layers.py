@@ -153,7 +153,7 @@ def test_laco_merges_by_its_equation_and_follows_its_algorithm(tmp_path: Path) -
         others = [{s: held[f"model.layers.{o}.{s}"].double() for s in own} for o in above]
         return {s: value + sum(other[s] - value for other in others) for s, value in own.items()}
 
-    made, told = applied_to(base, tmp_path, count=2, by="laco", merge=1, threshold=-1, **MEASURED)
+    made, told = applied_to(base, tmp_path, count=2, by="laco", merge=1, interval=2, threshold=-1, **MEASURED)
     # With every merge taken: layers 4 and 2 take those above them in.
     assert told["layers"] == [3, 5] and told["merged"] == {"2": {"3": 1}, "4": {"5": 1}}
     expected = without(load(base, "float64"), [3, 5])
@@ -167,6 +167,15 @@ def test_laco_merges_by_its_equation_and_follows_its_algorithm(tmp_path: Path) -
     last = states_of(load(base, "float64"), ids)[-1]
     near = [float(cosine(states_of(model, ids)[-1], last).mean()) for model in (one, expected)]
     assert told["text"]["scores"] == pytest.approx(near, abs=1e-5)
+    # One layer into the one below is its deletion, and that is what is said.
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "layer 2 by 3, 4 by 5" in card and "nothing is merged there" in card and "merged into" not in card
+
+    # By default two, from the top down, within a range; the rest of the count is one layer more.
+    (tmp_path / "two").mkdir()
+    made, told = applied_to(base, tmp_path / "two", count=3, by="laco", threshold=-1, range=[1, 4], **MEASURED)
+    assert told["layers"] == [2, 3, 4] and told["merged"] == {"1": {"2": -1, "3": 1, "4": 1}}
+    assert "3 by" not in (tmp_path / "two" / "out" / "README.md").read_text()
 
     # Two layers into the one below, as listed, which needs no text; and a base that changed is found.
     plan = plan_of(tmp_path, {"layers": [2, 3], "by": "laco"}, name="listed.yaml")
@@ -281,6 +290,10 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "laco of two kinds": ([{"layers": [1], "by": "laco"}], "are of different kinds"),
     "laco nowhere": ([{"count": 2, "by": "laco"} | MEASURED], "only 0 of 2 layers merge"),
     "laco of more than there are": ([{"count": 2, "by": "laco", "merge": 6} | MEASURED], "there are only 5 layers"),
+    "laco beyond the top": (
+        [{"count": 2, "by": "laco", "range": [0, 9]} | MEASURED],
+        "goes up to layer 9; there are 6",
+    ),
     "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 carry grafts"),
 }
 

@@ -283,7 +283,17 @@ def test_noise_stays_exact_beside_a_shared_expert_alone(tmp_path: Path) -> None:
     drawn = [after[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"].float() - plain for e in range(4)]
     assert all(float(each.std()) == pytest.approx(0.1 * float(plain.std()), rel=0.1) for each in drawn)
     assert abs(float(torch.corrcoef(torch.stack([each.flatten() for each in drawn]))[0, 1])) < 0.1
+    # By default half of the neurons, the same in an expert's three matrices, by N(0, 0.02²): Drop-Upcycling's baseline.
     copies = upcycled(tmp_path, base, "copies", form="copies", init="noise")
+    experts = weights(copies)
+    moved = []
+    for theirs, ours, axis in (("gate", "w1", 1), ("up", "w3", 1), ("down", "w2", 0)):
+        apart = experts[f"model.layers.0.block_sparse_moe.experts.1.{ours}.weight"].float()
+        apart -= before[f"model.layers.0.mlp.{theirs}_proj.weight"].float()
+        moved.append((apart != 0).any(axis))
+        assert float(apart[apart != 0].std()) == pytest.approx(0.02, rel=0.15)
+    assert int(moved[0].sum()) == len(moved[0]) // 2 and torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[0], moved[2])
     proof = surgeon.verify(base, copies, device="cpu", windows=1, window=16)
     assert proof.promise == "none" and proof.holds and not proof.identical
     with pytest.raises(BadInput, match="take the base of that surgery"):
@@ -391,6 +401,60 @@ def test_fine_tunes_as_experts(family: str, tmp_path: Path) -> None:
         # The base's own MLP is there as an expert, byte for byte.
         surgeon.revert(out, tmp_path / "back")
         assert_same(base, tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3"])
+def test_attention_is_averaged_where_that_is_asked(family: str, tmp_path: Path) -> None:
+    """Branch-Train-MiX: the mean over all models, the base among them where it is named; else the base's."""
+    base = base_of(tmp_path, family, dtype="float32")
+    models = [fine_tune(base, tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    kept = upcycled(tmp_path, base, "kept", form="copies", experts=["base", "one", "two"])
+    out = upcycled(tmp_path, base, form="copies", experts=["base", "one", "two"], attention="average")
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).holds
+    held = [weights(folder) for folder in (base, *models)]
+    found, before = weights(out), weights(kept)
+    for name in (
+        "self_attn.o_proj.weight",
+        "self_attn.qkv_proj.weight" if family == "phi3" else "self_attn.q_norm.weight",
+    ):
+        name = f"model.layers.1.{name}"
+        mean = torch.stack([each[name].double() for each in held]).mean(0)
+        parts = [name.replace("qkv", part) for part in "qkv"] if "qkv" in name else [name]
+        assert torch.allclose(torch.cat([found[part] for part in parts]).double(), mean, atol=1e-6)
+        assert torch.equal(torch.cat([before[part] for part in parts]), held[0][name])
+    assert torch.equal(found["model.layers.1.input_layernorm.weight"], held[0]["model.layers.1.input_layernorm.weight"])
+    with pytest.raises(BadInput, match="take the base of that surgery"):
+        surgeon.revert(out, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "setting"),
+    [
+        ("qwen3", {"form": "copies", "layers": {"every": 2}}, {"mlp_only_layers": [0, 2]}),
+        ("phi3", {"form": "shared", "layers": [2, 3]}, {"first_k_dense_replace": 2}),
+        ("llama", {"form": "shared", "layers": [1, 3]}, None),
+    ],
+)
+def test_some_layers_keep_their_mlp(
+    family: str, options: dict[str, Any], setting: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Natively where a class says so in its config, by modules beside the MLP else; and back."""
+    base = base_of(tmp_path, family, num_hidden_layers=4)
+    out = upcycled(tmp_path, base, **options)
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.holds and proof.promise == ("rounding" if options["form"] == "copies" else "exact")
+    config = json.loads((out / "config.json").read_text())
+    assert ("surgery" in config) == (setting is None) and (setting or {}).items() <= config.items()
+    with_experts = {int(name.split(".")[2]) for name in weights(out) if ".experts." in name or ".routed." in name}
+    assert with_experts == ({2, 3} if family == "phi3" else {1, 3})
+    surgeon.revert(out, tmp_path / "back")
+    assert_same(base, tmp_path / "back")
+
+
+def test_a_class_with_experts_in_every_layer_is_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    with pytest.raises(BadInput, match="it has experts in every layer"):
+        upcycled(tmp_path, base, form="copies", layers=[1])
 
 
 @pytest.mark.parametrize(("form", "segments"), [("shared", 1), ("copies", 2)])

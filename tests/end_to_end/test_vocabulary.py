@@ -5,6 +5,7 @@ Logits are compared with those of transformers' own classes on the base, and the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families import FAMILIES
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from surgeon.models.compare import Tally
 from surgeon.verify.verify import verification_view
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
@@ -274,6 +276,30 @@ def test_a_bound_that_is_broken_is_said(tmp_path: Path) -> None:
     save_file(tensors, holding, metadata={"format": "pt"})
     (broken, _) = compare_logits(base, tmp_path / "out", ids, more=12)
     assert broken.identical and broken.grown is not None and not broken.grown.kept
+
+
+def test_old_rows_that_are_no_multiple_of_four(tmp_path: Path) -> None:
+    """The last V mod 4 logits are promised to rounding, all others to the bit; verify judges by that."""
+    base = base_of(tmp_path, vocab_size=ROWS + 3, dtype="float32")
+    plan, out = plan_of(tmp_path, GROW), tmp_path / "out"
+    (record,) = surgeon.preview(plan, base).blueprint.operations
+    assert record.claim.promise == "rounding" and "those of the last 3 old tokens" in record.claim.reason
+    surgeon.apply(plan, base, out, device="cpu")
+    found = surgeon.verify(base, out, device="cpu", windows=2, window=16)
+    assert found.holds and found.same_before_tail and found.bounded
+    comparison = next(c for c in found.comparisons if c.mode == "prefill")
+    # A difference that rounding allows of any logit is broken where it is of one before them.
+    off = dataclasses.replace(comparison, identical=False, max_abs_difference=1e-7, largest=1.0)
+    for same_before_tail in (True, False):
+        found.comparisons[:] = [dataclasses.replace(off, same_before_tail=same_before_tail)]
+        assert found.holds is same_before_tail
+    tally = Tally("prefill", "float32", 2)
+    logits = torch.zeros(1, 2, 7)
+    for number, before_tail in ((6, True), (4, True), (3, False)):
+        apart = torch.cat([logits, torch.full((1, 2, 2), -1.0)], -1)
+        apart[..., number] = 1e-7
+        tally.add(logits, apart, torch.zeros(1, 2, dtype=torch.long))
+        assert tally.result().same_before_tail is before_tail and not tally.result().identical
 
 
 def test_the_command_line_shows_fertility_and_the_bound(tmp_path: Path) -> None:

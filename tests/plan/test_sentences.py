@@ -85,6 +85,12 @@ OPERATIONS = [
         "`negative_prompts` has 1 lists for 2 experts; give one for each, `[]` for none",
     ),
     ("op: upcycle_experts, noise: 0.1", "`noise` has no meaning with `init: copy`"),
+    ("op: upcycle_experts, noise_share: 0.1", "`noise_share` has no meaning with `init: copy`"),
+    (
+        "op: upcycle_experts, init: noise, noise: 0.1, noise_std: 0.1",
+        "`noise` is relative to a matrix's deviation and `noise_std` is not; give one of them",
+    ),
+    ("op: upcycle_experts, attention: average", "`attention: average` is of other models; list them in `experts`"),
     ("op: upcycle_experts, init: noise, drop: 0.1", "`drop` has no meaning with `init: noise`"),
     ("op: drop_layers", "give either `layers` (which go) or `count` (how many, chosen on `text`)"),
     ("op: drop_layers, count: 2", "`count` needs `text`: which layers matter least is measured on it"),
@@ -95,7 +101,11 @@ OPERATIONS = [
     ("op: drop_layers, layers: [1], candidates: 2", "`candidates` is of `by: loss` only"),
     (
         "op: drop_layers, layers: [1], by: laco, merge: 2",
-        "`merge`, `threshold` and `interval` are of `by: laco` with `count` only",
+        "`merge`, `threshold`, `interval` and `range` are of `by: laco` with `count` only",
+    ),
+    (
+        "op: drop_layers, count: 2, text: en.jsonl, by: laco, range: [3, 3]",
+        "`range: [3, 3]`: give [lowest, highest], two layers at least",
     ),
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),

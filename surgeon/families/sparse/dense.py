@@ -20,7 +20,7 @@ class Mixture:
     """What a mixture is to be: `experts` copies of the base's MLP, each cut into `segments`, `top_k` of them a token.
 
     So there are experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
-    loss that spreads tokens over experts; 0 is none.
+    loss that spreads tokens over experts; 0 is none. `plain` are the layers that keep their MLP.
     """
 
     form: Form
@@ -28,6 +28,7 @@ class Mixture:
     top_k: int
     segments: int = 1
     balance: float = 0.0
+    plain: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:

@@ -53,7 +53,9 @@ def target_for(
 
     def why_not(target: Target) -> str:
         uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
-        return _why_not(*told, target.model_type, mixture.segments) or (uneven if dense.width % _GROUPED else "")
+        refusal = target.refusal(mixture)
+        wrong = refusal or _why_not(*told, target.model_type, mixture.segments, bool(mixture.plain))
+        return wrong or (uneven if dense.width % _GROUPED else "")
 
     # Of each reason the classes that it rules out.
     reasons: dict[str, list[str]] = {}
@@ -98,7 +100,7 @@ def _dense(config: str, shapes: str) -> Dense:
 
 
 @functools.lru_cache(maxsize=64)
-def _why_not(config: str, shapes: str, model_type: str, segments: int) -> str:
+def _why_not(config: str, shapes: str, model_type: str, segments: int, plain: bool) -> str:
     """Why a class does not hold a base, in a few words; empty where it does."""
     target = next(target for target in TARGETS if target.model_type == model_type)
     told = json.loads(config)
@@ -107,7 +109,7 @@ def _why_not(config: str, shapes: str, model_type: str, segments: int) -> str:
     try:
         dense = _dense(config, shapes)
         skeleton, other = build(told), build(target.config(dense, mixture))
-        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told)
+        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told, plain)
     except BadInput as error:
         return printable(str(error).removeprefix("config.json: "), 160)
     except LOAD_FAILURES as error:
@@ -146,11 +148,14 @@ def _outer(skeleton: Skeleton) -> dict[str, Any]:
     return {name: value for name, value in held.items() if not name.startswith(f"{skeleton.stack}.")}
 
 
-def _unlike(target: Target, config: Mapping[str, Any]) -> str:
-    """How a tiny twin of the base computes something else as this class; empty where it gives the same logits."""
+def _unlike(target: Target, config: Mapping[str, Any], plain: bool) -> str:
+    """How a tiny twin of the base computes something else as this class; empty where it gives the same logits.
+
+    With `plain` its lowest layer keeps the MLP.
+    """
     import torch
 
-    mixture = Mixture(target.form, experts=4, top_k=2)
+    mixture = Mixture(target.form, experts=4, top_k=2, plain=(0,) if plain else ())
     with one_thread(), quiet_transformers(), torch.no_grad():
         twin = twin_of(config)
         small = shrunk(config)
@@ -162,8 +167,9 @@ def _unlike(target: Target, config: Mapping[str, Any]) -> str:
         draws = torch.Generator().manual_seed(0)
         for index in range(len(twin.layers)):
             own = {s: held[f"{stem}{index}.{s}"] for s in shapes}
-            tensors |= {f"{stem}{index}.{s}": v for s, v in own.items() if s not in target.dropped(dense)}
-            for made in target.layer(dense, mixture):
+            kept = index in mixture.plain
+            tensors |= {f"{stem}{index}.{s}": v for s, v in own.items() if s not in target.dropped(dense, plain=kept)}
+            for made in target.plain_layer(dense) if kept else target.layer(dense, mixture):
                 if made.role != "bias":
                     tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, own, target.form, draws)
         with torch.random.fork_rng(devices=[]):

@@ -46,7 +46,8 @@ class Target:
     `settings` are the fields of its config.json that are not every class's, of a base and a mixture; it raises BadInput
     where no setting computes what the base does. `expert` and `shared` hold a place for the number and for the three
     `words` of gate, up and down; of a class with `fused` ones `words` are those of gate and up in one, and of down.
-    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it.
+    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it, `plain` which of its layers may
+    have an MLP instead of experts.
     """
 
     model_type: str
@@ -61,6 +62,17 @@ class Target:
     bias: str = ""
     fused: bool = False
     balanced: bool = True
+    plain: Literal["none", "lowest", "any"] = "none"
+
+    def refusal(self, mixture: Mixture) -> str:
+        """Why the class cannot keep the MLP in these layers, in a few words; empty where it can."""
+        if not mixture.plain or self.plain == "any":
+            return ""
+        if self.plain == "none":
+            return "it has experts in every layer"
+        if mixture.plain == tuple(range(len(mixture.plain))):
+            return ""
+        return "its layers without experts are the lowest alone"
 
     def config(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
         """The config.json of the mixture. Raises BadInput where the class cannot compute what the base does."""
@@ -108,9 +120,17 @@ class Target:
             made.append(Made(self.bias, (mixture.count,), "bias"))
         return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
 
-    def dropped(self, dense: Dense) -> set[str]:
-        """Suffixes of the base's layer that the mixture has not under their own names."""
-        return {suffix for suffix in dense.shapes if suffix.startswith("mlp.") or suffix == JOINT}
+    def plain_layer(self, dense: Dense) -> list[Made]:
+        """The tensors of a layer that keeps its MLP and are not the base's under their own names."""
+        roles = {f"mlp.{role}_proj.weight": role for role in ("gate", "up")} if dense.fused else {}
+        roles |= {QUERY: "query", KEY: "key", VALUE: "value"} if JOINT in dense.shapes else {}
+        return [_kept(suffix, dense.hidden, dense.source(role)) for suffix, role in roles.items()]
+
+    def dropped(self, dense: Dense, *, plain: bool = False) -> set[str]:
+        """Suffixes of the base's layer, with experts or `plain`, that the mixture has not under their own names."""
+        kept = () if dense.fused else ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+        kept = (*kept, "mlp.down_proj.weight") if plain else ()
+        return {s for s in dense.shapes if (s.startswith("mlp.") or s == JOINT) and s not in kept}
 
     def _experts(self, dense: Dense, mixture: Mixture) -> list[Made]:
         made: list[Made] = []

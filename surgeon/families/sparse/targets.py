@@ -22,7 +22,7 @@ def _sigmoid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
         "n_shared_experts": mixture.segments,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": 0,
+        "first_k_dense_replace": len(mixture.plain),
         # Of one expert the weight would be 1 whatever its router says, which then never learns.
         "norm_topk_prob": mixture.chosen > 1,
         "routed_scaling_factor": 1.0,
@@ -57,7 +57,7 @@ def _qwen3_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
         "moe_intermediate_size": dense.width // mixture.segments,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(mixture.plain),
         "use_sliding_window": window is not None,
         "sliding_window": window,
     }
@@ -103,6 +103,7 @@ TARGETS: tuple[Target, ...] = (
         shared=_SHARED,
         bias=_BIAS,
         balanced=False,
+        plain="lowest",
     ),
     Target(
         "dots1",
@@ -116,6 +117,7 @@ TARGETS: tuple[Target, ...] = (
         shared=_SHARED,
         bias=_BIAS,
         balanced=False,
+        plain="lowest",
     ),
     Target(
         "granitemoeshared",
@@ -148,6 +150,7 @@ TARGETS: tuple[Target, ...] = (
         _EXPERT,
         _PROJECTIONS,
         _qwen3_moe,
+        plain="any",
     ),
     Target(
         "granitemoe",
