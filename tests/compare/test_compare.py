@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def files(results: Path) -> dict[str, bytes]:
     """Everything but what depends on the day, or on the processes."""
     kept = (path for path in results.rglob("*") if path.is_file())
-    passing = ("seconds.jsonl", "lock", "worker-0.log", "worker-1.log")
+    passing = ("seconds.jsonl", "lock", "worker-0.log", "worker-1.log", "study.json", ".recalled.jsonl.signed")
     return {str(path.relative_to(results)): path.read_bytes() for path in kept if path.name not in passing}
 
 
@@ -133,7 +133,7 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
 
     monkeypatch.setattr(workers.Processes, "begin", begin_and_kill)
     with pytest.raises(BadInput, match=r"worker-\d.log: a worker .*; the same command goes on"):
-        carried_out(whole.folder, str(results), jobs=2)
+        carried_out(whole.folder, str(results), jobs=2, take_over=True)
     told = carried_out(whole.folder, str(results), jobs=1)
     assert 1 <= told.made <= 3
     assert files(results) == files(whole.told.path)
@@ -157,7 +157,8 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
     def asked(was: str, now: str, **more: Any) -> Compared:
         again.write_text(STUDY.replace(was, now), encoding="utf-8")
         texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
-        return surgeon.compare(again, whole.folder / "base", results, device="cpu", jobs=1, **(texts | more))
+        asked = {"device": "cpu", "jobs": 1, "take_over": True} | texts | more
+        return surgeon.compare(again, whole.folder / "base", results, **asked)
 
     told = asked("seeds", "seeds", minutes=1e-9)
     assert told.made == 0 and told.findings == whole.told.findings

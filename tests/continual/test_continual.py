@@ -20,7 +20,7 @@ import torch
 import yaml
 
 import surgeon
-from surgeon.checkpoint import working
+from surgeon.checkpoint import signed
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.held import HeldFolder
 from surgeon.common.listener import Quiet
@@ -232,7 +232,7 @@ def test_what_was_changed_between_two_calls_is_made_again(tmp_path: Path, monkey
         with monkeypatch.context() as patched, pytest.raises(Interrupted):
             patched.setattr(course._Course, to, cut)
             given = (folder / "tasks.yaml", folder / "base", folder / "run")
-            surgeon.continual(*given, keep=True, device="cpu", listener=listener)
+            surgeon.continual(*given, keep=True, take_over=True, device="cpu", listener=listener)
         return [line for line in listener.said if line.startswith(("01-", "02-"))]
 
     assert carried_on(tmp_path / "one", to="_measure") == []
@@ -486,7 +486,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(working, "write_durably", full)
+        patched.setattr(signed, "write_durably", full)
         with pytest.raises(BadInput, match=r"course\.json: the disk is full \(.* free there\); .* complete is kept"):
             carried_out(tmp_path)
     assert not (tmp_path / "run").exists()

@@ -402,7 +402,7 @@ def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_while_it_publishes(cut_off: Path, tmp_path: Path) -> None:
     shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
     given = (tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run")
-    trained = surgeon.train(*given, device="cpu")
+    trained = surgeon.train(*given, take_over=True, device="cpu")
     assert trained is not None
     assert trained.resumed_at == 3
     assert not trained.unchanged
@@ -463,7 +463,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
 
     monkeypatch.setattr(torch, "load", watched)
     listener = Quiet()
-    trained = surgeon.train(*given, tmp_path / "run", device="cpu", listener=listener)
+    trained = surgeon.train(*given, tmp_path / "run", take_over=True, device="cpu", listener=listener)
     assert trained is not None
     assert trained.resumed_at == 2
     assert "checkpoint-3/optimizer.pt is not what was written, so it is passed over and dropped" in listener.said
