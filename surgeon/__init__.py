@@ -7,9 +7,14 @@ mirrors the command line, one function a command; the function and its result ar
 shown where a listener is given (`with surgeon.ProgressListener() as listener`), errors for the user are `SurgeonError`.
 """
 
-from __future__ import annotations
-
+import os
 import sys
+
+# `python -m surgeon…` has the working directory first on its path, and this file is the first of surgeon's that runs:
+# a `typing.py` that lies there is not what is imported below. So nothing is imported above, not even `__future__`.
+if sys.argv[:1] == ["-m"] and sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
+    del sys.path[0]
+
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,16 @@
-"""`python -m surgeon`."""
+"""`python -m surgeon`, and the command `surgeon`."""
 
-from surgeon.cli import main
+from surgeon.common.processes import leave_out_working_folder
 
-main()
+
+def main() -> None:
+    """Run the command line, of which nothing in the working directory is a part."""
+    leave_out_working_folder()
+
+    from surgeon.cli import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

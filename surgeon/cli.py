@@ -25,6 +25,7 @@ import surgeon
 from surgeon._version import __version__
 from surgeon.checkpoint.room import no_room
 from surgeon.common.distributed import Ranks, joined
+from surgeon.common.interrupting import interrupt
 from surgeon.common.plain import Result
 from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
@@ -58,7 +59,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            done = super().invoke(ctx)
+            with _plugins_named():
+                done = super().invoke(ctx)
             # What is shown is written at the latest here, where there may be no room for it.
             sys.stdout.flush()
             return done
@@ -70,6 +72,9 @@ class _Group(TyperGroup):
             _fail("interrupted; the same command continues where it stopped", 130)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
+        except SystemExit as error:
+            # Nothing of surgeon's raises it: a command that was not carried out must not end as if it were done.
+            _fail(f"code that this command called ended Python (SystemExit: {error}); --debug shows where", 1)
         except Exception as error:
             # Usage errors (an unknown option, say) have their own exit code; typer shows them.
             if isinstance(getattr(error, "exit_code", None), int):
@@ -84,6 +89,19 @@ class _Group(TyperGroup):
                 _fail(f"{named}{error.strerror or error}; check the path, its permissions and the disk", 2)
             summary = f"{type(error).__name__}: {error}".splitlines()[0]
             _fail(f"a bug in surgeon: {summary} (--debug shows the trace; please report it)", 1)
+
+
+@contextmanager
+def _plugins_named() -> Iterator[None]:
+    """What a plugin's code raised is a refusal that names the plugin, whatever it is."""
+    try:
+        yield
+    except BaseException as error:
+        from surgeon.common.plugins import blamed
+
+        if not isinstance(error, BrokenPipeError) and no_room(error) is None and (refusal := blamed(error)):
+            raise refusal from error
+        raise
 
 
 class _Command(TyperCommand):
@@ -247,6 +265,12 @@ Link = Annotated[
     bool,
     typer.Option("--link", help="hard-link shards that stay as they are; both names are read-only then"),
 ]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over", help="go on with a work folder that you did not begin in this place (a copy, an archive)"
+    ),
+]
 TextFile = Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")]
 NamedTexts = Annotated[
     list[str] | None,
@@ -318,7 +342,7 @@ def apply(
 ) -> None:
     """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
 
-    Under torchrun (`torchrun --nproc-per-node N -m surgeon apply …`) N processes share the layers to compute.
+    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon apply …`) N processes share the layers to compute.
     `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
     """
     from surgeon.apply.apply import applied_view
@@ -403,6 +427,7 @@ def train(
         bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
     ] = False,
     link: Link = False,
+    take_over: TakeOver = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
@@ -412,7 +437,7 @@ def train(
 
     `what` and `lora` in the config train the base's own tensors, layers or a LoRA instead, of a plain base too.
 
-    Under torchrun (`torchrun --nproc-per-node N -m surgeon train …`) N processes share every step's sequences.
+    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
     """
     from surgeon.train.config import load_config
 
@@ -431,7 +456,7 @@ def train(
         if dry_run:
             rehearsal = surgeon.rehearse(out, config, to, **given)
         else:
-            trained = surgeon.train(out, config, to, delta_only=delta_only, link=link, **given)
+            trained = surgeon.train(out, config, to, delta_only=delta_only, link=link, take_over=take_over, **given)
     if dry_run:
         _show(rehearsal, rehearsal_view, as_json=as_json)
     elif trained is not None:
@@ -457,6 +482,7 @@ def recall(
     length: Annotated[int | None, typer.Option(help="longest document in tokens; default: 512")] = None,
     batch: Annotated[int, typer.Option(help="documents at a time")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
+    take_over: TakeOver = False,
     revision: Revision = None,
     dtype: Annotated[
         str, typer.Option(help="run the model in auto (the checkpoint's), float32, bfloat16 or float16")
@@ -520,6 +546,7 @@ def continual(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
     revision: Revision = None,
     keep: Annotated[bool, typer.Option("--keep", help="keep the earlier tasks' models, in RUN-tasks")] = False,
+    take_over: TakeOver = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
@@ -556,6 +583,7 @@ def compare(
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="runs at a time; default: as cores, memory, GPUs allow")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="keep every trained model, in RESULTS/runs")] = False,
+    take_over: TakeOver = False,
     revision: Revision = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
@@ -602,6 +630,9 @@ def revert(
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the earlier state")],
     to: Annotated[
         int | None, typer.Option("--to", metavar="N", help="keep the first N surgeries; default: all but the last")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="the folder of that state: read, and refused where OUT says another of it")
     ] = None,
     base_digest: Annotated[
         str | None,
@@ -935,7 +966,7 @@ def _sigterm_interrupts() -> Iterator[None]:
     if Ranks.of_environment().size > 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
@@ -1025,4 +1056,6 @@ def _bytes(text: str) -> int:
 
 def main() -> None:
     """Run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     app()

@@ -22,6 +22,10 @@ os.environ["HF_MODULES_CACHE"] = _CODE
 atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
 # Nothing that one test found out is known to another.
 os.environ["SURGEON_CACHE"] = "off"
+# The key by which work folders are known again is the tests' own, of all their processes.
+if "SURGEON_STATE" not in os.environ:
+    os.environ["SURGEON_STATE"] = _STATE = tempfile.mkdtemp(prefix="surgeon-tests-state-")
+    atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 # The same examples in each run, and no verdict by the clock: a busy machine would fail. tests/fuzz asks for others.
 settings.register_profile(
     "surgeon", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]

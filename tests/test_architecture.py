@@ -162,6 +162,49 @@ def test_only_one_module_lets_transformers_load_anything() -> None:
                 assert not [name.name for name in node.names if _LOADING_CLASS.fullmatch(name.name)], where
 
 
+# What starts a process, whatever module it is called from.
+_STARTS = re.compile(
+    r"(subprocess\.(Popen|run|call|check_\w+|getoutput|getstatusoutput)|os\.(system|popen|fork|forkpty|exec\w+|spawn\w+"
+    r"|posix_spawn\w*|startfile)|pty\.\w+|runpy\.\w+|asyncio\.create_subprocess_\w+|.*\bProcessPoolExecutor|.*\bDataLoader"
+    r"|.*\bmultiprocessing\b.*|(torch\.)?multiprocessing\..*)"
+)
+_STARTERS = ("subprocess", "multiprocessing", "torch.multiprocessing", "runpy", "pty", "asyncio")
+# Those that do, and what of it: one starts Python, without the working directory on its path; one forks, so that the
+# child imports what the parent does.
+_MAY_START = {"common/processes.py": {"subprocess.Popen"}, "models/tokenizer.py": {"os.fork"}}
+
+
+def test_every_process_is_started_where_its_path_is_safe() -> None:
+    for file in FILES:
+        allowed = _MAY_START.get(str(file.relative_to(PACKAGE)), set())
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        # `Popen[bytes]` is a type.
+        types = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+        for node in ast.walk(tree):
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
+            if (
+                isinstance(node, ast.Attribute)
+                and id(node) not in types
+                and _STARTS.fullmatch(named := ast.unparse(node))
+            ):
+                assert named in allowed, f"{where}: {named} (surgeon.common.processes starts Python)"
+            if isinstance(node, ast.ImportFrom) and node.module in (*_STARTERS, "os", "concurrent.futures"):
+                found = [name.name for name in node.names if _STARTS.fullmatch(f"{node.module}.{name.name}")]
+                typed = str(file.relative_to(PACKAGE)) in _MAY_START
+                assert typed or not found, f"{where}: {found}"
+
+
+def test_no_page_says_to_start_it_with_the_working_directory_on_its_path() -> None:
+    root = PACKAGE.parent
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.ipynb"), *FILES]
+    launched = re.compile(r"(torchrun|accelerate launch)[^`\n]* -m |python3? -m surgeon")
+    for page in pages:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            found = launched.search(line)
+            # Those that say what it does.
+            assert not found or page.name in ("trust.md", "__init__.py", "__main__.py"), f"{page}:{number}: {line}"
+
+
 def imported_by(code: str) -> set[str]:
     ran = subprocess.run(
         [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"],

@@ -1,7 +1,7 @@
 """Interpreters that start warm: a server imports torch once, and every `python` that a test asks for is its fork.
 
 Most of what a test's own process costs is importing torch (seconds), not what is tested. `warm()` is a command to be
-used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, `FILE`, `-I`, `-W`); environment,
+used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, `FILE`, `-I`, `-P`, `-W`); environment,
 folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
 it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
 under the test's own settings; only what transformers looks up in its own source files when it is imported, the names
@@ -253,19 +253,22 @@ def become(asked: dict[str, object]) -> None:
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
-    isolated = False
+    isolated, safe = False, bool(environment.get("PYTHONSAFEPATH"))
     while (option := arguments.pop(0)).startswith("-") and option not in ("-c", "-m"):
         if option == "-W":
             warnings._setoption(arguments.pop(0))
         elif option == "-I":
             isolated = True
+        elif option == "-P":
+            safe = True
         elif option != "-u":
             raise SystemExit(f"a warm interpreter does not know {option}")
     what = arguments.pop(0) if option in ("-c", "-m") else option
     del sys.path[0]  # this file's folder
     if not isolated:
-        beside = {"-c": "", "-m": str(Path.cwd())}.get(option, str(Path(option).parent))
-        sys.path[:0] = [beside, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        beside = [] if safe else [{"-c": "", "-m": str(Path.cwd())}.get(option, str(Path(option).parent))]
+        named = environment.get("PYTHONPATH")
+        sys.path[:0] = [*beside, *(entry or str(Path.cwd()) for entry in (named.split(os.pathsep) if named else ()))]
     sys.argv[:] = [option, *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if option == "-m":

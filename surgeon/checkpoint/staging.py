@@ -110,15 +110,8 @@ class Staging:
 
     def _unchanged(self, file: str) -> dict[str, Any] | None:
         entry = self._done.get(file)
-        if entry is None:
-            return None
-        try:
-            found = os.lstat(self.folder / file)
-        except OSError:
-            return None
-        record = entry.get("record")
-        same = stat.S_ISREG(found.st_mode) and {**entry, **_facts(found)} == entry
-        return record if same and isinstance(record, dict) else None
+        record = None if entry is None else entry.get("record")
+        return record if _is_as(self.folder / file, entry) and isinstance(record, dict) else None
 
     def done(self, file: str, record: dict[str, Any]) -> None:
         """Flush a finished file of `folder` to disk, then add it to the journal with `record` (JSON data).
@@ -168,7 +161,7 @@ class Staging:
         self._clean_up()
 
     def _staged(self) -> set[str]:
-        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
+        return _files_in(self.folder)
 
     def _continue_or_begin(self) -> None:
         journal = _Journal.read(self.working / _JOURNAL)
@@ -196,6 +189,12 @@ class Staging:
             if self._unchanged(name) is None:
                 (self.folder / name).unlink()
         kept = sum(self._unchanged(file) is not None for file in self._done)
+        if lost := len(self._done) - kept:
+            # Copied or unpacked here they have other inodes and times, whatever the journal says.
+            self._say(
+                f"{printable(str(self.working))}: {lost} files are not as they were written here, so they are written"
+                " again"
+            )
         if kept:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
@@ -203,7 +202,11 @@ class Staging:
         if journal.published is None or self.folder.exists() or not self.out.is_dir() or self.out.is_symlink():
             return False
         found = self.out.stat()
-        return journal.published == [found.st_ino, found.st_dev]
+        if journal.published != [found.st_ino, found.st_dev]:
+            return False
+        # A journal from elsewhere could guess the folder's number, not when each file was written here.
+        names = _files_in(self.out)
+        return bool(names) and all(_is_as(self.out / name, journal.done.get(name)) for name in names)
 
     def _set_aside(self) -> None:
         """Move another run's working folder away, lock and all, and hold the lock of a new one."""
@@ -244,6 +247,19 @@ class Staging:
             os.close(self._journal)
         self._journal = -1
         self._work.release()
+
+
+def _files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def _is_as(file: Path, entry: dict[str, Any] | None) -> bool:
+    """Whether nobody has touched a file since it got this entry in the journal."""
+    try:
+        found = os.lstat(file)
+    except OSError:
+        return False
+    return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **_facts(found)} == entry
 
 
 def _facts(found: os.stat_result) -> dict[str, int]:

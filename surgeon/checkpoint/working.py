@@ -119,13 +119,8 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def write_record(path: Path, data: Any) -> None:
-    """Replace a file of JSON that surgeon keeps for itself, durably."""
-    write_durably(path, record_of(data))
-
-
 def record_of(data: Any) -> bytes:
-    """JSON data as the content of such a file: its first line is the digest of the rest."""
+    """JSON data as the content of a file that surgeon keeps for itself: its first line is the digest of the rest."""
     kept = json.dumps(data).encode()
     return hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept
 

@@ -3,18 +3,25 @@
 Groups: `surgeon.operations` (an operation's spec, by the name it has in plans), `surgeon.families` (a `Family`, by its
 `model_type`) and `surgeon.runtime` (what must be found from a config.json alone, since it ships in outputs: the rules
 of a graft or of an interpolator, or the `Native` of a model type). Nothing is loaded that the environment did not
-install, and nothing before it is asked for.
+install, nothing whose metadata lies in the working directory, and nothing before it is asked for.
+
+Whatever a plugin's code raises, SystemExit too, is the plugin's: it is named, and the command is refused.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
+from traceback import walk_tb
 from typing import Any, TypeVar
 
-from surgeon.errors import BadInput, printable
+from surgeon.common.interrupting import is_interruption
+from surgeon.errors import BadInput, SurgeonError, printable
 
 T = TypeVar("T")
 
@@ -37,27 +44,66 @@ class Plugin:
 @cache
 def plugins(group: str) -> tuple[Plugin, ...]:
     """All entry points of a group, loaded, by name. Raises BadInput naming the distribution of one that is broken."""
-    return tuple(_loaded(entry) for entry in sorted(_installed().select(group=group), key=lambda entry: entry.name))
+    found = (entry for entry in _installed() if entry.group == group)
+    return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))
 
 
 @cache
-def _installed() -> Any:
-    """Those of all distributions: finding them takes as long as many a command, so the groups share it."""
-    return entry_points()
+def _installed() -> tuple[EntryPoint, ...]:
+    """Those of all distributions: finding them takes as long as many a command, so the groups share it.
+
+    Of two distributions of one name the first on the path counts, as Python has it.
+    """
+    here = os.path.realpath(os.curdir)
+    # In a notebook, say, the working directory is on the path, and that may be a stranger's folder.
+    path = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]
+    named: dict[str, Distribution] = {}
+    for found in distributions(path=path):
+        # By the folder's name where that says it: reading every METADATA takes long.
+        named.setdefault(getattr(found, "_normalized_name", None) or found.name, found)
+    return tuple(entry for found in named.values() for entry in found.entry_points)
 
 
 def _loaded(entry: EntryPoint) -> Plugin:
     assert entry.dist is not None
     distribution, version = str(entry.dist.name), str(entry.dist.version)
+    _MODULES[entry.module.partition(".")[0]] = f"{distribution} {version}"
+    with _of_plugin(f"{distribution} {version}", f"its entry point `{entry.name}` of `{entry.group}` cannot be loaded"):
+        return Plugin(entry.name, entry.load(), distribution, version)
+
+
+# The distributions of plugins that were loaded, as shown, by the packages that they name.
+_MODULES: dict[str, str] = {}
+
+
+@contextmanager
+def _of_plugin(plugin: str, what: str) -> Iterator[None]:
+    """BadInput for whatever a plugin's code raises in this block, but for an interruption and for BadInput."""
     try:
-        value = entry.load()
-    except Exception as error:  # whatever a plugin's import may raise
-        line = printable((str(error).splitlines() or [""])[0], limit=300)
-        raise BadInput(
-            f"plugin {printable(f'{distribution} {version}')}: its entry point `{printable(entry.name)}` of"
-            f" `{entry.group}` cannot be loaded ({type(error).__name__}: {line}); repair or uninstall it"
-        ) from error
-    return Plugin(entry.name, value, distribution, version)
+        yield
+    except BaseException as error:
+        if isinstance(error, SurgeonError) or is_interruption(error):
+            raise
+        raise _refusal(plugin, what, error) from error
+
+
+def _refusal(plugin: str, what: str, error: BaseException) -> BadInput:
+    line = printable((str(error).splitlines() or [""])[0], limit=300)
+    return BadInput(
+        f"plugin {printable(plugin)}: {printable(what)} ({type(error).__name__}: {line}); repair or uninstall it"
+    )
+
+
+def blamed(error: BaseException) -> BadInput | None:
+    """The refusal of the plugin whose code an error went through; None where it is nobody's, or was meant for the user.
+
+    So a plugin's SystemExit(0) ends no command as if it were done.
+    """
+    if isinstance(error, SurgeonError) or is_interruption(error):
+        return None
+    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    plugin = next((_MODULES[name] for name in reversed(modules) if name in _MODULES and name != "surgeon"), None)
+    return None if plugin is None else _refusal(plugin, "its code failed", error)
 
 
 class Registry(Mapping[str, T]):
@@ -80,7 +126,10 @@ class Registry(Mapping[str, T]):
     def _plugged(self) -> dict[str, tuple[Plugin, T]]:
         found: dict[str, tuple[Plugin, T]] = {}
         for plugin in plugins(self._group):
-            value = self._admit(plugin)
+            with _of_plugin(
+                f"{plugin.distribution} {plugin.version}", f"its `{plugin.name}` of `{self._group}` is of no use"
+            ):
+                value = self._admit(plugin)
             if value is None:
                 continue
             if plugin.name in self._built_in or plugin.name in found:

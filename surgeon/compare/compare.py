@@ -83,6 +83,7 @@ def compare(
     minutes: float | None = None,
     jobs: int | None = None,
     keep: bool = False,
+    take_over: bool = False,
     revision: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -94,8 +95,9 @@ def compare(
     `original` and `replayed` are texts (files, or `NAME=FILE`) in place of the study's. With `minutes` no run begins
     that would end later, and one rate of every method comes after the other. `jobs` runs are made at a time (None: as
     cores, memory and GPUs allow). The same call goes on where it was cut off, and one with more methods, rates or seeds
-    keeps what is there. Trained models are removed once they are measured, unless `keep`. Raises BadInput where the
-    study, its texts or the base are not as they must be, and what `train` raises.
+    keeps what is there; what this user did not write in this place counts only with `take_over`. Trained models are
+    removed once they are measured, unless `keep`. Raises BadInput where the study, its texts or the base are not as
+    they must be, and what `train` raises.
     """
     listener = listener or Quiet()
     devices.check(device)
@@ -138,6 +140,7 @@ def compare(
                 trust_remote_code,
                 minutes,
                 listener,
+                take_over,
             )
             course = Course.open(asked)
             name = located.repo_id or located.path.resolve().name

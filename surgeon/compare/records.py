@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.working import LOCK_FILE, parse_record, read_own, write_record
+from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
+from surgeon.checkpoint.working import LOCK_FILE, parse_record, read_own, record_of, write_durably
 from surgeon.errors import BadInput, printable
 
 STUDY_FILE = "study.json"
@@ -58,10 +60,18 @@ class Record:
 
 @dataclass
 class Records:
-    """The records of a work folder, each a file that is there or not; `prints` are the runs' own fingerprints."""
+    """The records of a work folder, each a file that is there or not.
+
+    The study's own file is signed and has the digests of all that were written here. With `take_over` others count too,
+    which is said.
+    """
 
     work: Path
+    take_over: bool
+    say: Callable[[str], None]
     found: dict[str, Record] = field(default_factory=dict)
+    fingerprint: str = ""
+    written: dict[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -71,18 +81,31 @@ class Records:
     def check_study(self, fingerprint: str) -> None:
         """Note what the records are of. Raises BadInput where those that are there are of something else."""
         file = self.work / STUDY_FILE
-        content = read_own(file)
-        other = content is not None and _parsed(file, content).get("fingerprint") != fingerprint
-        if other and any(self.folder.glob("*.json")):
+        finished = sum(1 for _ in self.folder.glob("*.json"))
+        try:
+            signed = read_signed(file)
+            study = {} if signed is None else signed.data
+            other = signed is not None and study.get("fingerprint") != fingerprint
+            written = {str(key): str(digest) for key, digest in study.get("written", {}).items()}
+        except (ValueError, AttributeError) as error:
+            raise _damaged(file, str(error)) from None
+        if other and finished:
             raise BadInput(
                 f"{printable(str(self.work.parent))}: holds runs of another study (the base, its texts, steps or"
                 " settings differ, or surgeon's version); undo the change, or choose another folder for RESULTS"
             )
         if other:
             self._clear()
-        if other or content is None:
-            write_record(file, {"fingerprint": fingerprint})
+            signed, written = None, {}
+        holds = f"this study, {finished} losses measured" if finished else "the beginning of this study"
+        check_own(signed, self.work, holds, take_over=self.take_over, say=self.say)
+        self.fingerprint, self.written = fingerprint, written
+        if signed is None or not signed.here:
+            self._write_study()
         self.folder.mkdir(exist_ok=True)
+
+    def _write_study(self) -> None:
+        write_signed(self.work / STUDY_FILE, {"fingerprint": self.fingerprint, "written": self.written})
 
     def _clear(self) -> None:
         """Remove what a study left of which nothing was finished: what the base wrote, what was under way."""
@@ -108,21 +131,31 @@ class Records:
             )
         try:
             record = Record.parse(data["record"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise _damaged(file, str(error)) from None
+        if self.written.get(key) != hashlib.sha256(content).hexdigest():
+            check_own(UNSIGNED, file, "losses", take_over=self.take_over, say=self.say, again="measure them anew")
+            self._note(key, content)
         self.found[key] = record
         return record
 
     def add(self, key: str, fingerprint: str, record: Record) -> None:
         """Keep a record, on disk before it counts as done."""
-        write_record(self.folder / f"{key}.json", {"fingerprint": fingerprint, "record": record.to_json()})
+        content = record_of({"fingerprint": fingerprint, "record": record.to_json()})
+        # First: a record that a kill leaves without its digest would be nobody's.
+        self._note(key, content)
+        write_durably(self.folder / f"{key}.json", content)
         self.found[key] = record
+
+    def _note(self, key: str, content: bytes) -> None:
+        self.written[key] = hashlib.sha256(content).hexdigest()
+        self._write_study()
 
 
 def _parsed(file: Path, content: bytes) -> dict[str, Any]:
     try:
         data = parse_record(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, str(error)) from None
     if not isinstance(data, dict):
         raise _damaged(file, "no record")

@@ -16,6 +16,7 @@ from typing import Any
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
+from surgeon.common.plugins import blamed
 from surgeon.compare.configs import RECALLED, seeded_plan
 from surgeon.data.recall import recalled
 from surgeon.data.sources import HeldOut, open_source
@@ -48,6 +49,10 @@ def carry_out(task: Task) -> Answer:
     except SurgeonError as error:
         lines = list(error.lines) if isinstance(error, Mistakes) else [str(error)]
         return {"error": lines}
+    except BaseException as error:
+        if (refusal := blamed(error)) is None:
+            raise
+        return {"error": [str(refusal)]}
     times = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - spent}
     return {**found, **{name: round(value, 3) for name, value in times.items()}}
 
@@ -65,6 +70,7 @@ def _recall(task: Task) -> Answer:
         device=task["device"],
         listener=Quiet(),
         once=True,
+        take_over=task["take_over"],
     )
     return {"tokens": made.counts.tokens}
 

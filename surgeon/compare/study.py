@@ -48,7 +48,10 @@ _MEMORY = f"../{RECALLED}.jsonl"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a study is asked to do: `base` is the opened base, `source` and `revision` what it was called."""
+    """What a study is asked to do: `base` is the opened base, `source` and `revision` what it was called.
+
+    With `take_over` what lies in `work` is gone on with although it came from elsewhere.
+    """
 
     loaded: LoadedStudy
     base: CheckpointFolder
@@ -60,6 +63,7 @@ class Asked:
     trust_remote_code: bool
     minutes: float | None
     listener: Listener
+    take_over: bool = False
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Course:
     def open(cls, asked: Asked) -> Course:
         """Read what is there. Raises BadInput where it is another study's, or what a run asks for is refused."""
         common = _fingerprint(asked)
-        course = cls(asked, Records(asked.work), common)
+        course = cls(asked, Records(asked.work, asked.take_over, asked.listener.say), common)
         course.records.check_study(common)
         # What a killed call left: whole or not, it is made again.
         for name in ("runs", "grown"):
@@ -178,7 +182,13 @@ class Course:
             asked.listener.say(f"the base writes {spec.tokens:,} tokens")
             self._alone(
                 workers,
-                {"do": "recall", "asked": spec.model_dump(), "to": str(self.memory), "shown": asked.source},
+                {
+                    "do": "recall",
+                    "asked": spec.model_dump(),
+                    "to": str(self.memory),
+                    "shown": asked.source,
+                    "take_over": asked.take_over,
+                },
             )
         if not measured:
             asked.listener.say("measuring the base")

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from surgeon.common.processes import start_python
 from surgeon.errors import BadInput, printable
 
 Task = dict[str, Any]
@@ -96,12 +97,13 @@ class Processes:
                 names = visible if visible != [""] else [str(gpu) for gpu in range(self._gpus)]
                 environment["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
             with (self._logs / f"worker-{number}.log").open("wb") as log:
-                worker = subprocess.Popen(
-                    [*PYTHON, "-m", "surgeon.compare.workers"],
+                worker = start_python(
+                    ["-m", "surgeon.compare.workers"],
+                    python=PYTHON,
+                    environment=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=environment,
                 )
             assert worker.stdout is not None
             self._selector.register(worker.stdout, selectors.EVENT_READ, number)

@@ -110,6 +110,7 @@ def continual(
     *,
     revision: str | None = None,
     keep: bool = False,
+    take_over: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -119,7 +120,8 @@ def continual(
     For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
     ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
     `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
-    within one. With `keep` the earlier tasks' runs are kept in `run`-tasks. Raises what `apply` and `train` raise;
+    within one; what this user did not begin in this place, only with `take_over`. With `keep` the earlier tasks' runs
+    are kept in `run`-tasks. Raises what `apply` and `train` raise;
     BadInput too where the tasks file, its texts or the base changed since.
     """
     listener = listener or Quiet()
@@ -139,7 +141,9 @@ def continual(
     from surgeon.continual.course import Asked, Course, run_course
 
     device = devices.resolve(device)
-    asked = Asked(loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener)
+    asked = Asked(
+        loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener, take_over
+    )
 
     def result(course: Course) -> Continued:
         return Continued(

@@ -19,9 +19,10 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.signed import Signed, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.staging import check_destination
-from surgeon.checkpoint.working import WorkFolder, parse_record, read_own, sync, working_in, write_durably, write_record
+from surgeon.checkpoint.working import WorkFolder, sync, working_in, write_durably
 from surgeon.common.listener import Listener
 from surgeon.common.plain import plain
 from surgeon.continual.config import LoadedTasks, at_line
@@ -44,7 +45,8 @@ class Asked:
     """What a course is asked to do, with everything checked that can be checked before.
 
     `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
-    was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept.
+    was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept; with `take_over` a
+    work folder that came from elsewhere is gone on with.
     """
 
     loaded: LoadedTasks
@@ -57,6 +59,7 @@ class Asked:
     device: str
     trust_remote_code: bool
     listener: Listener
+    take_over: bool = False
 
 
 @dataclass
@@ -83,15 +86,18 @@ class _State:
     made: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> _State | None:
-        """The state at `path`, None where there is none. Raises BadInput for one that is not as it was written."""
-        content = read_own(path)
-        if content is None:
-            return None
+    def read(cls, path: Path) -> tuple[_State, Signed] | None:
+        """The state at `path` and who wrote it where, None where there is none.
+
+        Raises BadInput for one that is not as it was written.
+        """
         try:
-            data = parse_record(content)
+            found = read_signed(path)
+            if found is None:
+                return None
+            data = dict(found.data)
             rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data.pop("rows")]
-            return cls(rows=rows, **data)
+            return cls(rows=rows, **data), found
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(path))}: damaged or edited ({printable(str(error))}); remove"
@@ -100,7 +106,7 @@ class _State:
 
     def write(self, path: Path) -> None:
         """Replace the state at `path`, durably."""
-        write_record(path, {each.name: plain(getattr(self, each.name)) for each in fields(self)})
+        write_signed(path, {each.name: plain(getattr(self, each.name)) for each in fields(self)})
 
 
 def work_folder(target: Path) -> Path:
@@ -127,8 +133,7 @@ def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
     fingerprint = _fingerprint(asked.loaded, base, digests, measure)
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
-        state = _State.read(work / STATE_FILE) or _State(fingerprint)
-        _check_same(state, fingerprint, work)
+        state = _begun_or_new(asked, fingerprint, work)
         course = _Course(asked, measure, state)
         done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
         if course.is_published():
@@ -183,8 +188,9 @@ class _Course:
         try:
             opened = CheckpointFolder.open(folder, trust_remote_code=self.asked.trust_remote_code)
             found = _small_digests(opened)
-            # Where a kill fell between its making and our writing that down, its own manifest alone speaks for it.
-            listed = self.state.made.get(folder.name, found)
+            if (listed := self.state.made.get(folder.name)) is None:
+                # Its own manifest alone would speak for it.
+                return f"{shown} is not in {STATE_FILE}"
             for name in sorted(found.keys() | listed.keys()):
                 if found.get(name) != listed.get(name):
                     return f"{shown}/{printable(name)} is not what was written"
@@ -260,6 +266,7 @@ class _Course:
             run,
             device=asked.device,
             listener=asked.listener,
+            take_over=asked.take_over,
         )
 
     def _measure(self, folder: Path, names: list[str], what: str) -> None:
@@ -330,8 +337,8 @@ class _Course:
 
 def _check_places(target: Path, base: Path, *, keep: bool) -> None:
     """Refuse a RUN that cannot be made; one that a killed call left complete but not cleaned up passes."""
-    state = _State.read(work_folder(target) / STATE_FILE)
-    if state is not None and state.published is not None and target.is_dir():
+    found = _State.read(work_folder(target) / STATE_FILE)
+    if found is not None and found[0].published is not None and target.is_dir():
         return
     check_destination(target, base)
     kept = kept_folder(target)
@@ -379,9 +386,17 @@ def _fingerprint(loaded: LoadedTasks, base: CheckpointFolder, digests: dict[str,
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _check_same(state: _State, fingerprint: str, work: Path) -> None:
+def _begun_or_new(asked: Asked, fingerprint: str, work: Path) -> _State:
+    """The state to go on from. Raises BadInput where it is of another run, or came from elsewhere."""
+    found = _State.read(work / STATE_FILE)
+    state, origin = (_State(fingerprint), None) if found is None else found
     if state.fingerprint != fingerprint:
         raise BadInput(
             f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"
             " the change, or remove it, or choose another RUN"
         )
+    holds = f"this run after {max(0, len(state.rows) - 1)} of its tasks"
+    check_own(origin, work, holds, take_over=asked.take_over, say=asked.listener.say)
+    if origin is not None and not origin.here:
+        state.write(work / STATE_FILE)
+    return state

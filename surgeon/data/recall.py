@@ -27,7 +27,8 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.names import check_new_name
 from surgeon.checkpoint.room import writing
-from surgeon.checkpoint.working import WorkFolder, parse_record, read_own, sync, working_in, write_durably, write_record
+from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
+from surgeon.checkpoint.working import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
@@ -124,6 +125,7 @@ def recall(
     seed: int = 0,
     revision: str | None = None,
     dtype: str = "auto",
+    take_over: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -135,8 +137,9 @@ def recall(
 
     `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
     bare chat template), or a text file with a beginning a line; None: the template where there is one. `length` is the
-    longest document in tokens. The same call continues one that was cut off. Raises BadInput where
-    the model cannot be asked so, and where nearly all that it writes is filtered: loops, duplicates, empty texts.
+    longest document in tokens. The same call continues one that was cut off; one that this user did not begin in this
+    place only with `take_over`. Raises BadInput where the model cannot be asked so, and where nearly all that it writes
+    is filtered: loops, duplicates, empty texts.
     """
     target = Path(to)
     if target.suffix != ".jsonl":
@@ -157,7 +160,15 @@ def recall(
     if prompts is None:
         asked = asked.model_copy(update={"prompts": TEMPLATE if template_of(folder) else BEGIN})
     return recalled(
-        folder, asked, target, shown=str(base), seed=seed, dtype=dtype, device=device, listener=listener or Quiet()
+        folder,
+        asked,
+        target,
+        shown=str(base),
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        listener=listener or Quiet(),
+        take_over=take_over,
     )
 
 
@@ -172,10 +183,12 @@ def recalled(
     device: str,
     listener: Listener,
     once: bool = False,
+    take_over: bool = False,
 ) -> Recalled:
     """As `recall`, of an opened model; `shown` is what it is called in the record.
 
-    With `once` the file may be there already, if the same model wrote it by the same settings.
+    With `once` the file may be there already, if the same model wrote it by the same settings, here; a signed file
+    beside it says so then.
     """
     settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
     there = os.path.lexists(target)
@@ -198,10 +211,11 @@ def recalled(
     place = target.with_name(f".{target.name}.recall")
     beside = target.with_name(f"{target.name}.recall")
     if writer is None:
-        return _there(Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None), beside)
+        asked_for = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
+        return _there(asked_for, beside, take_over=take_over, say=listener.say)
     kept = f"what was written is kept in {printable(str(place))}: the same command continues"
     with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
-        part = _Part.open(work, fingerprint)
+        part = _Part.open(work, fingerprint, take_over=take_over, say=listener.say)
         made = Recalled(target, shown, digest, settings, part.counts, "", part.counts.tokens, 0.0, None)
         try:
             made = _written(made, part, writer, device, listener)
@@ -209,7 +223,10 @@ def recalled(
             # Nothing to go on with: other settings may have the name.
             work.remove(last=_RECORD)
             raise
-        write_durably(beside, json.dumps(made.record(), indent=1) + "\n")
+        record = json.dumps(made.record(), indent=1) + "\n"
+        write_durably(beside, record)
+        if once:
+            write_signed(_signed_file(target), hashlib.sha256(record.encode()).hexdigest())
         work.check_there()
         part.path.rename(target)
         sync(target.parent)
@@ -259,10 +276,11 @@ def sampled(
     return Sampled(documents, part.counts.written, part.counts.tokens, seconds * part.counts.written / len(batch))
 
 
-def _there(asked: Recalled, beside: Path) -> Recalled:
-    """The text that is there already. Raises BadInput where it is another than `asked`."""
+def _there(asked: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
+    """The text that is there already. Raises BadInput where it is another than `asked`, or came from elsewhere."""
     try:
-        record = json.loads(read_own(beside) or b"")
+        content = read_own(beside) or b""
+        record = json.loads(content)
         made = replace(asked, counts=Counts(**record["counts"]), sha256=record["sha256"])
         same = record == made.record() | {"base": record["base"]}
         same = same and hashlib.sha256(read_own(asked.path) or b"").hexdigest() == made.sha256
@@ -273,7 +291,22 @@ def _there(asked: Recalled, beside: Path) -> Recalled:
             f"{printable(str(asked.path))}: not what this model writes by these settings; remove it, and it is written"
             " anew"
         )
+    file, digest = _signed_file(asked.path), hashlib.sha256(content).hexdigest()
+    try:
+        signed = read_signed(file)
+    except ValueError:
+        signed = None
+    if signed is None or signed.data != digest:
+        signed = UNSIGNED
+    holds = f"text that this model wrote, {asked.settings['tokens']:,} tokens"
+    check_own(signed, asked.path, holds, take_over=take_over, say=say, again="have it written anew")
+    if not signed.here:
+        write_signed(file, digest)
     return made
+
+
+def _signed_file(target: Path) -> Path:
+    return target.with_name(f".{target.name}.signed")
 
 
 def _settled(folder: CheckpointFolder, asked: GenerateSpec) -> dict[str, Any]:
@@ -324,17 +357,26 @@ class _Part:
         self.seen: set[bytes] = set()
 
     @classmethod
-    def open(cls, work: WorkFolder, fingerprint: str) -> _Part:
-        """What is there, without what was cut off. Raises BadInput where it is another run's, or not what was kept."""
+    def open(cls, work: WorkFolder, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> _Part:
+        """What is there, without what was cut off.
+
+        Raises BadInput where it is another run's, not what was kept, or, but for `take_over`, came from elsewhere.
+        """
         path, file = work.path / _PART, work.path / _RECORD
-        content = read_own(file)
-        if content is None:
+        try:
+            found = read_signed(file)
+        except ValueError as error:
+            raise _damaged(file, printable(str(error))) from None
+        if found is None:
+            check_own(None, work.path, "", take_over=take_over, say=say)
             part = cls(path, fingerprint, Counts(), hashlib.sha256())
             part.save(b"")
             return part
         try:
-            record = parse_record(content)
+            record = found.data
             counts = Counts(**record["counts"])
+            if not all(type(number) is int for number in (record["bytes"], *asdict(counts).values())):
+                raise TypeError("it is no record of a recall")
         except (ValueError, TypeError, KeyError) as error:
             raise _damaged(file, printable(str(error))) from None
         if record["fingerprint"] != fingerprint:
@@ -342,6 +384,8 @@ class _Part:
                 f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
                 " choose another name"
             )
+        holds = f"what a model wrote so far, {counts.tokens:,} tokens"
+        check_own(found, work.path, holds, take_over=take_over, say=say)
         written = (read_own(path) or b"")[: record["bytes"]]
         digest = hashlib.sha256(written)
         if digest.hexdigest() != record["sha256"]:
@@ -350,6 +394,8 @@ class _Part:
         with path.open("r+b") as open_file:
             open_file.truncate(len(written))
         part.seen = {_key(line) for line in written.splitlines()}
+        if not found.here:
+            part.save(b"")
         return part
 
     def save(self, lines: bytes) -> None:
@@ -361,7 +407,7 @@ class _Part:
             size = file.tell()
         self.digest.update(lines)
         record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
-        write_record(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
+        write_signed(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
 
 
 def _damaged(file: Path, why: str) -> BadInput:

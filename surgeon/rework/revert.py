@@ -18,15 +18,16 @@ from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import is_side_file
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trust import check_written
 from surgeon.common.formatting import listed, size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields
+from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
+from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
 from surgeon.manifest.run_files import kept_tensors, with_kept
@@ -38,7 +39,8 @@ class Reverted:
 
     `undone` are the operations of the surgeries taken back, oldest first; `base` says what the state was called when
     the first of them began. `manifest` is the state's own, None for the first base. `tensors` it has, `dropped` are
-    those of the output that it has not. `moved` says how their bytes came there.
+    those of the output that it has not. `moved` says how their bytes came there. `digest` is the state's;
+    `checked_against` is what it was compared with beside OUT's own word: `base`, `base_digest`, both or nothing.
     """
 
     path: Path
@@ -52,6 +54,8 @@ class Reverted:
     nbytes: int
     left_behind: tuple[str, ...]
     seconds: dict[str, float]
+    digest: str
+    checked_against: tuple[str, ...]
     moved: Moved = field(default_factory=Moved)
 
     def __repr__(self) -> str:
@@ -67,6 +71,7 @@ def revert(
     dest: str | Path,
     *,
     to: int | None = None,
+    base: str | Path | None = None,
     base_digest: str | None = None,
     link: bool = False,
     trust_remote_code: bool = False,
@@ -82,8 +87,9 @@ def revert(
 
     With `link` shards of that state which `out` has as they were are hard-linked and become read-only (`apply`).
 
-    All that is known of the state is what `out` says. Whoever writes an output can make it say that of any state: with
-    `base_digest`, which `apply` showed when it operated on the state, BadInput where it is another.
+    All that is known of the state is what `out` says, and whoever writes an output can make it say that of any state.
+    With `base`, the folder of the state itself, or with `base_digest`, which `apply` showed when it operated on the
+    state, BadInput where it is another; without both, the listener and `checked_against` say that nothing was compared.
     """
     listener = listener or Quiet()
     target = Path(dest)
@@ -98,6 +104,18 @@ def revert(
         raise BadInput(
             f"{folder.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
             f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
+        )
+    if base is not None:
+        opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+        if (differs := _difference(state, opened, listener)) is not None:
+            raise BadInput(
+                f"{folder.source.shown}: its {MANIFEST_FILE} says of {printable(differs)} something else than"
+                f" {opened.source.shown} has; {instead_of(state.undone[0])}"
+            )
+    if base is None and base_digest is None:
+        listener.say(
+            f"{folder.source.shown}: what that state was is its own {MANIFEST_FILE}'s word alone (digest"
+            f" {state.digest}); --base BASE or --base-digest HEX compares it"
         )
     job = reverting_job(folder, state, layout, link=link)
     lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
@@ -125,8 +143,29 @@ def revert(
             sorted({*folder.left_behind, *folder.side_files, *lost} - {*(job.carried_names or ()), *job.files})
         ),
         seconds=stopwatch.seconds,
+        digest=state.digest,
+        checked_against=tuple(
+            name for name, given in (("base", base), ("base_digest", base_digest)) if given is not None
+        ),
         moved=moved,
     )
+
+
+def _difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:
+    """The first thing of a state that the folder `base` has not, or has otherwise; None where it has all of it."""
+    then = state.base
+    if not same_json(then.config, base.config):
+        return CONFIG_FILE
+    if surgeries_of(base) != state.undone[0].lineage:
+        return MANIFEST_FILE
+    if names := sorted(then.tensors.keys() ^ base.tensors.keys()):
+        return names[0]
+    files = {name: hashlib.sha256(base.read_side_file(name)).hexdigest() for name in base.side_files}
+    listener.begin("reading the base", sum(info.nbytes for info in base.tensors.values()))
+    digests = digests_of(base, base.tensors, listener.advance)
+    found = base_entry(base, BaseId(then.id, then.revision), layers=then.layers, digests=digests, files=files)
+    differing = (name for name, tensor in then.tensors.items() if found.tensors[name] != tensor)
+    return next(differing, None) or next((n for n in then.files if found.files.get(n) != then.files[n]), None)
 
 
 def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, TensorInfo], *, link: bool = False) -> Job:
@@ -195,6 +234,11 @@ def _holds(out: CheckpointFolder, name: str, digest: str) -> bool:
     return name in out.side_files and hashlib.sha256(out.read_side_file(name)).hexdigest() == digest
 
 
+def _compared(reverted: Reverted) -> str:
+    names = {"base": "the base", "base_digest": "the digest given"}
+    return "".join(f", as does {names[each]}" for each in reverted.checked_against)
+
+
 def reverted_view(reverted: Reverted) -> RenderableType:
     """What was taken out, and what stands there now."""
     undone = "; ".join(", ".join(map(printable, operations)) or "training" for operations in reverted.undone)
@@ -204,8 +248,8 @@ def reverted_view(reverted: Reverted) -> RenderableType:
             ("done ", "bold green"), f"{printable(str(reverted.path))}: {state}, without {undone}", overflow="fold"
         ),
         Text(
-            f"{reverted.tensors} tensors ({size(reverted.nbytes)}), each what its digest in {MANIFEST_FILE} says;"
-            f" {reverted.dropped} dropped",
+            f"{reverted.tensors} tensors ({size(reverted.nbytes)}), each what its digest in {MANIFEST_FILE}"
+            f" says{_compared(reverted)}; {reverted.dropped} dropped",
             style="dim",
         ),
     ]

@@ -11,6 +11,7 @@ memory, is open on no more than the asked share of the held-out tokens of each o
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -25,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surgeon.checkpoint.working import sync, write_durably
+from surgeon.checkpoint.working import read_own, sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, SourceStream, batch_of
 from surgeon.errors import BadInput, printable
+from surgeon.train.saved.checkpoints import RunRecord
 
-# Files of a work folder: the fitted tensors, and what was measured of them. The second is written last.
+# Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest in its record.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
 # Tokens of each domain that are read, fewer where layers must run for it, and numbers of their states in memory at a
@@ -99,7 +101,8 @@ def fit_gate(
     """
     gate, layer = _gate_of(model)
     tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
-    if (work / FIGURES_FILE).is_file():
+    record = RunRecord.read(work)
+    if record is not None and record.gate is not None and record.gate == _digest_of(work):
         figures = GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
         return figures
@@ -129,7 +132,18 @@ def fit_gate(
         )
         sync(work / GATE_FILE)
         write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
+        if record is not None:
+            record.gate = _digest_of(work)
+            record.write(work)
     return figures
+
+
+def _digest_of(work: Path) -> str | None:
+    """Of both files; None where one is not there."""
+    contents = [read_own(work / name) for name in (GATE_FILE, FIGURES_FILE)]
+    if any(content is None for content in contents):
+        return None
+    return hashlib.sha256(b"".join(hashlib.sha256(content or b"").digest() for content in contents)).hexdigest()
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:

@@ -33,9 +33,11 @@ def memory_folder(target: Path) -> Path:
 
 
 def write_sources(
-    out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener
+    out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener, take_over: bool
 ) -> None:
     """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`.
+
+    With `take_over` texts that came from elsewhere are taken.
 
     Of several processes the first one does, and an error of its is raised in all.
     """
@@ -44,7 +46,7 @@ def write_sources(
     if not asked:
         return
     if ranks.size == 1:
-        _write(asked, out, loaded, target, device, listener)
+        _write(asked, out, loaded, target, device, listener, take_over)
         return
     join(devices.resolve(device))
     with waiting(ranks) as ranks:
@@ -52,7 +54,7 @@ def write_sources(
             ranks.receive()
             return
         with ranks.leading():
-            _write(asked, out, loaded, target, device, listener)
+            _write(asked, out, loaded, target, device, listener, take_over)
 
 
 def join(device: str) -> None:
@@ -81,6 +83,7 @@ def _write(
     target: Path,
     device: str,
     listener: Listener,
+    take_over: bool,
 ) -> None:
     folder = memory_folder(target)
     for source, asked in sources:
@@ -98,6 +101,7 @@ def _write(
             device=device,
             listener=listener,
             once=True,
+            take_over=take_over,
         )
 
 

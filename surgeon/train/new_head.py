@@ -70,7 +70,9 @@ def headed(
 @contextlib.contextmanager
 def _held(folder: Path, target: Path) -> Iterator[None]:
     """The folder, ours alone while inside, gone afterwards."""
-    with writing(folder), WorkFolder(folder, target=target):
+    with writing(folder), WorkFolder(folder, target=target) as work:
+        # What a run that was cut off left there; the same values are drawn again.
+        work.clear()
         try:
             yield
         finally:
@@ -79,8 +81,6 @@ def _held(folder: Path, target: Path) -> Iterator[None]:
 
 def _make(out: CheckpointFolder, loaded: LoadedConfig, made: Path, trust_remote_code: bool, listener: Listener) -> None:
     labels = labels_of(loaded)
-    # What a run that was cut off left there; the same values are drawn again.
-    shutil.rmtree(made, ignore_errors=True)
     plan = head_plan(labels, seed=loaded.config.seed)
     apply(plan, out.path, made, device="cpu", trust_remote_code=trust_remote_code)
     listener.say(

@@ -77,6 +77,7 @@ def run_training(
     prepared: Prepared | None = None,
     deliver: Callable[[Path], object] | None = None,
     link: bool = False,
+    take_over: bool = False,
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
@@ -85,17 +86,19 @@ def run_training(
     `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
     PromiseBroken. With `deliver` the run is published in the work folder
     instead, and `deliver` makes `target` of that. With `link` shards in which nothing trained are linked to `out`'s.
+    With `take_over` a work folder that came from elsewhere is gone on with.
     """
-    write_sources(out, loaded, target, device=device, listener=listener)
+    write_sources(out, loaded, target, device=device, listener=listener, take_over=take_over)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     held = check_as_left(out, manifest, listener)
     if manifest is None:
         run = replace(run, manifest=as_it_is(run, held))
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
+    fingerprint = fingerprint_of(loaded, settings, held, data)
     with (
         writing(run.work, kept=kept),
-        held_by_run(run.work, target, fingerprint_of(loaded, settings, held, data), leads=ranks.leads) as work,
+        held_by_run(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
     ):
         # Another run may have made it before this one held the folder.
         check_destination(target, out.path)

@@ -42,6 +42,7 @@ def train(
     overrides: Sequence[str] = (),
     delta_only: bool = False,
     link: bool = False,
+    take_over: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -54,7 +55,8 @@ def train(
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
     checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. With
     `link` shards of `out` in which nothing trained are hard-linked and become read-only (`apply`). The
-    same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
+    same call continues a run that was cut off, from its last checkpoint; one that this user did not begin in this
+    place (a copy, an archive) only with `take_over`. Under torchrun every process
     makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
     would train, Diverged where the loss is no number any more.
     """
@@ -71,7 +73,9 @@ def train(
 
     with _with_head(asked, None, device, trust_remote_code, listener) as headed:
         deliver = as_delta if delta_only else None
-        return headed.given_to(run_training, device=device, listener=listener, deliver=deliver, link=link)
+        return headed.given_to(
+            run_training, device=device, listener=listener, deliver=deliver, link=link, take_over=take_over
+        )
 
 
 def rehearse(

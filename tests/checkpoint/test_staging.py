@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,6 +246,30 @@ def test_somebody_else_s_out_is_not_taken_for_ours(tmp_path: Path, monkeypatch: 
         assert not stage.already_published
         assert finish(stage) == list(FILES)
     assert content(out) == content(tmp_path / "kept") == FILES
+
+
+def test_a_journal_that_guesses_the_folder_does_not_make_an_out_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's number can be guessed: of an archive that brings both, that was all it took."""
+    killed_after_rename(tmp_path / "out", monkeypatch)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("out", ".out.surgeon"):
+        shutil.copytree(tmp_path / name, elsewhere / name)
+    journal = elsewhere / ".out.surgeon" / "journal.jsonl"
+    *done, _ = journal.read_text().splitlines()
+    found = (elsewhere / "out").stat()
+    journal.write_text("\n".join([*done, json.dumps({"published": [found.st_ino, found.st_dev]}), ""]))
+    with pytest.raises(BadInput, match="exists"), staging(elsewhere / "out"):
+        pass
+    # Of what is staged, a copy is written again, and that is said.
+    cut_off(tmp_path / "cut", "model-1.safetensors", "config.json")
+    shutil.copytree(tmp_path / ".cut.surgeon", elsewhere / ".cut.surgeon")
+    said: list[str] = []
+    with staging(elsewhere / "cut", said=said) as stage:
+        assert finish(stage) == list(FILES)
+    assert any("2 files are not as they were written here, so they are written again" in line for line in said)
 
 
 def test_one_writer(tmp_path: Path) -> None:

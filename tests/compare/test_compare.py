@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.working import parse_record, record_of
 from surgeon.cli import app
 from surgeon.compare import workers
 from surgeon.compare.compare import Compared
@@ -74,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def files(results: Path) -> dict[str, bytes]:
     """Everything but what depends on the day, or on the processes."""
     kept = (path for path in results.rglob("*") if path.is_file())
-    passing = ("seconds.jsonl", "lock", "worker-0.log", "worker-1.log")
+    passing = ("seconds.jsonl", "lock", "worker-0.log", "worker-1.log", "study.json", ".recalled.jsonl.signed")
     return {str(path.relative_to(results)): path.read_bytes() for path in kept if path.name not in passing}
 
 
@@ -117,6 +119,9 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     """Three records of eight are there no more; of two workers, one dies in a run."""
     results = tmp_path / "results"
     shutil.copytree(whole.told.path, results)
+    # The study of somebody else, or of another place, is not taken for this one.
+    with pytest.raises(BadInput, match=r"holds this study, 9 losses measured; this user wrote it in another place"):
+        carried_out(whole.folder, str(results), jobs=1)
     for name in ("full+recalled+0.003+0", "wide+recalled+0.03+0", "wide+recalled+0.1+0"):
         (results / "work" / "records" / f"{name}.json").unlink()
     for name in ("comparison.html", "results.json"):
@@ -133,13 +138,27 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
 
     monkeypatch.setattr(workers.Processes, "begin", begin_and_kill)
     with pytest.raises(BadInput, match=r"worker-\d.log: a worker .*; the same command goes on"):
-        carried_out(whole.folder, str(results), jobs=2)
+        carried_out(whole.folder, str(results), jobs=2, take_over=True)
     told = carried_out(whole.folder, str(results), jobs=1)
     assert 1 <= told.made <= 3
     assert files(results) == files(whole.told.path)
+    # Losses that were put there since, digest and all, do not count by themselves.
+    record = results / "work" / "records" / "full+recalled+0.003+0.json"
+    data = parse_record(record.read_bytes())
+    data["record"]["measured"]["new"]["loss"] = 0.001
+    record.write_bytes(record_of(data))
+    with pytest.raises(
+        BadInput, match=r"full\+recalled\+0\.003\+0\.json: holds losses; this user did not write it here"
+    ):
+        carried_out(whole.folder, str(results), jobs=1)
 
 
 def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the study that is called as a module is no part of it."""
+    for name in ("transformers", "selectors", "tokenizers", "safetensors"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(workers, "PYTHON", warm())
     with workers.Processes(1, logs=tmp_path, gpus=0) as started:
         started.begin({"do": "nothing that it knows"})
@@ -157,7 +176,8 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
     def asked(was: str, now: str, **more: Any) -> Compared:
         again.write_text(STUDY.replace(was, now), encoding="utf-8")
         texts = {"new": [whole.folder / "new.jsonl"], "original": [whole.folder / "known.jsonl"]}
-        return surgeon.compare(again, whole.folder / "base", results, device="cpu", jobs=1, **(texts | more))
+        asked = {"device": "cpu", "jobs": 1, "take_over": True} | texts | more
+        return surgeon.compare(again, whole.folder / "base", results, **asked)
 
     told = asked("seeds", "seeds", minutes=1e-9)
     assert told.made == 0 and told.findings == whole.told.findings

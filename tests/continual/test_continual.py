@@ -20,7 +20,7 @@ import torch
 import yaml
 
 import surgeon
-from surgeon.checkpoint import working
+from surgeon.checkpoint import signed
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.held import HeldFolder
 from surgeon.common.listener import Quiet
@@ -232,7 +232,7 @@ def test_what_was_changed_between_two_calls_is_made_again(tmp_path: Path, monkey
         with monkeypatch.context() as patched, pytest.raises(Interrupted):
             patched.setattr(course._Course, to, cut)
             given = (folder / "tasks.yaml", folder / "base", folder / "run")
-            surgeon.continual(*given, keep=True, device="cpu", listener=listener)
+            surgeon.continual(*given, keep=True, take_over=True, device="cpu", listener=listener)
         return [line for line in listener.said if line.startswith(("01-", "02-"))]
 
     assert carried_on(tmp_path / "one", to="_measure") == []
@@ -249,6 +249,16 @@ def test_what_was_changed_between_two_calls_is_made_again(tmp_path: Path, monkey
         path = sorted(path.parent.glob("*.safetensors"))[-1] if path.name == "SHARD" else path
         shutil.rmtree(path) if path.is_dir() else edited(path)
         assert any(why in line for line in carried_on(folder, to="carry_out")), what
+    # What is whole in itself, and was put there, is none of its models; a copy of all of it is not gone on with.
+    shutil.copytree(tmp_path / "one", tmp_path / "planted")
+    work = course.work_folder(tmp_path / "planted" / "run")
+    with pytest.raises(BadInput, match=r"holds this run after 1 of its tasks; this user wrote it in another place"):
+        carried_out(tmp_path / "planted", keep=True)
+    state = course._State.read(work / "course.json")
+    assert state is not None
+    del state[0].made["02-b"]
+    state[0].write(work / "course.json")
+    assert "02-b is not in course.json, so it is made again" in carried_on(tmp_path / "planted", to="carry_out")
     (tmp_path / "one" / ".run.continual" / "course.json").write_bytes(b'{"rows": []}')
     with pytest.raises(BadInput, match=r"course\.json: damaged or edited \(.*\); remove"):
         carried_out(tmp_path / "one", keep=True)
@@ -486,7 +496,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(working, "write_durably", full)
+        patched.setattr(signed, "write_durably", full)
         with pytest.raises(BadInput, match=r"course\.json: the disk is full \(.* free there\); .* complete is kept"):
             carried_out(tmp_path)
     assert not (tmp_path / "run").exists()

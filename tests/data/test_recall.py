@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Quiet
 from surgeon.data import writing
 from surgeon.data.chats import Chat
 from surgeon.data.documents import Documents
-from surgeon.data.recall import recalled_view
+from surgeon.data.recall import recalled, recalled_view
+from surgeon.data.specs import GenerateSpec
 from surgeon.data.writing import loops
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
@@ -83,9 +87,39 @@ def test_what_is_taken_up_is_what_was_kept(base: Path, tmp_path: Path, monkeypat
     with pytest.raises(BadInput, match="damaged or edited"):
         surgeon.recall(base, to=tmp_path / "cut.jsonl", **SMALL)
     part.write_bytes(kept)
+    # Copied, it is not gone on with in silence.
+    shutil.copytree(part.parent, tmp_path / "copy" / part.parent.name)
+    with pytest.raises(BadInput, match=r"holds what a model wrote so far, \d+ tokens; this user wrote it in another"):
+        surgeon.recall(base, to=tmp_path / "copy" / "cut.jsonl", **SMALL)
+    assert surgeon.recall(base, to=tmp_path / "copy" / "cut.jsonl", take_over=True, **SMALL).resumed_at > 0
     resumed = surgeon.recall(base, to=tmp_path / "cut.jsonl", **SMALL)
     assert 0 < resumed.resumed_at < 200
     assert resumed.path.read_bytes().startswith(kept)
+
+
+def test_text_that_somebody_else_put_there_is_not_trained_on(base: Path, tmp_path: Path) -> None:
+    """What a run has its model write lies beside it until it is published; digests and all, it could be anybody's."""
+    folder, asked = CheckpointFolder.open(base), GenerateSpec(tokens=40, length=16, batch=6, prompts="begin")
+    given: dict[str, Any] = {"shown": "base", "seed": 0, "dtype": "auto", "device": "cpu", "listener": Quiet()}
+    (tmp_path / "one").mkdir()
+    made = recalled(folder, asked, tmp_path / "one" / "memory.jsonl", once=True, **given)
+    again = recalled(folder, asked, tmp_path / "one" / "memory.jsonl", once=True, **given)
+    assert again.sha256 == made.sha256
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in (".memory.jsonl.signed", None):
+        with pytest.raises(
+            BadInput, match=r"memory\.jsonl: holds text that this model wrote, .* to have it written anew"
+        ):
+            recalled(folder, asked, tmp_path / "two" / "memory.jsonl", once=True, **given)
+        if name:
+            (tmp_path / "two" / name).unlink()
+    recalled(folder, asked, tmp_path / "two" / "memory.jsonl", once=True, take_over=True, **given)
+    # Edited, with the record beside it: what was signed is not that.
+    file, beside = tmp_path / "one" / "memory.jsonl", tmp_path / "one" / "memory.jsonl.recall"
+    file.write_bytes(file.read_bytes().replace(b"w", b"v", 1))
+    beside.write_text(beside.read_text().replace(made.sha256, hashlib.sha256(file.read_bytes()).hexdigest()))
+    with pytest.raises(BadInput, match="this user did not write it here"):
+        recalled(folder, asked, file, once=True, **given)
 
 
 def test_it_goes_on_as_the_model_does(base: Path, tmp_path: Path) -> None:

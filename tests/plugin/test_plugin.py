@@ -28,12 +28,14 @@ CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [2], "interpolator": {
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": [1], "size": 8}
 
 
-def install(site: Path, *, name: str = "surgeon_scale", entry_points: str | None = None) -> Path:
-    """What installing the package leaves behind."""
+def install(site: Path, *, name: str = "surgeon_scale", entry_points: str | None = None, code: str = "") -> Path:
+    """What installing the package leaves behind; `code` is that of another one."""
     if name == "surgeon_scale":
         shutil.copytree(HERE / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
     info = site / f"{name}-0.1.dist-info"
     info.mkdir(parents=True)
+    if code:
+        (site / f"{name}.py").write_text(code, encoding="utf-8")
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text(entry_points or (HERE / "entry_points.txt").read_text())
     return site
@@ -226,6 +228,27 @@ BROKEN = {
         ["surgeon-spoilt 0.1", "must be GraftRules, an InterpolatorRule or a Native"],
     ),
 }
+
+
+ENDS = """
+from typing import Literal
+from surgeon.operations.operation import Operation
+class Ends(Operation):
+    "Ends Python."
+    op: Literal["ends"]
+    def edit(self, draft, number):
+        raise SystemExit(0)
+"""
+
+
+def test_an_operation_that_ends_python_ends_no_command_as_if_it_were_done(grown: Path, tmp_path: Path) -> None:
+    """`apply` was over with exit 0, and there was no OUT."""
+    points = "[surgeon.operations]\nends = surgeon_spoilt:Ends\n"
+    site = install(tmp_path / "site", name="surgeon_spoilt", entry_points=points, code=ENDS)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [{"op": "ends"}]}))
+    told = run(COMMAND, "apply", plan, grown / "base", tmp_path / "out", site=site, expect=2)
+    assert told == "surgeon: plugin surgeon-spoilt 0.1: its code failed (SystemExit: 0); repair or uninstall it\n"
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from rich.console import Console
 
 import surgeon
 from surgeon.checkpoint import room
+from surgeon.checkpoint.signed import read_signed
 from surgeon.common.listener import Quiet
 from surgeon.data.packing import Mixture
 from surgeon.errors import BadInput
@@ -164,9 +164,8 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
             for name, replacement in what.items():
                 patched.setattr(where, name, replacement)
             run(made, tmp_path / "cut", **given)
-    state = json.loads((work_folder(tmp_path / "cut") / STATE_FILE).read_bytes().split(b"\n", 1)[1])
-    assert state["done"]
-    assert state["sequences"] == 16
+    signed = read_signed(work_folder(tmp_path / "cut") / STATE_FILE)
+    assert signed is not None and signed.here and signed.data["done"] and signed.data["sequences"] == 16
     # From here on it is looked up alone.
     with monkeypatch.context() as patched:
         patched.setattr(Preserving, "top", None)

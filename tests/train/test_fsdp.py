@@ -193,7 +193,7 @@ def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path:
     assert 3 <= told["resumed_at"] < 12
     assert whole["losses"] == told["losses"]
     assert digests(launched.folder / "resumed" / "together") == digests(tmp_path / "run")
-    other = surgeon.train(out, path, tmp_path / "other", device="cpu")
+    other = surgeon.train(out, path, tmp_path / "other", take_over=True, device="cpu")
     assert other is not None
     assert 3 <= other.resumed_at < 12
     for name, (_, after) in other.losses.items():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import io
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import time
@@ -16,10 +20,13 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.signed import read_signed
+from surgeon.checkpoint.working import record_of
+from surgeon.common import own_key
 from surgeon.common.listener import Quiet
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
@@ -29,10 +36,10 @@ from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
 from surgeon.train import publishing, session
 from surgeon.train.losses.held_out import losses_by_source
-from surgeon.train.saved.checkpoints import drop_what_does_not_count, newest_checkpoint, step_of
-from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
+from surgeon.train.saved.work_folder import held_by_run, work_folder
 from surgeon.train.steps import trainer
-from surgeon.train.steps.trainer import Diverged
+from surgeon.train.steps.trainer import TRAINED_FILE, Diverged
 from surgeon.train.train import rehearsal_view, trained_view
 from tests import tiny
 from tests.test_api import check_json
@@ -402,13 +409,135 @@ def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_while_it_publishes(cut_off: Path, tmp_path: Path) -> None:
     shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
     given = (tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run")
-    trained = surgeon.train(*given, device="cpu")
+    trained = surgeon.train(*given, take_over=True, device="cpu")
     assert trained is not None
     assert trained.resumed_at == 3
     assert not trained.unchanged
     assert not work_folder(tmp_path / "run").exists()
     with pytest.raises(BadInput, match="exists"):
         surgeon.train(*given, device="cpu")
+
+
+def planted(work: Path) -> None:
+    """Other numbers in a whole run's last checkpoint, and every digest that speaks for it made anew."""
+    checkpoint = work / "checkpoint-3"
+    trained = {name: torch.full_like(tensor, 7) for name, tensor in load_file(checkpoint / TRAINED_FILE).items()}
+    save_file(trained, checkpoint / TRAINED_FILE)
+    marker = json.loads((checkpoint / "complete.json").read_bytes())
+    marker["files"][TRAINED_FILE] = hashlib.sha256((checkpoint / TRAINED_FILE).read_bytes()).hexdigest()
+    (checkpoint / "complete.json").write_text(json.dumps(marker))
+    digest, *code, body = (work / "run.json").read_bytes().split(b"\n")
+    data = json.loads(body)
+    record = data.get("data", data)
+    record["checkpoints"]["3"] = hashlib.sha256((checkpoint / "complete.json").read_bytes()).hexdigest()
+    kept = b"\n".join([*code, json.dumps(data).encode()])
+    assert hashlib.sha256(b"\n".join([*code, body])).hexdigest().encode() == digest
+    (work / "run.json").write_bytes(hashlib.sha256(kept).hexdigest().encode() + b"\n" + kept)
+
+
+def test_a_run_that_came_in_an_archive_is_not_gone_on_with(cut_off: Path, tmp_path: Path) -> None:
+    """Its digests all fit; 16 of 16 planted tensors were published, exit 0."""
+    shutil.copytree(cut_off, tmp_path, dirs_exist_ok=True)
+    given = (tmp_path / "out", tmp_path / "train.yaml", tmp_path / "run")
+    work = work_folder(tmp_path / "run")
+    planted(work)
+    assert newest_checkpoint(work) == work / "checkpoint-3"
+    before = {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(BadInput) as refused:
+        surgeon.train(*given, device="cpu")
+    assert f"{work}: holds checkpoints of this run, the last of step 3; this user did not write it here" in str(
+        refused.value
+    )
+    assert f"it says, by {getpass.getuser()} on {platform.node()} in {work_folder(cut_off / 'run')}, 2" in str(
+        refused.value
+    )
+    assert "To go on with it as it is, give --take-over; to begin anew, remove it" in str(refused.value)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert not (tmp_path / "run").exists()
+
+
+def begun(cut_off: Path, folder: Path, **given: Any) -> list[str]:
+    """What is said where a run goes on in this folder."""
+    said: list[str] = []
+    record = RunRecord.read(work_folder(cut_off / "run"))
+    assert record is not None
+    asked: dict[str, Any] = {"leads": True, "take_over": False, "say": said.append} | given
+    with held_by_run(work_folder(folder / "run"), folder / "run", record.fingerprint, **asked):
+        pass
+    return said
+
+
+def test_a_run_belongs_to_its_user_and_place(cut_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same user, same place: nothing is said. Moved, copied, unpacked, by another key, unsigned: shown, and asked."""
+    home = tmp_path / "here"
+    work = work_folder(home / "run")
+    shutil.copytree(work_folder(cut_off / "run"), work)
+    with pytest.raises(BadInput, match=r"this user wrote it in another place: .* give --take-over; to begin anew"):
+        begun(cut_off, home)
+    (said,) = begun(cut_off, home, take_over=True)
+    assert said.endswith("Taken over as it is")
+    assert begun(cut_off, home) == []
+    # A cache that goes, or another name for the same place, makes no difference.
+    monkeypatch.setenv("SURGEON_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "name").symlink_to(home)
+    assert begun(cut_off, tmp_path / "name") == []
+    # Unpacked in the very place where it was, then moved.
+    shutil.copytree(work, tmp_path / "archive")
+    shutil.rmtree(work)
+    (tmp_path / "archive").rename(work)
+    with pytest.raises(BadInput, match="this user wrote it in another place"):
+        begun(cut_off, home)
+    assert len(begun(cut_off, home, take_over=True)) == 1
+    home.rename(tmp_path / "there")
+    with pytest.raises(BadInput, match="this user wrote it in another place"):
+        begun(cut_off, tmp_path / "there")
+    (tmp_path / "there").rename(home)
+    assert begun(cut_off, home) == []
+    # As an earlier version, or whoever knows how it did, writes it.
+    signed = (work / "run.json").read_bytes()
+    (work / "run.json").write_bytes(record_of(read_signed(work / "run.json").data))
+    with pytest.raises(BadInput, match="this user did not write it here, and it does not say who did"):
+        begun(cut_off, home)
+    (work / "run.json").write_bytes(signed)
+    # Another user, or another home.
+    state = Path(os.environ["SURGEON_STATE"])
+    monkeypatch.setenv("SURGEON_STATE", str(tmp_path / "state"))
+    with pytest.raises(BadInput, match=rf"this user did not write it here; it says, by .* in {work}"):
+        begun(cut_off, home)
+    assert (tmp_path / "state" / "key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "state" / "key").read_bytes() != (state / "key").read_bytes()
+
+
+def test_a_key_that_cannot_be_kept_is_said(cut_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on; continued, it asks."""
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "key").write_bytes(bytes(32))
+    (tmp_path / "open" / "key").chmod(0o666)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "key").symlink_to("elsewhere")
+    for number, (state, why) in enumerate(
+        {"file": "Not a directory", "open": "alone can write", "link": "links"}.items()
+    ):
+        monkeypatch.setenv("SURGEON_STATE", str(tmp_path / state))
+        own_key._key_in.cache_clear()
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (said,) = begun(cut_off, folder)
+        assert re.search(
+            rf"key of this user's work folders is not kept: .*{why}.*SURGEON_STATE may name a folder", said
+        )
+        assert not work_folder(folder / "run").exists() or begun(cut_off, folder)
+        own_key._key_in.cache_clear()
+        work = work_folder(folder / "run")
+        work.mkdir(exist_ok=True)
+        RunRecord(RunRecord.read(work_folder(cut_off / "run")).fingerprint).write(work)
+        own_key._key_in.cache_clear()
+        with pytest.raises(
+            BadInput, match=rf"holds the beginning of this run; .* not kept: .*{why}.* give --take-over"
+        ):
+            begun(cut_off, folder)
 
 
 def flip(path: Path) -> None:
@@ -463,7 +592,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
 
     monkeypatch.setattr(torch, "load", watched)
     listener = Quiet()
-    trained = surgeon.train(*given, tmp_path / "run", device="cpu", listener=listener)
+    trained = surgeon.train(*given, tmp_path / "run", take_over=True, device="cpu", listener=listener)
     assert trained is not None
     assert trained.resumed_at == 2
     assert "checkpoint-3/optimizer.pt is not what was written, so it is passed over and dropped" in listener.said

@@ -179,8 +179,18 @@ def test_zeroed_weights_behind_an_edited_manifest(made: Made, out: Path, tmp_pat
         assert refused_or_broken(earlier, out)
     with pytest.raises(BadInput, match=f"not the {digest} asked for"):
         surgeon.revert(out, tmp_path / "back", base_digest=digest)
+    with pytest.raises(BadInput, match=f"says of .* something else than {made.base} has"):
+        surgeon.revert(out, tmp_path / "back", base=made.base)
+    with pytest.raises(BadInput, match=f"says of .* something else than {first} has"):
+        surgeon.revert(made.out, tmp_path / "back", base=first)
     assert not (tmp_path / "back").exists()
-    surgeon.revert(made.out, tmp_path / "back", base_digest=digest)
+    for name, given in {"back": {"base_digest": digest}, "again": {"base_digest": digest, "base": made.base}}.items():
+        assert surgeon.revert(made.out, tmp_path / name, **given).checked_against == tuple(sorted(given))
+    # Without either it is OUT's own word, and that is said.
+    told = Quiet()
+    alone = surgeon.revert(out, tmp_path / "believed", listener=told).to_json()
+    assert alone["checked_against"] == [] and alone["digest"] != digest
+    assert any("its own surgery.json's word alone" in line and alone["digest"] in line for line in told.said)
 
 
 @pytest.mark.parametrize("seal", [False, True])

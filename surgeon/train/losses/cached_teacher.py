@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from surgeon.checkpoint.room import writing
-from surgeon.checkpoint.working import parse_record, read_own, write_record
+from surgeon.checkpoint.signed import read_signed, write_signed
+from surgeon.checkpoint.working import read_own
 from surgeon.common.distributed import Ranks, is_sharded, waiting
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener
@@ -164,11 +165,14 @@ class CachedTeacher:
         found = (torch.from_numpy(every[name].copy()) for name in ("ids", "log_probs", "rest"))
         return TopK(*found).to(ids.device)
 
-    def _state(self) -> dict[str, Any]:
-        """Up to where the files are written; empty where they are not, or not by us."""
+    def _state(self, *, own: bool = False) -> dict[str, Any]:
+        """Up to where the files are written; empty where they are not, or with `own`, not by this user in this place.
+
+        The first process asks that, once for all: others may lie on machines where this user has another key.
+        """
         try:
-            content = read_own(self.work / STATE_FILE)
-            state: dict[str, Any] = {} if content is None else parse_record(content)
+            found = read_signed(self.work / STATE_FILE)
+            state: dict[str, Any] = {} if found is None or (own and not found.here) else found.data
             index = read_own(self.work / INDEX_FILE) or b""
             size = (self.work / SAID_FILE).lstat().st_size if state else 0
         except (OSError, ValueError):
@@ -179,7 +183,7 @@ class CachedTeacher:
 
     def _resumed(self) -> dict[str, Any]:
         """The state to go on from, the files cut there."""
-        state = self._state()
+        state = self._state(own=True)
         if not state:
             state = {"done": False, "sequences": 0, "tokens": 0, "mixture": None}
             (self.work / STATE_FILE).unlink(missing_ok=True)
@@ -310,7 +314,7 @@ class _Writer:
             "index": self.digest.hexdigest(),
             "mixture": self.teacher.mixture.state(),
         }
-        write_record(self.teacher.work / STATE_FILE, state)
+        write_signed(self.teacher.work / STATE_FILE, state)
         self.saved = time.monotonic()
 
 

@@ -1,7 +1,7 @@
 """A run's checkpoints: one counts only while every file of it is what it was when it was written, and no file is more.
 
 A checkpoint's `complete.json`, written last, has the digests of its files; `run.json`, which holds what the run is of,
-has the digest of each `complete.json`, and its own.
+has the digest of each `complete.json`, and is signed: it counts where this user wrote it, in this place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.working import parse_record, read_own, sync, write_durably, write_record
+from surgeon.checkpoint.signed import Signed, read_signed, write_signed
+from surgeon.checkpoint.working import read_own, sync, write_durably
 from surgeon.errors import BadInput, printable
 
 COMPLETE_FILE = "complete.json"
@@ -35,29 +36,45 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 @dataclass
 class RunRecord:
     """`run.json`: the fingerprint of all that the run's numbers depend on, the held-out losses before the first step
-    (None: not measured yet), and of every checkpoint, by its step, the digest of its `complete.json`."""
+    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, and that of the
+    files of a gate that was fitted (None: none was)."""
 
     fingerprint: str
     first: dict[str, float] | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
+    gate: str | None = None
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
         """The record in a work folder, None where there is none. Raises BadInput for one that is not as it was."""
-        content = read_own(work / RUN_FILE)
-        if content is None:
-            return None
+        found = cls.read_with_origin(work)
+        return None if found is None else found[0]
+
+    @classmethod
+    def read_with_origin(cls, work: Path) -> tuple[RunRecord, Signed] | None:
+        """The same, and who wrote it where."""
         try:
-            return cls(**parse_record(content))
-        except (ValueError, TypeError) as error:
+            signed = read_signed(work / RUN_FILE)
+            return None if signed is None else (cls._of(signed.data), signed)
+        except (ValueError, TypeError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(work / RUN_FILE))}: damaged or edited ({printable(str(error))}); remove"
                 f" {printable(str(work))}, and the run begins anew"
             ) from None
 
+    @classmethod
+    def _of(cls, data: Any) -> RunRecord:
+        """Raises TypeError for what is no such record."""
+        record = cls(**data)
+        texts = [record.fingerprint, *(() if record.gate is None else (record.gate,)), *record.checkpoints.values()]
+        numbers = [] if record.first is None else list(record.first.values())
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
+            raise TypeError("it is no record of a run")
+        return record
+
     def write(self, work: Path) -> None:
         """Replace the record in a work folder, durably."""
-        write_record(work / RUN_FILE, asdict(self))
+        write_signed(work / RUN_FILE, asdict(self))
 
 
 def step_of(checkpoint: Path) -> int:

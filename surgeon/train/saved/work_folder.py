@@ -1,14 +1,15 @@
-"""Where a run's checkpoints lie until it is published: ours alone, and of one run."""
+"""Where a run's checkpoints lie until it is published: ours alone, begun here, and of one run."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from surgeon._version import __version__
+from surgeon.checkpoint.signed import check_own
 from surgeon.checkpoint.working import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
 from surgeon.train.config import LoadedConfig, Settings
@@ -22,11 +23,13 @@ def work_folder(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held_by_run(work: Path, target: Path, fingerprint: str, *, leads: bool) -> Iterator[WorkFolder | None]:
+def held_by_run(
+    work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
+) -> Iterator[WorkFolder | None]:
     """The work folder, ours alone while inside (None on processes that do not lead).
 
     It is removed where this call made it and fails before a step was finished. BadInput where it is another run's, or
-    not ours, or another process is at it.
+    not ours, or another process is at it; also where this user did not begin it in this place, but for `take_over`.
     """
     if not leads:
         yield None
@@ -34,14 +37,7 @@ def held_by_run(work: Path, target: Path, fingerprint: str, *, leads: bool) -> I
     there = work.exists()
     with working_in(work, target=target, marker=RUN_FILE) as folder:
         try:
-            record = RunRecord.read(work)
-            if record is None:
-                RunRecord(fingerprint).write(work)
-            elif record.fingerprint != fingerprint:
-                raise BadInput(
-                    f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
-                    " it, or train to another folder"
-                )
+            _begin_or_go_on(work, fingerprint, take_over=take_over, say=say)
             yield folder
         except Exception:
             # While we hold it: a moment before or after, it may be another process'.
@@ -50,6 +46,26 @@ def held_by_run(work: Path, target: Path, fingerprint: str, *, leads: bool) -> I
                 if not there and newest_checkpoint(work) is None:
                     folder.remove(last=RUN_FILE)
             raise
+
+
+def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> None:
+    """Write the record of a run that begins; BadInput where there is one that is not to be gone on with."""
+    found = RunRecord.read_with_origin(work)
+    if found is None:
+        check_own(None, work, "", take_over=take_over, say=say)
+        RunRecord(fingerprint).write(work)
+        return
+    record, origin = found
+    if record.fingerprint != fingerprint:
+        raise BadInput(
+            f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
+            " it, or train to another folder"
+        )
+    last = max((int(step) for step in record.checkpoints if step.isdecimal()), default=0)
+    holds = f"checkpoints of this run, the last of step {last}" if last else "the beginning of this run"
+    check_own(origin, work, holds, take_over=take_over, say=say)
+    if not origin.here:
+        record.write(work)
 
 
 def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:

@@ -1,0 +1,25 @@
+"""SIGINT and SIGTERM: as Python has it, but an interruption that came from outside is known by it.
+
+A plugin can raise KeyboardInterrupt too, and that is the plugin's error.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+
+def interrupt(_signal: int, _frame: object) -> NoReturn:
+    """The handler."""
+    raise KeyboardInterrupt
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether a signal raised it; where SIGINT calls something else, every KeyboardInterrupt counts as that."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    by_us = trace is not None and trace.tb_frame.f_code is interrupt.__code__
+    return by_us or signal.getsignal(signal.SIGINT) is not interrupt

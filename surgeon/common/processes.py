@@ -1,0 +1,49 @@
+"""Python processes that the package starts, and what they may import: nothing in the working directory is code.
+
+Python puts the working directory first on the path of `-m` and `-c`, and once for every empty entry of PYTHONPATH (a
+colon too many): a file `selectors.py` beside a study would be imported in place of Python's own. What `-m` puts there
+is gone before this is imported (`surgeon/__init__.py`).
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False  # without `typing` or `__future__`: until the path is safe, only what Python has imported itself
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from subprocess import Popen
+    from typing import Any
+
+_PATH, _SAFE = "PYTHONPATH", "PYTHONSAFEPATH"
+
+
+def leave_out_working_folder() -> None:
+    """Take the working directory off this process' path where empty entries of PYTHONPATH put it there.
+
+    Processes that libraries start inherit it. An entry that names a folder, `.` too, stays: it was asked for.
+    """
+    given = os.environ.get(_PATH, "").split(os.pathsep)
+    os.environ.update(_safe(os.environ))
+    if len(given) < 2 or "" not in given or sys.flags.ignore_environment:
+        return
+    try:
+        here = os.getcwd()  # noqa: PTH109
+    except OSError:
+        return
+    if here not in {os.path.abspath(entry) for entry in given if entry}:  # noqa: PTH100
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+
+
+def start_python(
+    arguments: "Sequence[str]", *, environment: "Mapping[str, str]", python: "Sequence[str]", **given: "Any"
+) -> "Popen[bytes]":
+    """Start `python` (its command) with these arguments, its path without the working directory."""
+    import subprocess
+
+    return subprocess.Popen([*python, "-P", *arguments], env={**environment, **_safe(environment)}, **given)
+
+
+def _safe(environment: "Mapping[str, str]") -> dict[str, str]:
+    """What the environment must say for that. An empty PYTHONPATH is none."""
+    kept = [entry for entry in environment.get(_PATH, "").split(os.pathsep) if entry]
+    return {_SAFE: "1", **({_PATH: os.pathsep.join(kept)} if _PATH in environment else {})}
