@@ -1,13 +1,14 @@
 """Which models of the installed transformers take which surgery: every model type, tiny, from plan to proof.
 
-`python -m benchmarks.coverage [--encoders] [TYPE …] [--again | --since DAY]` makes a tiny checkpoint of each type (its default
-config with sizes shrunk, changed by tests/decoders.py where that cannot run, in bfloat16; every parameter and every
-stored buffer random), applies one plan for each surgery, verifies the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and
-in float32) and reverts it (every byte). `apply` itself runs a step of training on a twin where it attaches something.
-What each gave (`exact`, or the first line of the reason) is a line of results/coverage.jsonl, with the versions it
-was run with; a pair whose plans all have a result is not run again without `--again`, so the sweep goes on where it
-was cut off; one of everything anew goes on with `--since` the day on which it began. Each pair runs in a process of its own with a time limit. The page results/coverage.md and the section of
-docs/families.md are written from all lines, at the end of a run or by `--families` alone. With `--encoders` it runs
+`python -m benchmarks.coverage [--encoders] [TYPE …] [--again | --since DAY]` makes a tiny checkpoint of each type (its
+default config with sizes shrunk, changed by tests/decoders.py where that cannot run, in bfloat16; every parameter and
+every stored buffer random), applies one plan for each surgery, verifies the output against its base (every byte, and
+logits of prefill and cached generation in bfloat16 and in float32) and reverts it (every byte). `apply` itself runs a
+step of training on a twin where it attaches something. What each gave (`exact`, or the first line of the reason) is a
+line of results/coverage.jsonl, with the versions it was run with. A pair whose plans all have a result is not run again
+without `--again`, so the sweep goes on where it was cut off; one of everything anew goes on with `--since` the day on
+which it began. Each pair runs in a process of its own with a time limit. The page results/coverage.md and the section
+of docs/families.md are written from all lines, at the end of a run or by `--families` alone. With `--encoders` it runs
 encoders and control states alone (tests/encoders.py), whose outputs are compared on whole sequences, some of them
 padded, and prints a table, also to the file `--to`.
 """
@@ -193,10 +194,11 @@ def keep(rows: Iterable[Row], file: Path = ROWS) -> None:
 _ABOUT = """# Which decoders take which surgery
 
 `python -m benchmarks.coverage`, {versions}, on {days}. Model types of transformers' auto classes for causal and
-image-text models: a tiny checkpoint of the type's default config (sizes shrunk, every parameter and every stored buffer random,
-bfloat16) and five plans: a copy after every layer (`insert`), a twin beside every layer (`branch`), gated adapters (with `activation:
-silu` where the type's config names none), a PMoE slot, control states. Each output is verified against its base (every
-byte; logits of prefill and cached generation, in bfloat16 and in float32) and reverted (every byte and the config).
+image-text models: a tiny checkpoint of the type's default config (sizes shrunk, every parameter and every stored
+buffer random, bfloat16) and five plans: a copy after every layer (`insert`), a twin beside every layer (`branch`),
+gated adapters (with `activation: silu` where the type's config names none), a PMoE slot, control states. Each output is
+verified against its base (every byte; logits of prefill and cached generation, in bfloat16 and in float32) and reverted
+(every byte and the config).
 `exact`, or the first line of the reason. "no tiny checkpoint":
 the type's default config cannot be built or run by itself here (it lacks a setting that real checkpoints have, wants
 a package that is not installed, or is no decoder), which says nothing of real checkpoints of that type.
@@ -322,7 +324,7 @@ def encoders_table(types: list[str], *, limit: int) -> str:
 
 
 def sweep(types: list[str], *, since: str, limit: int) -> None:
-    """Run the pairs of these types (all, if none is named) that have no result since that day, and keep each at once."""
+    """Run the pairs of these types (all, if none is named) that have no result since that day; keep each at once."""
     # Imported once, for the processes of all pairs.
     import torch  # noqa: F401
     import transformers.modeling_utils  # noqa: F401

@@ -45,7 +45,8 @@ def grown(
     """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
 
     Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
-    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right.
+    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right, or
+    a tensor outside the layers that only one of the two models has.
     """
     part = part_of(config, skeleton.path)
     kinds = described_kinds(skeleton)
@@ -60,6 +61,7 @@ def grown(
             wrong, words = 0, str(error)
         else:
             if wrong is None:
+                _check_outside(skeleton, built)
                 return made
             words = _difference(described_kinds(built)[wrong], wanted[wrong]) if wrong < len(built.layers) else ""
         if wrong > worst:
@@ -68,6 +70,20 @@ def grown(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
         f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); choose other places"
     )
+
+
+def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
+    """Raise BadInput where tensors outside the layers come and go with these, one for each."""
+    before, after = (
+        {name for name in each.model.state_dict(keep_vars=True) if not name.startswith(f"{each.stack}.")}
+        for each in (skeleton, built)
+    )
+    if odd := min(before ^ after, default=None):
+        raise BadInput(
+            f"{printable(odd)}: this model has tensors outside its layers that are as many as these ({len(built.layers)}"
+            f" layers instead of {len(skeleton.layers)}), which surgeon can neither add nor take out; use operations that"
+            " leave the layers as they are"
+        )
 
 
 def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int) -> int | None:
