@@ -10,7 +10,9 @@ import torch
 
 import surgeon
 from surgeon.errors import BadInput
+from tests.decoders import tiny_decoder
 from tests.end_to_end.conftest import same_bytes, weights
+from tests.models.grown import edit
 from tests.own_code import pebble
 
 INSERT = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [0, 2]}, init: {kind: copy}}\n"
@@ -139,6 +141,33 @@ def test_layers_with_buffers_are_exact(case: str, tmp_path: Path) -> None:
                 assert torch.equal(made, torch.full_like(made, wanted[name]) if name in wanted else before[own])
     surgeon.revert(out, tmp_path / "back", **TRUST)
     assert same_bytes(before, weights(tmp_path / "back"))
+
+
+def test_gemma_4_grows_beside_and_between(tmp_path: Path) -> None:
+    """Its layers end with a stored scale of the stream: 1 in new layers, the base's in an expanded twin."""
+    base = tiny_decoder(tmp_path / "base", "gemma4_text", dtype="bfloat16")
+    (tmp_path / "plan.yaml").write_text(
+        "surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [1]}, init: {kind: copy}}\n"
+        "  - {op: control_llm, layers: [0, 6], expansion: hybrid}\n"
+    )
+    out = tmp_path / "out"
+    applied = surgeon.apply(tmp_path / "plan.yaml", base, out)
+    assert any("layer_scalar = 1" in record.claim.reason for record in applied.preview.blueprint.operations)
+    before, after = weights(base), weights(out)
+    scale = "layer_scalar"
+    own = {name: float(value) for name, value in after.items() if name.endswith(scale)}
+    kept = {number: float(before[f"model.layers.{number}.{scale}"]) for number in range(6)}
+    assert own.pop(f"model.layers.7.expanded.{scale}") == kept[5]
+    assert [own[f"model.layers.{n}.{scale}"] for n in range(5)] == [kept[0], 1.0, kept[1], 1.0, kept[2]]
+    for streamed in (False, True):
+        options: dict[str, Any] = {"windows": 1, "window": 16, "dtypes": ("auto", "float32"), "streamed": streamed}
+        found = surgeon.verify(base, out, **options)
+        assert found.holds and found.identical
+    surgeon.revert(out, tmp_path / "back")
+    assert same_bytes(before, weights(tmp_path / "back"))
+    edit(out, f"model.layers.3.{scale}", lambda value: value * 0.5)
+    broken = surgeon.verify(base, out, logits=False)
+    assert {check.name for check in broken.checks if not check.holds} >= {"silent at birth"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
