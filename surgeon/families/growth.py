@@ -80,9 +80,9 @@ def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
     )
     if odd := min(before ^ after, default=None):
         raise BadInput(
-            f"{printable(odd)}: this model has tensors outside its layers that are as many as these ({len(built.layers)}"
-            f" layers instead of {len(skeleton.layers)}), which surgeon can neither add nor take out; use operations that"
-            " leave the layers as they are"
+            f"{printable(odd)}: this model has tensors outside its layers that are as many as these"
+            f" ({len(built.layers)} instead of {len(skeleton.layers)}), which surgeon can neither add nor take out; use"
+            " operations that leave the layers as they are"
         )
 
 

@@ -1,4 +1,4 @@
-"""Layers with stored buffers, and tensors or lists with a part for each layer: what says exact is exact, or is refused."""
+"""Layers with stored buffers, tensors and lists with a part for each layer: exact where promised, else refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ MADE = "        self.mix, self.wash = PebbleMix(config, number), PebbleWash(conf
 FIRST = "        hidden_states = hidden_states + self.mix(self.before_mix(hidden_states), cache)\n"
 LAST = "        return hidden_states + self.wash(self.before_wash(hidden_states))\n"
 OUTSIDE = "        self.backbone.last = PebbleScale(config.width)\n"
-LOOP = "        for layer in self.backbone.blocks:\n            stream = layer(stream, past_key_values if use_cache else None)\n"
+LOOP = """        for layer in self.backbone.blocks:
+            stream = layer(stream, past_key_values if use_cache else None)
+"""
 
 
 def held(*buffers: str) -> dict[str, str]:

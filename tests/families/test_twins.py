@@ -1,4 +1,4 @@
-"""What a proof is made of: twins and tiny checkpoints with random values in every stored tensor, each of which counts."""
+"""What a proof is made of: twins and tiny checkpoints, random in every stored tensor, each of which counts."""
 
 from __future__ import annotations
 
@@ -109,22 +109,22 @@ def test_the_proof_notices_each_tensor_that_is_not_the_bases(model_type: str, mo
     twins = {len(order) - 1: twin_of(config), len(order): twin_of(made, seed=7)}
     monkeypatch.setattr(proof, "twin_of", lambda config, **_: twins[len(order) - (config is not made)])
     fill, drawn = proof._fill, {name: value.clone() for name, value in twins[len(order)].model.state_dict().items()}
-    left = ""
+    left = [""]
 
     def filled(base: Any, result: Any, *rest: Any) -> None:
         fill(base, result, *rest)
-        if left:
-            result.model.state_dict()[left].copy_(drawn[left])
+        if left[0]:
+            result.model.state_dict()[left[0]].copy_(drawn[left[0]])
 
     monkeypatch.setattr(proof, "_fill", filled)
     proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
     new = f"{found.skeleton.stack}.{last + 1}."
-    for left in _kinds_of(name for name in drawn if not name.startswith(new)).values():
+    for left[0] in _kinds_of(name for name in drawn if not name.startswith(new)).values():
         with pytest.raises(BadInput, match="the logits are not the base's"):
             proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
     # Of the new layer, what silences it.
     for suffix in silent[-1]:
-        left = f"{new}{suffix}"
+        left[0] = f"{new}{suffix}"
         with pytest.raises(BadInput, match="the logits are not the base's"):
             proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
 
@@ -137,19 +137,19 @@ def test_the_proof_of_grafts_notices_each_tensor_that_is_not_the_bases(
     blueprint = surgeon.preview(tmp_path / "plan.yaml", base).blueprint
     folder = CheckpointFolder.open(base)
     heads = derive(folder.config).heads
-    with_grafts, left, built = grafting._with_grafts, "", []
+    with_grafts, left, built = grafting._with_grafts, [""], []
 
     def changed(twin: Any, *rest: Any) -> Any:
         model = with_grafts(twin, *rest)
         built[:] = _kinds_of(twin.model.state_dict()).values()
-        if left:
-            held = model.state_dict()[left]
-            held.copy_(twin_of(folder.config, seed=3, heads=heads).model.state_dict()[left])
+        if left[0]:
+            other = twin_of(folder.config, seed=3, heads=heads).model.state_dict()
+            model.state_dict()[left[0]].copy_(other[left[0]])
         return model
 
     monkeypatch.setattr(grafting, "_with_grafts", changed)
     grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
     suffixes = ("layer_scalar", "input_layernorm.weight", "q_proj.weight", "down_proj.weight", "embed_tokens.weight")
-    for left in [name for name in built if name.endswith(suffixes)]:
+    for left[0] in [name for name in built if name.endswith(suffixes)]:
         with pytest.raises(BadInput, match="the logits are not the base's once it has its grafts"):
             grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
