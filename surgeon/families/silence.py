@@ -2,8 +2,8 @@
 
 Every parameter of the layer is nulled, then given back in the order in which modules run; what must stay null is the
 last writer of each residual branch: a projection with its bias, experts' included, or the scale of a norm behind it
-(stored as 0, or as −1 where the norm multiplies by one plus it). Stored buffers that act on the stream by themselves
-become 1 where they scale it, 0 where they shift it. Proof is the layer's own output, bit for bit.
+(stored as 0, or as −1 where the norm multiplies by one plus it). What acts on the stream by itself, stored buffers
+among it, becomes 1 where it scales it, 0 where it shifts it. Proof is the layer's own output, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _TOKENS = (1, 12)
-# Of so many buffers that act on the stream every choice of 0 and 1 is tried.
-_MOST_BUFFERS = 6
+# Of so many tensors that act on the stream by themselves every choice of 0 and 1 is tried; of more, 1 for all.
+_MOST_ACTING = 6
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,13 @@ def _search(run: Run) -> Silence:
         try:
             for name, value in held.items():
                 value.fill_(nulls[name])
-            values = _of_buffers(run, buffers)
-            if values is None:
-                # A scale of the whole stream, one number or one for each of its dimensions.
-                for name, value in held.items():
-                    if value.ndim < 2 and name not in identities and not name.endswith("bias"):
-                        nulls[name] = 1.0
-                        value.fill_(1.0)
-                values = _of_buffers(run, buffers)
-                if values is None:
+            values: dict[str, float] = {}
+            if not _silent(run):
+                found = _of_stream(run, held, buffers, kept, identities)
+                if found is None:
                     return _refused("even with all its weights zero a layer changes what passes through it")
+                nulls |= found
+                values = {name: value for name, value in found.items() if name in buffers}
             for name in order:
                 held[name].copy_(kept[name])
                 if not _silent(run):
@@ -171,36 +168,45 @@ def _silent(run: Run) -> bool:
     return isinstance(output, torch.Tensor) and torch.equal(output, run.stream)
 
 
-def _of_buffers(run: Run, buffers: Mapping[str, Tensor]) -> dict[str, float] | None:
-    """The values with which these buffers leave the stream as it is, its parameters being null, and which they have.
+def _of_stream(
+    run: Run,
+    held: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    identities: Mapping[str, float],
+) -> dict[str, float] | None:
+    """The values of what acts on the stream by itself, a scale or a shift of it, that leave it as it is.
 
-    None, and they are as before, where no choice of 0 and 1 does: a buffer that acts on the stream shifts or scales it.
+    Sought among stored buffers, and among parameters of one number or one for each dimension, all others being null.
+    They have those values then; None where no choice of 0 and 1 does.
     """
-    if _silent(run):
-        return {}
-    acting = [name for name, value in buffers.items() if _acts(run, value)]
-    if not acting or len(acting) > _MOST_BUFFERS:
-        return None
-    before = {name: buffers[name].clone() for name in acting}
-    for choice in itertools.product((1.0, 0.0), repeat=len(acting)):
+    # Norms and biases are null already.
+    vectors = {n: v for n, v in held.items() if v.ndim < 2 and n not in identities and not n.endswith("bias")}
+    sought: dict[str, Tensor] = {**vectors, **buffers}
+    for name, vector in vectors.items():
+        vector.copy_(kept[name])
+    acting = [name for name, tensor in sought.items() if _acts(run, tensor)]
+    for name, vector in vectors.items():
+        if name not in acting:
+            vector.fill_(0.0)
+    every = itertools.product((1.0, 0.0), repeat=len(acting)) if len(acting) <= _MOST_ACTING else [(1.0,) * len(acting)]
+    for choice in every:
         values = dict(zip(acting, choice, strict=True))
         for name, value in values.items():
-            buffers[name].fill_(value)
+            sought[name].fill_(value)
         if _silent(run):
             return values
-    for name, kept in before.items():
-        buffers[name].copy_(kept)
     return None
 
 
-def _acts(run: Run, buffer: Tensor) -> bool:
-    """Whether the layer's output depends on this buffer, its parameters being as they are."""
+def _acts(run: Run, value: Tensor) -> bool:
+    """Whether the layer's output depends on this tensor, the others being as they are."""
     import torch
 
-    before, kept = run.output(), buffer.clone()
-    buffer.mul_(0.5).add_(0.25)
+    before, kept = run.output(), value.clone()
+    value.mul_(0.5).add_(0.25)
     after = run.output()
-    buffer.copy_(kept)
+    value.copy_(kept)
     return not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and torch.equal(before, after))
 
 

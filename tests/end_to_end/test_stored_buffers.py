@@ -65,6 +65,14 @@ EXACT: dict[str, tuple[dict[str, str], dict[str, float]]] = {
         held(ONE, WIDE) | leaves("self.gain * hidden_states + self.shift"),
         {"gain": 1.0, "shift": 0.0},
     ),
+    "both, as parameters": (
+        {
+            MADE: f"{MADE}        self.gain = nn.Parameter(torch.ones(1))\n"
+            "        self.shift = nn.Parameter(torch.zeros(config.width))\n"
+        }
+        | leaves("self.gain * hidden_states + self.shift"),
+        {"gain": 1.0, "shift": 0.0},
+    ),
     "decays": (held("'decay', torch.full((1,), 0.1)") | leaves("hidden_states * (1 - self.decay)"), {"decay": 0.0}),
     "scales a branch": (held(ONE) | {FIRST: FIRST.replace("+ self.mix", "+ self.gain * self.mix")}, {}),
     "has a part outside that a branch reads": (
