@@ -14,6 +14,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers
+from surgeon.families.proof import layer_axis
 from surgeon.families.skeleton import Skeleton, build
 
 # Fields that may count layers from the bottom or the top, or be the number of one.
@@ -46,7 +47,7 @@ def grown(
 
     Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
     Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right, or
-    a tensor outside the layers that only one of the two models has.
+    a tensor outside the layers that cannot follow.
     """
     part = part_of(config, skeleton.path)
     kinds = described_kinds(skeleton)
@@ -73,16 +74,31 @@ def grown(
 
 
 def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
-    """Raise BadInput where tensors outside the layers come and go with these, one for each."""
+    """Raise BadInput where what stands outside the layers depends on their number in a way that cannot be followed.
+
+    That is tensors which come and go with the layers, one for each, and those in which no axis has a part for each.
+    """
+    old, new = len(skeleton.layers), len(built.layers)
     before, after = (
-        {name for name in each.model.state_dict(keep_vars=True) if not name.startswith(f"{each.stack}.")}
+        {
+            name: tuple(value.shape)
+            for name, value in each.model.state_dict(keep_vars=True).items()
+            if not name.startswith(f"{each.stack}.")
+        }
         for each in (skeleton, built)
     )
-    if odd := min(before ^ after, default=None):
+    for name in sorted(before.keys() | after.keys()):
+        one, other = before.get(name), after.get(name)
+        if one == other or (one and other and layer_axis(one, other, old, new) is not None):
+            continue
+        change = (
+            f"there with {old if one else new} layers, not with {new if one else old}"
+            if one is None or other is None
+            else f"{list(one)} with {old} layers, {list(other)} with {new}"
+        )
         raise BadInput(
-            f"{printable(odd)}: this model has tensors outside its layers that are as many as these"
-            f" ({len(built.layers)} instead of {len(skeleton.layers)}), which surgeon can neither add nor take out; use"
-            " operations that leave the layers as they are"
+            f"{printable(name)}: stands outside the layers and depends on their number ({change}), which surgeon cannot"
+            " follow; use operations that leave the layers as they are"
         )
 
 

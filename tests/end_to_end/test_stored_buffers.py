@@ -112,7 +112,15 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
             "stream = stream * self.backbone.gains[n]",
         ),
         {},
-        "gains.3: this model has tensors outside its layers that are as many as these",
+        "gains.3: stands outside the layers and depends on their number .there with 5 layers, not with 3",
+    ),
+    "a tensor outside of layers by layers": (
+        each_layer(
+            "self.backbone.mixed = nn.Parameter(torch.ones(config.depth, config.depth))",
+            "stream = stream * self.backbone.mixed[n].sum()",
+        ),
+        {},
+        r"mixed: stands outside the layers and depends on their number .\[3, 3\] with 3 layers, \[5, 5\] with 5",
     ),
     "a list of the config that is not lengthened": (
         each_layer("self.gains = config.gains", "stream = stream * self.gains[n]"),
