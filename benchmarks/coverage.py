@@ -1,13 +1,14 @@
 """Which models of the installed transformers take which surgery: every model type, tiny, from plan to proof.
 
-`python -m benchmarks.coverage [--encoders] [TYPE …] [--again]` makes a tiny checkpoint of each type (its default
-config with sizes shrunk, changed by tests/decoders.py where that cannot run, in bfloat16), applies one plan for each
-surgery, verifies the output against its base (every byte, and logits of prefill and cached generation in bfloat16 and
-in float32) and reverts it (every byte). `apply` itself runs a step of training on a twin where it attaches something.
-What each gave (`exact`, or the first line of the reason) is a line of results/coverage.jsonl, with the versions it
-was run with; a pair whose plans all have a result is not run again without `--again`, so the sweep goes on where it
-was cut off. Each pair runs in a process of its own with a time limit. The page results/coverage.md and the section of
-docs/families.md are written from all lines, at the end of a run or by `--families` alone. With `--encoders` it runs
+`python -m benchmarks.coverage [--encoders] [TYPE …] [--again | --since DAY]` makes a tiny checkpoint of each type (its
+default config with sizes shrunk, changed by tests/decoders.py where that cannot run, in bfloat16; every parameter and
+every stored buffer random), applies one plan for each surgery, verifies the output against its base (every byte, and
+logits of prefill and cached generation in bfloat16 and in float32) and reverts it (every byte). `apply` itself runs a
+step of training on a twin where it attaches something. What each gave (`exact`, or the first line of the reason) is a
+line of results/coverage.jsonl, with the versions it was run with. A pair whose plans all have a result is not run again
+without `--again`, so the sweep goes on where it was cut off; one of everything anew goes on with `--since` the day on
+which it began. Each pair runs in a process of its own with a time limit. The page results/coverage.md and the section
+of docs/families.md are written from all lines, at the end of a run or by `--families` alone. With `--encoders` it runs
 encoders and control states alone (tests/encoders.py), whose outputs are compared on whole sequences, some of them
 padded, and prints a table, also to the file `--to`.
 """
@@ -193,10 +194,11 @@ def keep(rows: Iterable[Row], file: Path = ROWS) -> None:
 _ABOUT = """# Which decoders take which surgery
 
 `python -m benchmarks.coverage`, {versions}, on {days}. Model types of transformers' auto classes for causal and
-image-text models: a tiny checkpoint of the type's default config (sizes shrunk, random weights, bfloat16) and five
-plans: a copy after every layer (`insert`), a twin beside every layer (`branch`), gated adapters (with `activation:
-silu` where the type's config names none), a PMoE slot, control states. Each output is verified against its base (every
-byte; logits of prefill and cached generation, in bfloat16 and in float32) and reverted (every byte and the config).
+image-text models: a tiny checkpoint of the type's default config (sizes shrunk, every parameter and every stored
+buffer random, bfloat16) and five plans: a copy after every layer (`insert`), a twin beside every layer (`branch`),
+gated adapters (with `activation: silu` where the type's config names none), a PMoE slot, control states. Each output is
+verified against its base (every byte; logits of prefill and cached generation, in bfloat16 and in float32) and reverted
+(every byte and the config).
 `exact`, or the first line of the reason. "no tiny checkpoint":
 the type's default config cannot be built or run by itself here (it lacks a setting that real checkpoints have, wants
 a package that is not installed, or is no decoder), which says nothing of real checkpoints of that type.
@@ -289,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
+    parser.add_argument("--since", metavar="DAY", help="also what was run before this day (2026-11-24)")
     parser.add_argument("--limit", type=int, default=LIMIT, help="CPU seconds for one pair")
     parser.add_argument("--families", action="store_true", help="run nothing, write the page and docs/families.md")
     parser.add_argument("--encoders", action="store_true", help="encoders and control states, as a table")
@@ -301,7 +304,8 @@ def main() -> None:
             asked.to.write_text(text + "\n")
         return
     if not asked.families:
-        sweep(asked.types, again=asked.again, limit=asked.limit)
+        since = "9999" if asked.again else asked.since or ""
+        sweep(asked.types, since=since, limit=asked.limit)
     rows = read_rows()
     PAGE.write_text(page(rows))
     DOCS.write_text(with_section(DOCS.read_text(), section(rows)))
@@ -319,8 +323,8 @@ def encoders_table(types: list[str], *, limit: int) -> str:
     return table(rows, ENCODER_PLANS)
 
 
-def sweep(types: list[str], *, again: bool, limit: int) -> None:
-    """Run the pairs of these types (all, if none is named) that have no result yet, and keep each result at once."""
+def sweep(types: list[str], *, since: str, limit: int) -> None:
+    """Run the pairs of these types (all, if none is named) that have no result since that day; keep each at once."""
     # Imported once, for the processes of all pairs.
     import torch  # noqa: F401
     import transformers.modeling_utils  # noqa: F401
@@ -328,9 +332,9 @@ def sweep(types: list[str], *, again: bool, limit: int) -> None:
     from tests.decoders import decoders, tiny_decoder
 
     rows = {row.order: row for row in read_rows()}
-    done = {order for order, row in rows.items() if NOT_RUN not in row.told.values()}
+    done = {order for order, row in rows.items() if NOT_RUN not in row.told.values() and row.day >= since}
     for model_type, auto in decoders():
-        if (types and model_type not in types) or ((auto, model_type) in done and not again):
+        if (types and model_type not in types) or ((auto, model_type) in done):
             continue
         row = in_a_process(model_type, auto, PLANS, limit, tiny_decoder)
         rows[row.order] = row

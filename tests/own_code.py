@@ -119,14 +119,18 @@ AUTO_MAP = {
 }
 
 
-def pebble(folder: Path, **config: Any) -> Path:
-    """Save a tiny checkpoint in `folder`, with the code of its model beside the weights."""
+def pebble(folder: Path, *, changed: dict[str, str] | None = None, **config: Any) -> Path:
+    """Save a tiny checkpoint in `folder`, with the code of its model beside the weights, lines of it `changed`."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir()
+    modeling = MODELING
+    for line, other in (changed or {}).items():
+        assert modeling.count(line) == 1, line
+        modeling = modeling.replace(line, other)
     (folder / "configuration_pebble.py").write_text(CONFIGURATION)
-    (folder / "modeling_pebble.py").write_text(MODELING)
+    (folder / "modeling_pebble.py").write_text(modeling)
     name = "pebble_of_the_test"
     spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
@@ -135,7 +139,9 @@ def pebble(folder: Path, **config: Any) -> Path:
         made = importlib.import_module(f"{name}.modeling_pebble")
         torch.manual_seed(0)
         model = made.PebbleForCausalLM(made.PebbleConfig(**config))
-        tensors = {key: torch.randn(value.shape).bfloat16() * 0.3 for key, value in model.state_dict().items()}
+        held = model.state_dict()
+        tensors = {key: torch.randn(value.shape).bfloat16() * 0.3 for key, value in held.items()}
+        tensors |= {key: value for key, value in held.items() if not value.is_floating_point()}
         fields = model.config.to_dict()
     finally:
         for held in [held for held in sys.modules if held.startswith(name)]:

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from surgeon.families.twin import fill_buffers
+
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -81,7 +83,7 @@ def config(model_type: str, **overrides: Any) -> Any:
 def model(
     model_type: str, *, dtype: str = "float32", seed: int = 0, head: str = "ForMaskedLM", **overrides: Any
 ) -> Any:
-    """A tiny model in eval mode; every parameter random, norms and biases included, so that nothing is special.
+    """A tiny model in eval mode; every tensor random, norms, biases and buffers included, so that nothing is special.
 
     `head` is an encoder's, one of `ENCODER_HEADS`.
     """
@@ -94,6 +96,7 @@ def model(
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+    fill_buffers(built, seed)
     if model_type in ENCODERS:
         # DeBERTa makes two biases in float32 whatever it is asked for.
         built.to(getattr(torch, dtype))

@@ -81,10 +81,11 @@ class Derived:
         if self.skeleton.encoder:
             kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
             return f"derived: an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
-        proven = sorted({name for each in self.silence for name in each.values})
-        silent = ", ".join(_short(proven)) or "nothing"
+        proven = sorted({(name, value) for each in self.silence for name, value in each.values.items()})
+        silent = ", ".join(_short([name for name, value in proven if value != 1.0])) or "nothing"
+        scales = "".join(f", {name} = 1" for name in _short([name for name, value in proven if value == 1.0]))
         kinds = f", {len(self.titles)} kinds of layers" if len(self.titles) > 1 else ""
-        return f"derived, proven on a twin in {self.seconds:.1f} s: {silent} silent{kinds}"
+        return f"derived, proven on a twin in {self.seconds:.1f} s: {silent} silent{scales}{kinds}"
 
 
 def _short(names: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.families.proof import run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, shrunk, twin_of
+from surgeon.families.twin import one_thread, shrunk, stored_buffers, twin_of
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.gate_rules import GATE
 from surgeon.runtime.rules import BRANCH
@@ -133,12 +133,13 @@ def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> N
 
 
 def _lower(model: Any) -> None:
-    """Give a model's parameters the dtypes that transformers gives them where bfloat16 is asked for."""
+    """Give a model's tensors the dtypes that transformers gives them where bfloat16 is asked for."""
     import torch
 
     plan = model.eval()._get_dtype_plan(torch.bfloat16)
     kept = [(re.compile(pattern.replace("*", ".*")), dtype) for pattern, dtype in plan.items()]
-    for name, value in model.named_parameters():
+    # Buffers that no checkpoint holds are not loaded, and stay as code computes them.
+    for name, value in (dict(model.named_parameters()) | stored_buffers(model)).items():
         value.data = value.data.to(next((dtype for found, dtype in kept if found.search(name)), torch.bfloat16))
         value.grad = None
 
@@ -160,7 +161,7 @@ def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
             " layers"
         ) from error
     # Its buffers are of the config's dtype, as the twin's are.
-    for value in model.parameters():
+    for value in (*model.parameters(), *stored_buffers(model).values()):
         value.data = value.data.float()
     held = twin.model.state_dict()
     with torch.no_grad():

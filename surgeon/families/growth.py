@@ -14,6 +14,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers
+from surgeon.families.proof import layer_axis
 from surgeon.families.skeleton import Skeleton, build
 
 # Fields that may count layers from the bottom or the top, or be the number of one.
@@ -45,7 +46,8 @@ def grown(
     """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
 
     Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
-    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right.
+    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right, or
+    a tensor outside the layers that cannot follow.
     """
     part = part_of(config, skeleton.path)
     kinds = described_kinds(skeleton)
@@ -60,6 +62,7 @@ def grown(
             wrong, words = 0, str(error)
         else:
             if wrong is None:
+                _check_outside(skeleton, built)
                 return made
             words = _difference(described_kinds(built)[wrong], wanted[wrong]) if wrong < len(built.layers) else ""
         if wrong > worst:
@@ -68,6 +71,35 @@ def grown(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
         f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); choose other places"
     )
+
+
+def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
+    """Raise BadInput where what stands outside the layers depends on their number in a way that cannot be followed.
+
+    That is tensors which come and go with the layers, one for each, and those in which no axis has a part for each.
+    """
+    old, new = len(skeleton.layers), len(built.layers)
+    before, after = (
+        {
+            name: tuple(value.shape)
+            for name, value in each.model.state_dict(keep_vars=True).items()
+            if not name.startswith(f"{each.stack}.")
+        }
+        for each in (skeleton, built)
+    )
+    for name in sorted(before.keys() | after.keys()):
+        one, other = before.get(name), after.get(name)
+        if one == other or (one and other and layer_axis(one, other, old, new) is not None):
+            continue
+        change = (
+            f"there with {old if one else new} layers, not with {new if one else old}"
+            if one is None or other is None
+            else f"{list(one)} with {old} layers, {list(other)} with {new}"
+        )
+        raise BadInput(
+            f"{printable(name)}: stands outside the layers and depends on their number ({change}), which surgeon cannot"
+            " follow; use operations that leave the layers as they are"
+        )
 
 
 def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int) -> int | None:

@@ -6,13 +6,13 @@ Two layers are of one kind if their modules, shapes and settings are the same, a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from surgeon.families.skeleton import Skeleton
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # Attributes that hold a layer's number: two layers of one kind differ in them.
 _NUMBER = re.compile(r"(.*_)?(idx|index|layer_id|layer_number|block_id)")
@@ -28,11 +28,19 @@ def signature(layer: nn.Module) -> Signature:
         (
             name,
             type(module).__name__,
-            tuple((key, None if held is None else tuple(held.shape)) for key, held in module._parameters.items()),
+            tuple((key, None if held is None else tuple(held.shape)) for key, held in _stored(module)),
             _settings(module),
         )
         for name, module in layer.named_modules()
     )
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """A module's own parameters and those of its buffers that checkpoints hold, by name."""
+    yield from module._parameters.items()
+    for key, held in module._buffers.items():
+        if key not in module._non_persistent_buffers_set:
+            yield key, held
 
 
 def _settings(module: nn.Module) -> Settings:

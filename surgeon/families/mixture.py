@@ -89,7 +89,7 @@ def _understood(run: Run, groups: int) -> Mixture | None:
 
 
 class _Trial:
-    """A layer's experts and router with their values as they were; random numbers in the router's buffers."""
+    """A layer's experts and router with their values as they were."""
 
     def __init__(self, run: Run, experts: str) -> None:
         import torch
@@ -110,10 +110,6 @@ class _Trial:
         }
         self._kept = [(value, value.detach().clone()) for value in (*self.experts.values(), *self.router.values())]
         self._draws = torch.Generator().manual_seed(0)
-        # A bias that is zero in a new model shows nothing when it moves.
-        for name, value in run.layer.named_buffers():
-            if name in self.router:
-                value.copy_(torch.randn(value.shape, generator=self._draws) * 0.1)
         self._before = run.output()
         self._now = [(value, value.detach().clone()) for value, _ in self._kept]
 

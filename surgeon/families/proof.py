@@ -16,7 +16,7 @@ from surgeon.errors import BadInput
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, twin_of
+from surgeon.families.twin import one_thread, stored_buffers, twin_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def prove(
     base, result = twin_of(config, heads=heads), twin_of(grown, seed=_NEW_SEED, heads=heads)
     with torch.no_grad():
         for index, values in silent.items():
-            held = dict(base.layers[index].named_parameters())
+            held = dict(base.layers[index].named_parameters()) | stored_buffers(base.layers[index])
             for name, value in values.items():
                 held[name].fill_(value)
     _fill(base, result, order, kept, silenced)

@@ -32,7 +32,7 @@ from surgeon.families.dissect import dissect, is_derived
 from surgeon.families.family import Family, Sizes
 
 # Raised whenever entries mean something else.
-_FORMAT = 1
+_FORMAT = 2
 _KIND = "anatomies"
 # What a derivation runs on.
 _LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")

@@ -2,27 +2,33 @@
 
 Every parameter of the layer is nulled, then given back in the order in which modules run; what must stay null is the
 last writer of each residual branch: a projection with its bias, experts' included, or the scale of a norm behind it
-(stored as 0, or as −1 where the norm multiplies by one plus it). Proof is the layer's own output, bit for bit.
+(stored as 0, or as −1 where the norm multiplies by one plus it). What acts on the stream by itself, stored buffers
+among it, becomes 1 where it scales it, 0 where it shifts it. Proof is the layer's own output, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import stored_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _TOKENS = (1, 12)
+# Of so many tensors that act on the stream by themselves every choice of 0 and 1 is tried; of more, 1 for all.
+_MOST_ACTING = 6
 
 
 @dataclass(frozen=True)
 class Silence:
-    """What was found of one layer: `values` to store, by the parameter's name in the layer; `reason` why there is none.
+    """What was found of one layer: `values` to store, by the tensor's name in the layer; `reason` why there is none.
 
     `identities` are the values with which norms leave their input as it is, by name: 1, or 0 where they add one.
     """
@@ -48,9 +54,9 @@ class Run:
 
     def output(self, stream: Tensor | None = None) -> Any:
         """What the layer makes of it, or of another `stream`."""
-        if stream is None:
-            given = self.layer(*self.args, **self.kwargs)
-        elif self.args:
+        # A copy: a layer may change in place what it gets, and would then always give back what it got.
+        stream = self.stream.clone() if stream is None else stream
+        if self.args:
             given = self.layer(stream, *self.args[1:], **self.kwargs)
         else:
             given = self.layer(**(self.kwargs | {"hidden_states": stream}))
@@ -78,14 +84,12 @@ def _unfit(run: Run | None, shared: str) -> str:
 
 
 def _shared(twin: Skeleton) -> dict[int, str]:
-    """Of each layer a parameter that another layer has too; nothing where it has its own."""
-    owners: dict[int, int] = {}
-    for layer in twin.layers:
-        for held in layer.parameters():
-            owners[id(held)] = owners.get(id(held), 0) + 1
+    """Of each layer a tensor that another layer has too; nothing where it has its own."""
+    held = [dict(layer.named_parameters()) | stored_buffers(layer) for layer in twin.layers]
+    owners = Counter(id(value) for tensors in held for value in tensors.values())
     return {
-        index: next((name for name, held in layer.named_parameters() if owners[id(held)] > 1), "")
-        for index, layer in enumerate(twin.layers)
+        index: next((name for name, value in tensors.items() if owners[id(value)] > 1), "")
+        for index, tensors in enumerate(held)
     }
 
 
@@ -126,52 +130,95 @@ def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
 def _search(run: Run) -> Silence:
     import torch
 
-    held = dict(run.layer.named_parameters())
-    kept = {name: value.detach().clone() for name, value in held.items()}
+    held, buffers = dict(run.layer.named_parameters()), stored_buffers(run.layer)
+    kept = {name: value.detach().clone() for name, value in (*held.items(), *buffers.items())}
     order = _order(run)
     with torch.no_grad():
         nulls, identities = _nulls(run.layer, kept)
-
-        def silent() -> bool:
-            output = run.output()
-            return isinstance(output, torch.Tensor) and torch.equal(output, run.stream)
-
         try:
             for name, value in held.items():
                 value.fill_(nulls[name])
-            if not silent():
-                # A scale of the whole stream, one number or one for each of its dimensions.
-                for name, value in held.items():
-                    if value.ndim < 2 and name not in identities and not name.endswith("bias"):
-                        nulls[name] = 1.0
-                        value.fill_(1.0)
-                if not silent():
-                    return _refused("even with all its weights zero a layer changes what passes through it")
             values: dict[str, float] = {}
+            if not _silent(run):
+                found = _of_stream(run, held, buffers, kept, identities)
+                if found is None:
+                    return _refused("even with all its weights zero a layer changes what passes through it")
+                nulls |= found
+                values = {name: value for name, value in found.items() if name in buffers}
             for name in order:
                 held[name].copy_(kept[name])
-                if not silent():
+                if not _silent(run):
                     held[name].fill_(nulls[name])
                     values[name] = nulls[name]
             dead = _without_gradient(run, held, values)
         finally:
-            for name, value in held.items():
-                value.copy_(kept[name])
-                value.grad = None
+            for name, tensor in (*held.items(), *buffers.items()):
+                tensor.copy_(kept[name])
+                tensor.grad = None
     if dead:
         return _refused(f"{dead[0]} would have to be zero and would then never learn")
     return Silence(values, "", identities)
 
 
+def _silent(run: Run) -> bool:
+    """Whether the layer gives what it gets, bit for bit."""
+    import torch
+
+    output = run.output()
+    return isinstance(output, torch.Tensor) and torch.equal(output, run.stream)
+
+
+def _of_stream(
+    run: Run,
+    held: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    identities: Mapping[str, float],
+) -> dict[str, float] | None:
+    """The values of what acts on the stream by itself, a scale or a shift of it, that leave it as it is.
+
+    Sought among stored buffers, and among parameters of one number or one for each dimension, all others being null.
+    They have those values then; None where no choice of 0 and 1 does.
+    """
+    # Norms and biases are null already.
+    vectors = {n: v for n, v in held.items() if v.ndim < 2 and n not in identities and not n.endswith("bias")}
+    sought: dict[str, Tensor] = {**vectors, **buffers}
+    for name, vector in vectors.items():
+        vector.copy_(kept[name])
+    acting = [name for name, tensor in sought.items() if _acts(run, tensor)]
+    for name, vector in vectors.items():
+        if name not in acting:
+            vector.fill_(0.0)
+    every = itertools.product((1.0, 0.0), repeat=len(acting)) if len(acting) <= _MOST_ACTING else [(1.0,) * len(acting)]
+    for choice in every:
+        values = dict(zip(acting, choice, strict=True))
+        for name, value in values.items():
+            sought[name].fill_(value)
+        if _silent(run):
+            return values
+    return None
+
+
+def _acts(run: Run, value: Tensor) -> bool:
+    """Whether the layer's output depends on this tensor, the others being as they are."""
+    import torch
+
+    before, kept = run.output(), value.clone()
+    value.mul_(0.5).add_(0.25)
+    after = run.output()
+    value.copy_(kept)
+    return not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and torch.equal(before, after))
+
+
 def _without_gradient(run: Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
-    """Those of the silenced parameters that training would leave where they are."""
+    """Those of the silenced parameters that training would leave where they are; buffers it leaves anyway."""
     import torch
 
     draws = torch.Generator().manual_seed(0)
     with torch.enable_grad():
-        output = run.output(run.stream.detach().clone().requires_grad_())
+        output = run.output(run.stream.detach().requires_grad_().clone())
         (output * torch.randn(output.shape, generator=draws)).sum().backward()
-    return [name for name in values if (grad := held[name].grad) is None or not bool(grad.any())]
+    return [name for name in values if name in held and ((grad := held[name].grad) is None or not bool(grad.any()))]
 
 
 def _order(run: Run) -> list[str]:

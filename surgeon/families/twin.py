@@ -10,10 +10,13 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton, build
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor, nn
 
 _WIDTHS = re.compile(
     r"hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width"
@@ -134,13 +137,13 @@ def _fit_state_space(made: dict[str, Any], width: int) -> None:
 
 
 def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEFT) -> Skeleton:
-    """The twin of a config.json on the CPU, in float32, its weights random and nowhere trivial.
+    """The twin of a config.json on the CPU, in float32, its parameters and stored buffers random and nowhere trivial.
 
     The same config and seed give the same weights. Raises BadInput where transformers cannot build it.
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _empty_is_nan():
         torch.manual_seed(seed)
         twin = build(shrunk(config, heads_left=heads), buffers=True)
     size = sum(value.numel() for value in twin.model.parameters())
@@ -151,6 +154,7 @@ def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEF
             " operate on a smaller model of this type"
         )
     _fill(twin.model, seed)
+    fill_buffers(twin.model, seed)
     twin.model.tie_weights()
     return twin
 
@@ -185,3 +189,70 @@ def _fill(model: Any, seed: int) -> None:
                 value = 0.5 + 0.1 * noise if held.ndim < 2 or held.numel() == 1 else noise * held.shape[-1] ** -0.5
                 made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
             module._parameters[key] = made[id(held)]
+
+
+def fill_buffers(model: nn.Module, seed: int) -> None:
+    """Give every buffer that checkpoints hold random values; those that code computes anew keep what it computed."""
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    made: dict[int, Tensor] = {}
+    for owner, key, held in _stored_buffers(model):
+        if id(held) not in made:
+            made[id(held)] = _drawn(held, draws)
+        owner._buffers[key] = made[id(held)]
+
+
+def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's buffers of floating-point numbers that checkpoints hold, by their names in it."""
+    names = {part: f"{name}." if name else "" for name, part in module.named_modules()}
+    return {f"{names[owner]}{key}": held for owner, key, held in _stored_buffers(module)}
+
+
+def _stored_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    # Whole numbers and truth values are indices, tables and masks: any others would be out of range. Complex ones are
+    # fixed transforms (FNet's).
+    for part in module.modules():
+        for key, held in part._buffers.items():
+            if held is not None and key not in part._non_persistent_buffers_set and held.is_floating_point():
+                yield part, key, held
+
+
+def _drawn(held: Tensor, draws: Generator) -> Tensor:
+    """Random values that a trained checkpoint may hold where a new model holds `held`."""
+    import torch
+
+    noise = torch.randn(held.shape, generator=draws)
+    if held.isnan().any():
+        # Memory that only a stored value or `_init_weights` fills: as parameters that scale are, and positive.
+        value = 0.5 + 0.1 * noise
+    elif not held.any():
+        # A shift, a router's correction, a running mean. Not negative, as a running square could not be.
+        value = 0.1 * noise.abs()
+    elif held.isinf().all():
+        # Bounds to clip at: now within reach, the lower one still below the upper.
+        value = held.sign() * (3.0 + noise.abs())
+    elif torch.equal(held, held.bool().to(held.dtype)) and not held.all():
+        return held.clone()  # A mask of zeros and ones, which is right with these values alone.
+    else:
+        # Scales, variances, decays, tables: nearer to zero by 5 to 25 %, so that what must be positive, or below one,
+        # stays so; zeros and infinities among others stay, as masks need.
+        value = held * (0.75 + 0.2 * torch.rand(held.shape, generator=draws))
+    return value.to(held.dtype)
+
+
+@contextlib.contextmanager
+def _empty_is_nan() -> Iterator[None]:
+    """Memory that nobody filled holds NaN: what a model leaves to its initialisation is then seen, and the same."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled

@@ -23,6 +23,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
+from surgeon.families.twin import stored_buffers
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -273,9 +274,12 @@ class Depth:
 
     def _merge(self, number: int, layer: nn.Module) -> None:
         made_of = self._stack[number]
-        if made_of == {number: 1}:
+        # Parameters are read anew for each pass; stored buffers stay, and must be another's no longer.
+        held: dict[str, Tensor] = dict(stored_buffers(layer))
+        if made_of != {number: 1}:
+            held |= dict(layer.named_parameters())
+        elif not held:
             return
-        held = dict(layer.named_parameters())
         totals = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in held.items()}
         for other, factor in made_of.items():
             values = self.model.weights([f"{self._names[other]}.{name}" for name in held])

@@ -180,17 +180,15 @@ class StreamedModel:
         return max(stacks, key=lambda stack: sum(value.numel() for layer in stack for value in layer.parameters()))
 
     def _move_buffers(self) -> None:
-        """Put buffers on the device; the ones that are stored get their stored values."""
+        """Put buffers on the device; the ones that are stored get their stored values, in the dtype of weights."""
         for prefix, owner in self.module.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 full = f"{prefix}.{name}" if prefix else name
-                if full in self.stored_as:
+                if full in self.stored_as and buffer.is_floating_point():
+                    (buffer,) = self.weights([full])
+                elif full in self.stored_as:
                     (stored,) = self.stored_as[full]
-                    with self._opened(self.folder.tensors[stored].file) as shard:
-                        value = shard.get_tensor(stored).clone()
-                    # In the dtype that transformers gives it.
-                    wide = value.is_floating_point() and self._dtype_of(full) == torch.float32
-                    buffer = value.to(torch.float32 if wide else buffer.dtype)
+                    buffer = self._stored([stored])[stored].clone()
                 owner._buffers[name] = buffer.to(self.device)
 
     def _hook_units(self) -> None:

@@ -165,6 +165,9 @@ class InsertLayers(Operation):
     def _claim(self, kinds: Sequence[LayerKind]) -> Claim:
         if not self.zero_init:
             return Claim("none", f"the new layers ({self.init.kind}) write to the residual stream from the start")
-        silenced = list(dict.fromkeys(of_experts(suffix) for kind in kinds for suffix in kind.silence))
-        what = "have effective scale zero" if any("norm" in suffix for suffix in silenced) else "are zero"
-        return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(silenced)} {what}")
+        values = {of_experts(suffix): value for kind in kinds for suffix, value in kind.silence.items()}
+        silenced = [name for name, value in values.items() if value != 1.0]
+        scales = [name for name, value in values.items() if value == 1.0]
+        what = "have effective scale zero" if any("norm" in name for name in silenced) else "are zero"
+        words = [f"{', '.join(silenced)} {what}"] * bool(silenced) + [f"{', '.join(scales)} = 1"] * bool(scales)
+        return Claim("exact", f"new layers add exactly zero to the residual stream: {', '.join(words)}")

@@ -22,6 +22,7 @@ from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
 from tests.end_to_end.conftest import weights
 from tests.end_to_end.test_any_decoder import add_letters
+from tests.models.grown import edit
 from tests.vocabularies import ENGLISH, write_text
 
 WINDOW, WINDOWS = 16, 6
@@ -188,10 +189,10 @@ def test_laco_merges_by_its_equation_and_follows_its_algorithm(tmp_path: Path) -
     assert stack == {0: {0: -1, 1: 1, 3: 1}}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gemma4_text"])
 def test_layers_that_are_still_silent_go_to_the_bit(family: str, tmp_path: Path) -> None:
     """Grown, then shrunk again: the base's logits; proven on a twin where surgeon derives the model type."""
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "gemma4_text"):
         base = add_letters(tiny_decoder(tmp_path / "base", family, CAUSAL, dtype="bfloat16"))
     else:
         base = base_of(tmp_path, family, num_hidden_layers=4, dtype="bfloat16")
@@ -207,6 +208,18 @@ def test_layers_that_are_still_silent_go_to_the_bit(family: str, tmp_path: Path)
     # A layer that writes is none of them.
     mixed = surgeon.preview(plan_of(tmp_path, {"layers": [1, 2]}), tmp_path / "grown").blueprint
     assert mixed.promise == "none"
+    if family == "gemma4_text":
+        # Nor is one that scales the stream.
+        edit(tmp_path / "grown", "model.layers.3.layer_scalar", lambda value: value * 0.5)
+        assert surgeon.preview(plan_of(tmp_path, {"layers": new}), tmp_path / "grown").blueprint.promise == "none"
+
+
+def test_merged_layers_are_measured_with_their_stored_buffers(tmp_path: Path) -> None:
+    base = add_letters(tiny_decoder(tmp_path / "base", "gemma4_text", layers=3))
+    made, told = applied_to(base, tmp_path, count=1, by="laco", merge=1, threshold=-1, **MEASURED)
+    ids = tokens_of(base)
+    assert told["text"]["before"] == pytest.approx(loss_of(load(base), ids), abs=1e-5)
+    assert told["text"]["after"] == pytest.approx(loss_of(made, ids), abs=1e-5)
 
 
 def test_a_claim_that_is_false_of_the_base_is_found(tmp_path: Path) -> None:

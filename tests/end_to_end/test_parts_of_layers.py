@@ -102,6 +102,8 @@ def test_training_leaves_the_parts_as_they_are(base: Path, out: Path, tmp_path: 
     surgeon.train(out, tmp_path / "train.yaml", tmp_path / "run", device="cpu")
     before, after = weights(out), weights(tmp_path / "run")
     assert all(torch.equal(before[f"model.{name}"], after[f"model.{name}"]) for name in HELD)
+    scales = [float(after[f"model.layers.{layer}.layer_scalar"]) for layer in range(6)]
+    assert [scale == 1.0 for scale in scales] == [False, False, False, True, False, True]
     assert not all(torch.equal(value, after[name]) for name, value in before.items())
     assert surgeon.verify(base, tmp_path / "run", logits=False).holds
     surgeon.revert(tmp_path / "run", tmp_path / "back")

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
+from surgeon.families.twin import stored_buffers
 from surgeon.models import compare_streamed as compare_streamed_module
 from surgeon.models import stored_matrix
 from surgeon.models.compare import compare_logits
@@ -19,6 +20,7 @@ from surgeon.models.load import load_model
 from surgeon.models.stored_matrix import StoredMatrix
 from surgeon.models.stream import StreamedModel
 from tests import tiny
+from tests.decoders import tiny_decoder
 from tests.models.grown import edit, grow, shard_of
 
 IDS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(2))
@@ -43,6 +45,18 @@ def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
     for step in range(ids_BT.shape[1] - steps, ids_BT.shape[1]):
         logits.append(model(input_ids=ids_BT[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
     return torch.cat(logits, dim=1)
+
+
+def test_stored_buffers_have_the_dtype_that_transformers_gives_them(tmp_path: Path) -> None:
+    """A scale of the stream, stored in float32 and run in bfloat16."""
+    base = tiny_decoder(tmp_path, "gemma4_text", layers=2)
+    whole, streamed = (made(CheckpointFolder.open(base), dtype="bfloat16") for made in (load_model, StreamedModel))
+    held = stored_buffers(streamed.module)
+    assert {value.dtype for value in held.values()} == {torch.bfloat16}
+    assert all(torch.equal(value, held[name]) for name, value in stored_buffers(whole).items())
+    with torch.inference_mode():
+        ordinary = whole(input_ids=IDS, use_cache=False).logits
+        assert torch.equal(ordinary, streamed.module(input_ids=IDS, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

@@ -1,0 +1,155 @@
+"""What a proof is made of: twins and tiny checkpoints, random in every stored tensor, each of which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput
+from surgeon.families import grafting, proof
+from surgeon.families.derived import derive
+from surgeon.families.growth import grown
+from surgeon.families.twin import fill_buffers, stored_buffers, twin_of
+from tests import tiny
+from tests.decoders import tiny_config, tiny_decoder
+from tests.encoders import tiny_encoder
+from tests.end_to_end.conftest import weights
+from tests.quantised import tiny_quantised
+
+# Stored buffers of one number that scales the stream, of a router, of constants and of decays made by the code.
+BUFFERED = ("gemma4_text", "deepseek_v3", "apertus", "minimax")
+
+
+class Held(nn.Module):
+    """One buffer of each kind that a model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.ones(1))
+        self.variance = nn.Buffer(torch.ones(64))
+        self.shift = nn.Buffer(torch.zeros(64))
+        self.decay = nn.Buffer(torch.linspace(0.1, 1, 64))
+        self.fp8 = nn.Buffer(torch.full((), 2.0**-9, dtype=torch.bfloat16))
+        self.low, self.high = nn.Buffer(torch.tensor(-float("inf"))), nn.Buffer(torch.tensor(float("inf")))
+        self.empty = nn.Buffer(torch.full((64,), float("nan")))
+        self.allowed = nn.Buffer(torch.ones(4, 4).tril())
+        self.added = nn.Buffer(torch.full((4, 4), -float("inf")).triu(1))
+        self.index, self.fixed = nn.Buffer(torch.arange(4)), nn.Buffer(torch.ones(2, dtype=torch.complex64))
+        self.table = nn.Buffer(torch.ones(4), persistent=False)
+
+
+def test_a_buffer_gets_random_values_in_its_valid_range() -> None:
+    made, before = Held(), dict(Held().named_buffers())
+    fill_buffers(made, 0)
+    assert stored_buffers(made).keys() == before.keys() - {"index", "fixed", "table"}
+    kept = ("allowed", "added", "index", "fixed", "table")
+    held = dict(made.named_buffers())
+    assert all(torch.equal(held[name], before[name]) for name in kept)
+    for name in held.keys() - {*kept}:
+        value = held[name]
+        assert value.dtype == before[name].dtype and value.isfinite().all(), name
+        assert not torch.equal(value, before[name]) and (value.ndim == 0 or value.unique().numel() == len(value)), name
+    for name in ("scale", "variance", "decay", "fp8"):
+        assert bool(((held[name] > 0.5 * before[name]) & (held[name] < before[name])).all()), name
+    assert bool((held["empty"] > 0).all() and (held["shift"] >= 0).all()) and held["low"] < 0 < held["high"]
+
+
+@pytest.mark.parametrize("model_type", BUFFERED)
+def test_a_twin_holds_no_initial_value(model_type: str) -> None:
+    config = tiny_config(model_type)
+    one, other = (twin_of(config, seed=seed).model for seed in (0, 1))
+    stored, again = one.state_dict(), other.state_dict()
+    assert stored_buffers(one)
+    for name, value in stored.items():
+        assert not torch.equal(value, again[name]), name
+    computed = {name: value for name, value in one.named_buffers() if name not in stored}
+    assert all(torch.equal(value, dict(other.named_buffers())[name]) for name, value in computed.items())
+
+
+TINY: dict[str, Callable[[Path], Path]] = {
+    "gemma2": lambda folder: tiny.checkpoint(folder, "gemma2"),
+    "roberta": lambda folder: tiny.checkpoint(folder, "roberta"),
+    "gemma4_text": lambda folder: tiny_decoder(folder, "gemma4_text", hidden_size_per_layer_input=8),
+    "nystromformer": lambda folder: tiny_encoder(folder, "nystromformer"),
+    "deepseek_v3": lambda folder: tiny_quantised(folder, "deepseek_v3", "fp8"),
+}
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_tiny_checkpoints_hold_no_initial_value(case: str, tmp_path: Path) -> None:
+    for name, value in weights(TINY[case](tmp_path / "base")).items():
+        if value.is_floating_point():
+            several = value.numel() == 1 or value.float().unique().numel() > 1
+            assert several and value.float().flatten()[0] not in (0.0, 1.0), name
+
+
+def _kinds_of(names: Any) -> dict[str, str]:
+    """One tensor of each kind: those of layers by what follows the layer's number."""
+    return {name.split(".layers.")[-1].partition(".")[2] if ".layers." in name else name: name for name in names}
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "deepseek_v3"])
+def test_the_proof_notices_each_tensor_that_is_not_the_bases(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kind keeps, in the grown twin, the other values that it was drawn with."""
+    changes = {"hidden_size_per_layer_input": 8} if model_type == "gemma4_text" else {}
+    config = tiny_config(model_type, **changes)
+    found = derive(config)
+    last = len(found.kind_of) - 1
+    order = [*range(last), last, last]
+    made, kept = grown(config, found.skeleton, order), [True] * (last + 1) + [False]
+    silent = [{} if own else found.silence[found.kind_of[last]].values for own in kept]
+    # The same twins each time, filled anew: what takes long is to build them.
+    twins = {len(order) - 1: twin_of(config), len(order): twin_of(made, seed=7)}
+    monkeypatch.setattr(proof, "twin_of", lambda config, **_: twins[len(order) - (config is not made)])
+    fill, drawn = proof._fill, {name: value.clone() for name, value in twins[len(order)].model.state_dict().items()}
+    left = [""]
+
+    def filled(base: Any, result: Any, *rest: Any) -> None:
+        fill(base, result, *rest)
+        if left[0]:
+            result.model.state_dict()[left[0]].copy_(drawn[left[0]])
+
+    monkeypatch.setattr(proof, "_fill", filled)
+    proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
+    new = f"{found.skeleton.stack}.{last + 1}."
+    for left[0] in _kinds_of(name for name in drawn if not name.startswith(new)).values():
+        with pytest.raises(BadInput, match="the logits are not the base's"):
+            proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
+    # Of the new layer, what silences it.
+    for suffix in silent[-1]:
+        left[0] = f"{new}{suffix}"
+        with pytest.raises(BadInput, match="the logits are not the base's"):
+            proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
+
+
+def test_the_proof_of_grafts_notices_each_tensor_that_is_not_the_bases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_decoder(tmp_path / "base", "gemma4_text")
+    (tmp_path / "plan.yaml").write_text("surgeon: 1\noperations:\n  - {op: gated_adapters, size: 4, layers: [1]}\n")
+    blueprint = surgeon.preview(tmp_path / "plan.yaml", base).blueprint
+    folder = CheckpointFolder.open(base)
+    heads = derive(folder.config).heads
+    with_grafts, left, built = grafting._with_grafts, [""], []
+
+    def changed(twin: Any, *rest: Any) -> Any:
+        model = with_grafts(twin, *rest)
+        built[:] = _kinds_of(twin.model.state_dict()).values()
+        if left[0]:
+            other = twin_of(folder.config, seed=3, heads=heads).model.state_dict()
+            model.state_dict()[left[0]].copy_(other[left[0]])
+        return model
+
+    monkeypatch.setattr(grafting, "_with_grafts", changed)
+    grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
+    suffixes = ("layer_scalar", "input_layernorm.weight", "q_proj.weight", "down_proj.weight", "embed_tokens.weight")
+    for left[0] in [name for name in built if name.endswith(suffixes)]:
+        with pytest.raises(BadInput, match="the logits are not the base's once it has its grafts"):
+            grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
