@@ -7,17 +7,21 @@ load the output. So wrong names, roles, places, per-layer settings and silent te
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe
-from surgeon.common.library import LOAD_FAILURES, first_line
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe, Rows
+from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.weights import SINGLE_FILE
+from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config
+from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
 from surgeon.families.grafting import check_grafts, with_grafts
+from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
@@ -33,7 +37,7 @@ _SEED, _NEW_SEED = 3, 7
 _WORDS, _MORE_WORDS = 240, 16
 
 
-def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
+def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
     """Carry a blueprint that promises to be exact out on a twin of the base's `config`, and compare.
 
     Logits of whole sequences and of cached decoding must be equal bit for bit; with grafts in bfloat16 too, and a step
@@ -42,19 +46,23 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> 
     import torch
 
     before, after = dict(config), dict(blueprint.config)
+    words = min(anatomy.sizes.vocabulary, _WORDS)
     if blueprint.more_rows:
-        before["vocab_size"] = min(anatomy.sizes.vocabulary, _WORDS)
-        after["vocab_size"] = before["vocab_size"] + min(blueprint.more_rows, _MORE_WORDS)
+        before = with_vocabulary(before, anatomy, words)
+        after = with_vocabulary(after, anatomy, words + min(blueprint.more_rows, _MORE_WORDS))
     with one_thread():
-        heads = _running_heads(before)
-        base, result = _twin(before, heads, _SEED), _twin(after, heads, _NEW_SEED)
+        heads, base = _running_twin(before)
+        result = _twin(after, heads, _NEW_SEED)
         with torch.no_grad():
             _silence(base, blueprint, anatomy)
-            _fill(result, base, blueprint)
+            if after["model_type"] == before["model_type"] or not blueprint.native:
+                _fill(result, base, blueprint)
+            else:
+                result = _converted(result, base, blueprint)
         if base.encoder and blueprint.native:
             _check_encoded(base, result)
         elif blueprint.more_rows:
-            _check_old_words(base, result, before["vocab_size"])
+            _check_old_words(base, result, words)
         elif blueprint.native:
             layers = blueprint.layers
             check_same(base, result, [each.like for each in layers], [each.base is not None for each in layers])
@@ -62,8 +70,31 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> 
             check_grafts(base, result)
 
 
-def _running_heads(config: Mapping[str, Any]) -> int:
-    """With how many heads a twin runs. Raises BadInput where it runs with none of these numbers."""
+def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnCode | None) -> None:
+    """Give a twin of a derived type `more` ids and compare the logits of those that it had.
+
+    Raises BadInput where they differ, or something else than embeddings and output head has another shape then.
+    """
+    import torch
+
+    native, words = trusted(native_config(config), own), min(anatomy.sizes.vocabulary, _WORDS)
+    before = with_vocabulary(native, anatomy, words)
+    after = with_vocabulary(native, anatomy, words + min(more, _MORE_WORDS))
+    with one_thread():
+        heads, base = _running_twin(before)
+        result = _twin(after, heads, _NEW_SEED)
+        held = base.model.state_dict()
+        for name, value in result.model.state_dict().items():
+            old = held[name]
+            if old.shape[1:] != value.shape[1:]:
+                raise BadInput(f"{printable(name)}: has another shape in a model of more ids; it cannot grow")
+            with torch.no_grad():
+                value[: len(old)] = old
+        _check_old_words(base, result, words)
+
+
+def _running_twin(config: Mapping[str, Any]) -> tuple[int, Skeleton]:
+    """A twin that runs, and how many heads it has. Raises BadInput where none of these numbers will do."""
     import torch
 
     failed: Exception | None = None
@@ -72,7 +103,7 @@ def _running_heads(config: Mapping[str, Any]) -> int:
             twin = _twin(config, heads, _SEED)
             with torch.no_grad():
                 twin.model(input_ids=some_tokens(twin))
-            return heads
+            return heads, twin
         except LOAD_FAILURES as error:
             failed = failed or error
     assert failed is not None
@@ -132,15 +163,50 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
     result.model.tie_weights()
 
 
+def _converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> Skeleton:
+    """The twin of an output of another class, which transformers loads from a checkpoint of the names on disk.
+
+    Raises BadInput where a tensor of the plan is none of the checkpoint's, or the other way round.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    draws = torch.Generator().manual_seed(_NEW_SEED)
+    kind = type(result.model)
+    with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
+        file = Path(folder) / SINGLE_FILE
+        base.model.save_pretrained(folder)
+        held = load_file(file)
+        result.model.save_pretrained(folder)
+        stored = load_file(file)
+        made: dict[str, Tensor] = {}
+        for output in blueprint.outputs:
+            place = _place(output.name, stored, result)
+            if place is not None:
+                made[place] = _value(output.recipe, base, held, stored[place], draws).contiguous()
+            elif output.new:
+                raise BadInput(
+                    f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
+                )
+        if lacking := sorted(stored.keys() - made):
+            raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
+        save_file(made, file, metadata={"format": "pt"})
+        model = kind.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        # What is mapped from a file lies where the file has it, and products of one row are summed by that.
+        for held_value in (*model.parameters(), *model.buffers()):
+            held_value.data = held_value.data.clone()
+    return replace(result, model=model.eval())
+
+
 def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
     """What a recipe makes of a twin's tensors; random where it computes, as nothing exact may depend on that."""
     import torch
 
     match recipe:
-        case Copy(source) if (place := _place(source, held, base)) is not None:
-            return held[place]
-        case Joined() if (whole := recipe.whole) is not None:
-            return _value(whole, base, held, like, draws)
+        case Copy(source):
+            return _held(source, base, held)
+        case Joined(pieces, still=still) if still or all(_is_whole(piece) for piece in pieces):
+            return torch.cat([_rows(piece, base, held) for piece in pieces]).reshape(like.shape)
         case Constant(value):
             return torch.full_like(like, value)
         case Listed(values) if like.numel() == len(values):
@@ -151,6 +217,30 @@ def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Ten
             return torch.cat([old, more * old.std()])
     noise = torch.randn(like.shape, generator=draws)
     return (0.5 + 0.1 * noise if like.ndim < 2 else noise * like.shape[-1] ** -0.5).to(like.dtype)
+
+
+def _held(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+    """The twin's tensor that stands for the base's of this name."""
+    place = _place(source, held, base)
+    if place is None:
+        raise BadInput(f"{printable(source)}: transformers' class has no place for this tensor of the base")
+    return held[place]
+
+
+def _is_whole(piece: Rows) -> bool:
+    return (piece.start, piece.stop) == (0, piece.of.shape[0])
+
+
+def _rows(piece: Rows, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+    """The same share of the rows of a twin's tensor as `piece` is of the base's."""
+    source, count = _held(piece.of.source, base, held), piece.of.shape[0]
+    bounds = [divmod(edge * len(source), count) for edge in (piece.start, piece.stop)]
+    if any(rest for _, rest in bounds):
+        raise BadInput(
+            f"{printable(piece.of.source)}: rows {piece.start} to {piece.stop} are no whole rows of a twin, so nothing"
+            " can be proven of them"
+        )
+    return source[bounds[0][0] : bounds[1][0]]
 
 
 def _place(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
