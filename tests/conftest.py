@@ -22,7 +22,7 @@ _CACHE = str(Path(tempfile.gettempdir()) / "surgeon-tests-cache-")
 _CODE = tempfile.mkdtemp(prefix="surgeon-tests-code-")
 os.environ["HF_MODULES_CACHE"] = _CODE
 atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
-# Nothing that one test found out is known to another, but for proofs on twins: they are keyed by all that they depend on,
+# Nothing that one test found out is known to another, but for proofs on twins: their keys hold all that they depend on,
 # and a process of a test's own would import transformers for each. xdist's processes have their parent's environment.
 if not os.environ.get("SURGEON_CACHE", "").startswith(_CACHE):
     os.environ["SURGEON_CACHE"] = tempfile.mkdtemp(prefix="surgeon-tests-cache-")

@@ -14,7 +14,7 @@ from rich.text import Text
 from surgeon.apply.job import origin_in, twins_in
 from surgeon.apply.layers import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
-from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
@@ -217,7 +217,11 @@ def preview_of(
     check_models(blueprint, folder, models)
     check_shapes(blueprint, anatomy, folder.own)
     proof = known_proof(blueprint, anatomy, folder.config, folder.own)
-    if _is_proven_here(anatomy, proof, recall=recall):
+    if anatomy.derivation is not None and recall and proof.how == "cached":
+        # Answered by what is kept of the base, unless that is lost.
+        prove_derived(blueprint, anatomy)
+    elif anatomy.derivation is not None or (proof.how == "promised" and not anatomy.family.lists_known):
+        # A family built in is left to `apply`: tests show that its plans are exact, and its previews take no torch.
         proof = prove(blueprint, anatomy, folder.config, folder.own)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
@@ -255,6 +259,8 @@ def preview_of(
         if shard.file in headers
         and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
     ]
+    # What was proven of a derived type is proven again by `apply`.
+    runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -269,24 +275,13 @@ def preview_of(
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         bytes_unchanged=sum(shard.nbytes for shard in unchanged),
-        peak_memory=_peak_memory(blueprint, proof),
+        peak_memory=_peak_memory(blueprint, runs_twin=runs_twin),
         notes=tuple(notes),
         vocabularies=vocabularies,
         layers=layers,
         link=link,
         proof=proof,
     )
-
-
-def _is_proven_here(anatomy: Anatomy, proof: Proof, *, recall: bool) -> bool:
-    """Whether a preview proves the plan: not where it was proven before, or where `apply` does so when it writes.
-
-    That is so of the families built in, of which tests show that their plans are exact: their previews take no torch.
-    What `apply` writes of a derived type is proven each time.
-    """
-    if anatomy.derivation is not None:
-        return not recall or proof.how != "cached"
-    return proof.how == "promised" and not anatomy.family.lists_known
 
 
 def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
@@ -405,11 +400,11 @@ def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
     return opened
 
 
-def _peak_memory(blueprint: Blueprint, proof: Proof) -> int:
+def _peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
     computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
     if not computed:
-        return _STREAMING_MEMORY if blueprint.native and proof.how in ("cached", "none") else _TORCH_MEMORY
+        return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(map(_working_set, computed))

@@ -114,7 +114,7 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own
 
 def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
     if anatomy.derivation is not None:
-        _prove_derived(blueprint, anatomy)
+        prove_derived(blueprint, anatomy)
     if blueprint.promise != "exact":
         return
     # Imports torch and transformers, which a plan that promises nothing does without.
@@ -135,7 +135,7 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         prove_blueprint(blueprint, anatomy, config)
 
 
-def _prove_derived(blueprint: Blueprint, anatomy: Anatomy) -> None:
+def prove_derived(blueprint: Blueprint, anatomy: Anatomy) -> None:
     """Have a twin of a derived type grow and get grafts as the blueprint says.
 
     Raises BadInput where its logits differ, or where nothing is promised and it does not run.

@@ -21,6 +21,7 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
 from surgeon.families.grafting import check_grafts, with_grafts
+from surgeon.families.names import as_loaded
 from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
@@ -58,7 +59,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             if after["model_type"] == before["model_type"] or not blueprint.native:
                 _fill(result, base, blueprint)
             else:
-                result = _converted(result, base, blueprint)
+                _fill_converted(result, base, blueprint)
         if base.encoder and blueprint.native:
             _check_encoded(base, result)
         elif blueprint.more_rows:
@@ -163,39 +164,43 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
     result.model.tie_weights()
 
 
-def _converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> Skeleton:
-    """The twin of an output of another class, which transformers loads from a checkpoint of the names on disk.
+def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
+    """The same of an output of another class, for which transformers converts what is stored.
 
     Raises BadInput where a tensor of the plan is none of the checkpoint's, or the other way round.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
     draws = torch.Generator().manual_seed(_NEW_SEED)
-    kind = type(result.model)
+    held, stored = _saved(base), _saved(result)
+    made: dict[str, Tensor] = {}
+    for output in blueprint.outputs:
+        place = _place(output.name, stored, result)
+        if place is not None:
+            made[place] = _value(output.recipe, base, held, stored[place], draws)
+        elif output.new:
+            raise BadInput(
+                f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
+            )
+    if lacking := sorted(stored.keys() - made):
+        raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
+    model, tied = result.model, set(result.model.all_tied_weights_keys)
+    parameters = {name: value for name, value in model.named_parameters() if name not in tied}
+    for name, value in as_loaded(model, made, parameters).items():
+        parameters[name].copy_(value)
+    for name, value in model.named_buffers():
+        if name in made:
+            value.copy_(made[name])
+    model.tie_weights()
+
+
+def _saved(twin: Skeleton) -> dict[str, Tensor]:
+    """A twin's tensors by their names on disk, as transformers writes them."""
+    from safetensors.torch import load_file
+
     with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
-        file = Path(folder) / SINGLE_FILE
-        base.model.save_pretrained(folder)
-        held = load_file(file)
-        result.model.save_pretrained(folder)
-        stored = load_file(file)
-        made: dict[str, Tensor] = {}
-        for output in blueprint.outputs:
-            place = _place(output.name, stored, result)
-            if place is not None:
-                made[place] = _value(output.recipe, base, held, stored[place], draws).contiguous()
-            elif output.new:
-                raise BadInput(
-                    f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
-                )
-        if lacking := sorted(stored.keys() - made):
-            raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
-        save_file(made, file, metadata={"format": "pt"})
-        model = kind.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        # What is mapped from a file lies where the file has it, and products of one row are summed by that.
-        for held_value in (*model.parameters(), *model.buffers()):
-            held_value.data = held_value.data.clone()
-    return replace(result, model=model.eval())
+        twin.model.save_pretrained(folder)
+        return dict(load_file(Path(folder) / SINGLE_FILE))
 
 
 def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
