@@ -36,6 +36,8 @@ _HEADS = (2, 4, 8, 3, 1)
 _SEED, _NEW_SEED = 3, 7
 # Ids of a twin before its vocabulary grows, and the most that it grows by.
 _WORDS, _MORE_WORDS = 240, 16
+# Of a graft, a multiple of what kernels take at once.
+_NEURONS = 64
 
 
 def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
@@ -116,7 +118,21 @@ def _twin(config: Mapping[str, Any], heads: int, seed: int) -> Skeleton:
     if not is_grafted(config):
         return twin_of(config, seed=seed, heads=heads)
     trunk = twin_of(native_config(config), seed=seed, heads=heads)
-    return replace(trunk, model=with_grafts(trunk, config, heads))
+    return replace(trunk, model=with_grafts(trunk, _with_small_grafts(config), heads))
+
+
+def _with_small_grafts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with grafts of few neurons: a share of a large model's FFN is many times a twin's width."""
+    surgery = {
+        key: [
+            entry | {"size": min(entry["size"], _NEURONS)} if isinstance(entry.get("size"), int) else entry
+            for entry in entries
+        ]
+        if isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
+        else entries
+        for key, entries in config["surgery"].items()
+    }
+    return {**config, "surgery": surgery}
 
 
 def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
