@@ -57,6 +57,8 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
         heads, base = _running_twin(before)
         result = _twin(after, heads, _NEW_SEED)
         with torch.no_grad():
+            if is_grafted(before):
+                _train(base, native_config(before), heads)
             _silence(base, blueprint, anatomy)
             if after["model_type"] == before["model_type"] or not blueprint.native:
                 _fill(result, base, blueprint)
@@ -89,10 +91,10 @@ def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnC
         held = base.model.state_dict()
         for name, value in result.model.state_dict().items():
             old = held[name]
-            if old.shape[1:] != value.shape[1:]:
+            if old.shape != value.shape and (not old.ndim or old.shape[1:] != value.shape[1:]):
                 raise BadInput(f"{printable(name)}: has another shape in a model of more ids; it cannot grow")
             with torch.no_grad():
-                value[: len(old)] = old
+                (value[: len(old)] if old.shape != value.shape else value).copy_(old)
         _check_old_words(base, result, words)
 
 
@@ -133,6 +135,17 @@ def _with_small_grafts(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, entries in config["surgery"].items()
     }
     return {**config, "surgery": surgery}
+
+
+def _train(base: Skeleton, trunk: Mapping[str, Any], heads: int) -> None:
+    """Give the matrices of a base's own grafts the values that training may have left: newborn, they would hide much."""
+    import torch
+
+    native = twin_of(trunk, seed=_SEED, heads=heads).model.state_dict().keys()
+    draws = torch.Generator().manual_seed(_SEED)
+    for name, value in base.model.named_parameters():
+        if name not in native and value.ndim > 1:
+            value.copy_(torch.randn(value.shape, generator=draws) * value.shape[-1] ** -0.5)
 
 
 def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
