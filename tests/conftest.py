@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,11 +18,18 @@ from tests.warm import start
 
 # The code that checkpoints bring is cached by the name of their folder: a cache for each process, so that tests that
 # run side by side do not meet there, and none of it stays in the user's own.
+_CACHE = str(Path(tempfile.gettempdir()) / "surgeon-tests-cache-")
 _CODE = tempfile.mkdtemp(prefix="surgeon-tests-code-")
 os.environ["HF_MODULES_CACHE"] = _CODE
 atexit.register(shutil.rmtree, _CODE, ignore_errors=True)
-# Nothing that one test found out is known to another.
-os.environ["SURGEON_CACHE"] = "off"
+# Nothing that one test found out is known to another, but for proofs on twins: their keys hold all that they depend on,
+# and a process of a test's own would import transformers for each. xdist's processes have their parent's environment.
+if not os.environ.get("SURGEON_CACHE", "").startswith(_CACHE):
+    os.environ["SURGEON_CACHE"] = tempfile.mkdtemp(prefix="surgeon-tests-cache-")
+    atexit.register(shutil.rmtree, os.environ["SURGEON_CACHE"], ignore_errors=True)
+    for kind in ("anatomies", "digests"):
+        # No folder: what cannot be a cache is none.
+        (Path(os.environ["SURGEON_CACHE"]) / kind).touch()
 # The key by which work folders are known again is the tests' own, of all their processes.
 if "SURGEON_STATE" not in os.environ:
     os.environ["SURGEON_STATE"] = _STATE = tempfile.mkdtemp(prefix="surgeon-tests-state-")

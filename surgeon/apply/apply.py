@@ -13,7 +13,7 @@ from rich.text import Text
 
 from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, origins_in, twins_in
 from surgeon.apply.models import entries_of, models_of_plan
-from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, texts_of
+from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import assist, check_output, execute
@@ -96,7 +96,8 @@ def apply(
     if not Path(base).exists() and not any(operation.layers_out for operation in loaded.plan.operations):
         # Everything that can be refused is refused before the first weight is downloaded.
         headers = models_of_plan(loaded, weights=False)
-        preview_of(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), adapters, headers)
+        remote = remote_folder(base, revision, trust_remote_code=trust_remote_code)
+        proved(preview_of(loaded, remote, adapters, headers), remote)
     located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     models = models_of_plan(loaded, weights=True)
@@ -117,6 +118,7 @@ def apply(
     if ranks.leads:
         with ranks.leading():
             check_output(job, located.path, target)
+            shown = proved(shown, folder)
             for note in shown.notes_on_it:
                 listener.say(note)
             if not shown.blueprint.native:
@@ -171,6 +173,7 @@ def surgery_job(
             models=entries_of(blueprint, models),
             measured=shown.layers,
             fits={name: report for name, report in proof.maps.items() if name not in blueprint.couplings},
+            proven=shown.proof.libraries,
         )
         return manifest_and_card(manifest, blueprint.config, shards, metadata)
 
@@ -234,6 +237,7 @@ def applied_view(applied: Applied) -> RenderableType:
             printable(str(applied.path)),
             f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
             PROMISE_STYLES[manifest.promise],
+            f": {applied.preview.proof.text}" if applied.preview.proof.text else "",
         ),
         Text(f"{kept} base tensors in their places, {proof}", style="dim"),
         Text(f"digest of the base: {manifest.base_digest}", style="dim"),

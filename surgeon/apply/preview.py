@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from rich.text import Text
 from surgeon.apply.job import origin_in, twins_in
 from surgeon.apply.layers import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
-    Constant,
     Copy,
     Extended,
     Joined,
@@ -47,7 +47,7 @@ from surgeon.common.plain import plain
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, layer_of, native_config, owner_of, with_vocabulary, without_a_place
+from surgeon.families.anatomy import Anatomy, layer_of, owner_of, without_a_place
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.periods import broken_pattern
@@ -56,7 +56,6 @@ from surgeon.families.remembered import keep, recalled
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
-from surgeon.operations.selectors import show_layers
 from surgeon.plan.plan import LoadedPlan, draw, load_plan
 from surgeon.plan.shipped import find_plan
 
@@ -88,6 +87,7 @@ class Preview:
     # What was measured of the base's layers, by the operation that takes some out.
     layers: Mapping[int, MeasuredLayers] = field(default_factory=dict)
     link: bool = False
+    proof: Proof = NOTHING_TO_PROVE
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
@@ -108,6 +108,7 @@ class Preview:
             "model_type": self.model_type,
             "native": blueprint.native,
             "promise": blueprint.promise,
+            "proof": self.proof.to_json(),
             "operations": [
                 {
                     "op": r.op,
@@ -215,7 +216,13 @@ def preview_of(
     blueprint = draw(loaded, anatomy, folder.config, known, vocabularies.facts, layers)
     check_models(blueprint, folder, models)
     check_shapes(blueprint, anatomy, folder.own)
-    prove_on_twin(blueprint, anatomy)
+    proof = known_proof(blueprint, anatomy, folder.config, folder.own)
+    if anatomy.derivation is not None and recall and proof.how == "cached":
+        # Answered by what is kept of the base, unless that is lost.
+        prove_derived(blueprint, anatomy)
+    elif anatomy.derivation is not None or (proof.how == "promised" and not anatomy.family.lists_known):
+        # A family built in is left to `apply`: tests show that its plans are exact, and its previews take no torch.
+        proof = prove(blueprint, anatomy, folder.config, folder.own)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
@@ -252,6 +259,8 @@ def preview_of(
         if shard.file in headers
         and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
     ]
+    # What was proven of a derived type is proven again by `apply`.
+    runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -266,12 +275,21 @@ def preview_of(
         bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
         bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
         bytes_unchanged=sum(shard.nbytes for shard in unchanged),
-        peak_memory=_peak_memory(blueprint),
+        peak_memory=_peak_memory(blueprint, runs_twin=runs_twin),
         notes=tuple(notes),
         vocabularies=vocabularies,
         layers=layers,
         link=link,
+        proof=proof,
     )
+
+
+def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
+    """A preview whose promise is proven on a twin, where it was not yet. Raises BadInput where it does not hold."""
+    if shown.proof.how != "promised":
+        return shown
+    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
 
 
 def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
@@ -354,53 +372,6 @@ def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
     return ""
 
 
-def prove_on_twin(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Of a model type that no family describes: grow a twin as the blueprint says, where it promises to be exact.
-
-    Raises BadInput where the twin's logits differ.
-    """
-    layers = blueprint.layers
-    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
-    if anatomy.derivation is None:
-        return
-    config = blueprint.config
-    if blueprint.promise != "exact":
-        if gone:
-            try:
-                anatomy.derivation.check_runs(native_config(config))
-            except BadInput as error:
-                raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
-        return
-    if blueprint.more_rows:
-        # A twin has words of its own.
-        config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
-    trunk = native_config(config)
-    if not blueprint.native:
-        anatomy.derivation.prove_grafts(trunk, config)
-    if len(layers) == anatomy.sizes.layers and not gone:
-        return
-    constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
-    anatomy.derivation.prove(
-        trunk,
-        [layer.like for layer in layers],
-        [layer.base is not None for layer in layers],
-        [
-            {
-                s: constants[name]
-                for s in anatomy.layers[layer.like]
-                if (name := anatomy.layer_name(layer.index, _stored_as(anatomy, layer, s))) in constants
-            }
-            for layer in layers
-        ],
-        {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
-    )
-
-
-def _stored_as(anatomy: Anatomy, layer: Layer, suffix: str) -> str:
-    """What the output calls a tensor of the layer that it is like."""
-    return anatomy.kinds[anatomy.kind_of[layer.like]].name_opened(suffix) if layer.opened else suffix
-
-
 def texts_of(blueprint: Blueprint, loaded: LoadedPlan) -> dict[str, Path]:
     """The texts that the plan has the base run on, by their names in the plan; BadInput where one is missing."""
     found: dict[str, Path] = {}
@@ -429,11 +400,11 @@ def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
     return opened
 
 
-def _peak_memory(blueprint: Blueprint) -> int:
-    """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes."""
+def _peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
+    """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
     computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
     if not computed:
-        return _STREAMING_MEMORY if blueprint.native else _TORCH_MEMORY
+        return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
     largest = max(map(_working_set, computed))
@@ -470,6 +441,7 @@ def preview_view(preview: Preview, base: str) -> RenderableType:
         _stack(blueprint),
         Text(),
         _operations(blueprint),
+        *_proof(preview),
         Text(),
         *_measured(preview),
         _budget(preview),
@@ -539,6 +511,13 @@ def _operations(blueprint: Blueprint) -> FittedTable:
             f"{number} {record.op}", record.matched, PROMISE_STYLES[claim.promise], claim.reason, record.trains
         )
     return table
+
+
+def _proof(preview: Preview) -> list[RenderableType]:
+    """How the promise of exactness is known; nothing where the plan as a whole promises less."""
+    if not preview.proof.text:
+        return []
+    return [Text.assemble(PROMISE_STYLES["exact"], f": {preview.proof.text}")]
 
 
 def _measured(preview: Preview) -> list[RenderableType]:

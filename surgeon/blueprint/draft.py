@@ -42,6 +42,7 @@ from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_sizes, with_vocabulary
 from surgeon.families.family import MOST_LAYERS, per_layer_lists
+from surgeon.families.layer_lists import unlisted
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
@@ -435,7 +436,8 @@ class Draft:
 
     def _per_layer_lists(self) -> dict[str, list[Any]]:
         lists = per_layer_lists(self.config, self.anatomy.sizes.layers)
-        lists.pop("layer_types", None)
+        if self.anatomy.layer_types is not None:
+            lists.pop("layer_types", None)
         return lists
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
@@ -480,7 +482,10 @@ class Draft:
                     f"config.json: `{printable(key)}` names layers by number in a way surgeon cannot renumber yet"
                 )
         order = [layer.like for layer in self.layers]
-        lists = {key: [values[like] for like in order] for key, values in self._per_layer_lists().items()}
+        held = self._per_layer_lists()
+        if order != list(range(self.anatomy.sizes.layers)) or twins_of([layer.grafts for layer in self.layers]):
+            held |= unlisted(self.config, self.anatomy.family, self.anatomy.sizes.layers)
+        lists = {key: [values[like] for like in order] for key, values in held.items()}
         if (types := self.anatomy.layer_types) is not None:
             lists["layer_types"] = [types[like] for like in order]
         if grafted:

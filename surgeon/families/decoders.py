@@ -122,21 +122,23 @@ def phi3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
 
 DECODERS: tuple[Family, ...] = (
     # Llama 1 to 3.x, and the many models saved under its name.
-    Family("llama", usual_layer(mlp_bias=True)),
+    Family("llama", usual_layer(mlp_bias=True), lists_known=True),
     # Never give Mistral `layer_types`: transformers then takes the checkpoint for another class.
-    Family("mistral", usual_layer(attention_bias="none"), defaults={"num_key_value_heads": 8}),
+    Family("mistral", usual_layer(attention_bias="none"), defaults={"num_key_value_heads": 8}, lists_known=True),
     # Qwen2 and Qwen2.5: sliding windows from a layer on.
     Family(
         "qwen2",
         usual_layer(attention_bias="qkv"),
         defaults={"num_key_value_heads": 32},
         layer_types=qwen_layer_types,
+        lists_known=True,
     ),
     Family(
         "qwen3",
         usual_layer(head_norms="head"),
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         layer_types=qwen_layer_types,
+        lists_known=True,
     ),
     # Gemma's norms multiply by one plus the stored weight.
     Family(
@@ -146,6 +148,7 @@ DECODERS: tuple[Family, ...] = (
         norm_offset=1.0,
         embeddings_scaled=True,
         tied_by_default=True,
+        lists_known=True,
     ),
     Family(
         "gemma2",
@@ -155,6 +158,7 @@ DECODERS: tuple[Family, ...] = (
         embeddings_scaled=True,
         tied_by_default=True,
         layer_types=gemma2_layer_types,
+        lists_known=True,
     ),
     Family(
         "gemma3_text",
@@ -164,8 +168,9 @@ DECODERS: tuple[Family, ...] = (
         embeddings_scaled=True,
         tied_by_default=True,
         layer_types=gemma3_layer_types,
+        lists_known=True,
     ),
-    Family("olmo2", usual_layer(norms="after", head_norms="projection")),
+    Family("olmo2", usual_layer(norms="after", head_norms="projection"), lists_known=True),
     # Phi-3 and Phi-4 text models.
-    Family("phi3", phi3_layer),
+    Family("phi3", phi3_layer, lists_known=True),
 )

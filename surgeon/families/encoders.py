@@ -172,6 +172,7 @@ def encoder(model_type: str, layer_parts: LayerParts, outer_parts: OuterParts, *
         layer_parts,
         tied_by_default=True,
         encoder=True,
+        lists_known=True,
         prefix=prefix,
         stem="encoder.layer.",
         outer_parts=outer_parts,

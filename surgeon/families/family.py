@@ -123,7 +123,9 @@ class Family:
     A layer's tensor is called `{prefix}{stem}{number}.{suffix}`, without `prefix` where the base model was saved alone;
     `outer_parts` are the base model's tensors outside layers, by what follows the prefix, and their shapes. An
     `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are. With
-    `embeddings_scaled` its code multiplies embeddings by the root of the hidden size.
+    `embeddings_scaled` its code multiplies embeddings by the root of the hidden size. `lists_known`: transformers'
+    config class keeps no list with an entry for each layer that neither config.json nor `layer_types` has; where that
+    is not known, the class is asked, which takes a second.
     """
 
     model_type: str
@@ -134,6 +136,7 @@ class Family:
     layer_types: Callable[[Config, int], list[str] | None] = lambda config, layers: None
     encoder: bool = False
     embeddings_scaled: bool = False
+    lists_known: bool = False
     prefix: str = "model."
     stem: str = "layers."
     outer_parts: OuterParts = lambda config, sizes: {

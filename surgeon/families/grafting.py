@@ -33,9 +33,15 @@ def prove_grafts(trunk: Mapping[str, Any], grafted: Mapping[str, Any], *, heads:
 
     Raises BadInput where a logit differs, or where training would leave all that is new as it is.
     """
-
     before = twin_of(trunk, heads=heads)
-    after = replace(before, model=_with_grafts(before, grafted, heads))
+    check_grafts(before, replace(before, model=with_grafts(before, grafted, heads)))
+
+
+def check_grafts(before: Skeleton, after: Skeleton) -> None:
+    """Compare a twin with the one that has grafts, in float32 and bfloat16, and train that for a step.
+
+    Raises BadInput as `prove_grafts` does.
+    """
     if before.encoder:
         _prove_encoder(before, after)
         return
@@ -144,7 +150,7 @@ def _lower(model: Any) -> None:
         value.grad = None
 
 
-def _with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
+def with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
     """The shipped code's model of a twin's size, with the twin's weights and newborn grafts."""
     import torch
 

@@ -61,6 +61,16 @@ def prove(
             for name, value in values.items():
                 held[name].fill_(value)
     _fill(base, result, order, kept, silenced)
+    check_same(base, result, order, kept)
+
+
+def check_same(base: Skeleton, result: Skeleton, order: Sequence[int], kept: Sequence[bool]) -> None:
+    """Compare the logits of a twin with those of the one that it grew out of; order and kept are as in `prove`.
+
+    Raises BadInput where one differs.
+    """
+    import torch
+
     tokens = some_tokens(base)
     with torch.no_grad(), one_thread():
         for what, run in (("", run_prefill), (" with a cache", run_cached)):

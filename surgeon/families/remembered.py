@@ -172,7 +172,7 @@ class Remembered(Derivation):
 
     def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
         """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""
-        key = _digest(question)
+        key = digest_of(question)
         if key in self.answers:
             try:
                 return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
@@ -296,10 +296,18 @@ def _anatomy_of(
 
 def _key(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> str:
     """What an anatomy follows from: the base's config and headers, and the code and libraries that found it out."""
-    versions = {name: metadata.version(name) for name in _LIBRARIES}
     held = [(name, info.dtype, info.shape) for name, info in tensors.items()]
-    built = [_FORMAT, __version__, _code(), versions, platform.python_version(), platform.machine()]
-    return _digest([built, config, held, own and own.digest])
+    return digest_of([_FORMAT, found_with(), config, held, own and own.digest])
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a proof runs on."""
+    return {name: metadata.version(name) for name in _LIBRARIES}
+
+
+def found_with() -> list[Any]:
+    """What an answer depends on beside its question: surgeon's code, the libraries and the machine's kind."""
+    return [__version__, _code(), versions(), platform.python_version(), platform.machine()]
 
 
 @cache
@@ -313,5 +321,6 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _digest(content: Any) -> str:
+def digest_of(content: Any) -> str:
+    """A digest of JSON data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

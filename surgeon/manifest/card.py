@@ -235,6 +235,17 @@ def _joins(below: LayerEntry | Layer, above: LayerEntry | Layer) -> bool:
     return below.base is above.base is None and below.operation == above.operation
 
 
+def _on_twin(manifest: Manifest) -> str:
+    """That the promise was proven before the weights were written, where the manifest says so."""
+    if not manifest.proven:
+        return ""
+    shown = ", ".join(_code(f"{name} {version}") for name, version in manifest.proven.items())
+    return (
+        " Before the weights were written, the plan was carried out on a tiny model of the same config with random"
+        f" weights, and its logits stayed the same to the bit ({shown})."
+    )
+
+
 def _proof(manifest: Manifest, verified: list[str]) -> str:
     lines = ["## What is promised, and the proof", ""]
     if not manifest.operations:
@@ -243,7 +254,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
         of = " of the base's tokens" if manifest.vocabularies else ""
         lines.append(
             f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
-            " in the checkpoint's dtype, with and without cache. Why:"
+            f" in the checkpoint's dtype, with and without cache.{_on_twin(manifest)} Why:"
         )
     elif manifest.promise == "rounding":
         lines.append(

@@ -90,14 +90,19 @@ def compose(
     models: Mapping[str, ModelEntry],
     measured: Mapping[int, MeasuredLayers],
     fits: Mapping[str, Mapping[str, Any]],
+    proven: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them."""
+    """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them.
+
+    `proven` are the versions of the libraries by which its promise was proven on a twin.
+    """
     # Fields that only plans which grow a vocabulary, take tensors of other models, predict some, or take layers out,
     # have.
     grown: dict[str, Any] = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
     grown |= {"models": dict(models)} if models else {}
     grown |= {"fits": {name: FitEntry(**fit) for name, fit in sorted(fits.items())}} if fits else {}
     grown |= {"dropped": _dropped_entries(blueprint, measured)} if blueprint.dropped else {}
+    grown |= {"proven": dict(proven)} if proven else {}
     return sealed(
         {
             "surgeon_manifest": 1,

@@ -321,7 +321,8 @@ class Surgery(Entry):
     """One applied plan: the base, what was done to it, and what training made of the result since.
 
     `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
-    this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone.
+    this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
+    libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
     """
 
     surgeon_manifest: Literal[1]
@@ -344,6 +345,7 @@ class Surgery(Entry):
     models: dict[str, ModelEntry] = {}
     dropped: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], DroppedEntry] = {}
     fits: dict[str, FitEntry] = {}
+    proven: dict[str, str] = {}
 
     @property
     def own(self) -> dict[str, Any]:

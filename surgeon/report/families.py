@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import check_shapes, open_headers, prove_on_twin
+from surgeon.apply.preview import check_shapes, open_headers
+from surgeon.apply.proofs import known_proof, prove
 from surgeon.apply.vocabulary import vocabularies_of
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -192,7 +193,8 @@ def _tried(
         carry_out(asked, draft, 0)
         blueprint = draft.finish()
         check_shapes(blueprint, anatomy, folder.own)
-        prove_on_twin(blueprint, anatomy)
+        if anatomy.derivation is not None or known_proof(blueprint, anatomy, folder.config, None).how == "promised":
+            prove(blueprint, anatomy, folder.config, folder.own)
         if not blueprint.native:
             check_skeleton(blueprint)
     except BadInput as error:

@@ -88,7 +88,7 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.
-    taken = {"sha256", "tool", "training", "lineage"}
+    taken = {"sha256", "tool", "proven", "training", "lineage"}
     if expected["plugins"].keys() == found["plugins"].keys():
         taken.add("plugins")
     return [

@@ -18,6 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import native_config
 from surgeon.families.dissect import dissect
+from surgeon.families.layer_lists import unlisted
 from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from tests import tiny
 
@@ -161,6 +162,18 @@ def test_layer_types_that_older_configs_leave_out(family: str, changes: dict) ->
     config = {key: value for key, value in config.items() if value is not None}
     native = AutoConfig.for_model(**config)
     assert FAMILIES[family].layer_types(config, 6) == native.layer_types
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_lists_that_are_said_to_be_known_are_all_that_transformers_keeps(family: str) -> None:
+    """Only `layer_types`, and that as the family reads it: other lists would have to be written out too."""
+    config = {"model_type": family, **tiny.COMMON, **tiny.FAMILIES[family]}
+    known, layers = FAMILIES[family], config["num_hidden_layers"]
+    assert known.lists_known and unlisted(config, known, layers) == {}
+    asked = unlisted(config, replace(known, lists_known=False), layers)
+    types = known.layer_types(config, layers)
+    # Where all layers are of one type, a family need not name it.
+    assert asked in ({}, {"layer_types": types or ["full_attention"] * layers})
 
 
 def open_changed(folder: Path, **changes: object) -> CheckpointFolder:

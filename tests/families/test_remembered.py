@@ -56,7 +56,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def without_notes(shown: Any) -> dict[str, Any]:
-    return {key: value for key, value in shown.to_json().items() if key != "notes"}
+    """All but how and when it was proven."""
+    return {key: value for key, value in shown.to_json().items() if key not in ("notes", "proof")}
 
 
 def entry_of(kept: Path) -> Path:
@@ -75,7 +76,8 @@ def test_a_second_preview_is_the_first_without_torch(base: Path, plan: Path, kep
     ran = subprocess.run([sys.executable, "-c", code, plan, base], capture_output=True, text=True, check=True)
     shown, config, torch = json.loads(ran.stdout)
     assert not torch
-    assert {key: value for key, value in shown.items() if key != "notes"} == json.loads(
+    assert shown["proof"]["how"] == "cached"
+    assert {key: value for key, value in shown.items() if key not in ("notes", "proof")} == json.loads(
         json.dumps(without_notes(first))
     )
     assert config == first.blueprint.config

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.decoders import tiny_decoder
 from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
 from tests.train.test_train import CONFIG, base_of
 from tests.warm import warm
@@ -200,6 +201,21 @@ def test_a_family_of_the_package_carries_grafts(grown: Path, tmp_path: Path) -> 
     assert found["logits"] == native["logits"] and found["told"] == native["told"]
     told = run(COMMAND, "preview", plan, tmp_path / "base", site=None, expect=2)
     assert "unknown op" in told
+
+
+def test_a_family_whose_config_leaves_a_list_out_is_exact(grown: Path, tmp_path: Path) -> None:
+    """SmolLM3's class derives from an interval which layers have no rotary embedding."""
+    base = tiny_decoder(tmp_path / "base", "smollm3", layers=6)
+    config = json.loads((base / "config.json").read_text())
+    for name in ("no_rope_layers", "layer_types"):
+        del config[name]
+    (base / "config.json").write_text(json.dumps(config | {"no_rope_layer_interval": 4}))
+    insert = {"op": "insert_layers", "where": {"after": [1, 3]}, "init": {"kind": "copy"}}
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [insert, CONTROL]}))
+    run(GROW, plan, base, tmp_path / "out", site=grown / "site")
+    # Layer 3 without, its copy too, and the expanded twin of layer 2 as that.
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["no_rope_layers"] == [1, 1, 1, 1, 0, 0, 1, 1, 1]
 
 
 BROKEN = {

@@ -92,4 +92,5 @@ class ChannelRule(InterpolatorRule):
 
 SCALE_RULES = ScaleRules()
 NATIVE_GRANITE = Native("granite", "Granite", own_classifier=False)
+NATIVE_SMOLLM3 = Native("smollm3", "SmolLM3")
 CHANNELS = ChannelRule("channels", "Channels", part="surgeon_scale.modules")

@@ -1,0 +1,215 @@
+"""What is known of a plan's promise: proven on a twin now, proven before, or still to be proven by `apply`.
+
+A proof counts again for the same config, the same plan as far as a twin shows it, the same versions and code of
+surgeon and plugins. It is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a
+config takes the seconds that torch and transformers need to start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from surgeon.blueprint.draft import Blueprint, Layer, Output
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, describe
+from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy, is_grafted, native_config, with_vocabulary
+from surgeon.families.remembered import digest_of, found_with, versions
+from surgeon.operations.selectors import show_layers
+from surgeon.runtime.bundle import bundle
+
+# Raised whenever entries mean something else.
+_FORMAT = 1
+_KIND = "proofs"
+_MOST = 1024
+# What a twin is made and run by.
+_LIBRARIES = ("transformers", "torch")
+
+How = Literal["proven", "cached", "promised", "none"]
+
+
+class _Entry(BaseModel):
+    """One proof that held."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    day: datetime.date
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How the promise of a plan is known to hold; `none` where it promises less than exactness, so no twin is run.
+
+    `seconds` is what the proof took where it was `proven` now, `day` when it was where it is `cached`; `libraries` are
+    the versions that it ran on.
+    """
+
+    how: How
+    seconds: float = 0.0
+    day: datetime.date | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """In words; empty where nothing is proven."""
+        shown = ", ".join(f"{name} {version}" for name, version in self.libraries.items())
+        match self.how:
+            case "proven":
+                return f"proven on a twin ({self.seconds:.1f} s)"
+            case "cached":
+                return f"proven on a twin of this config before (cached {self.day}; {shown})"
+            case "promised":
+                return "promised; apply proves it on a twin before it writes"
+            case _:
+                return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return {"how": self.how, "text": self.text, "libraries": dict(self.libraries)}
+
+
+NOTHING_TO_PROVE = Proof("none")
+
+
+def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
+    """What the cache knows of a blueprint's promise for a base of this `config` and its `own` code."""
+    if blueprint.promise != "exact":
+        return NOTHING_TO_PROVE
+    folder = cache_folder(_KIND)
+    key = _key(blueprint, anatomy, config, own) if folder is not None else ""
+    content = read_entry(folder, f"{key}.json") if folder is not None else None
+    if content is None:
+        return Proof("promised", libraries=_run_by())
+    try:
+        entry = _Entry.model_validate(parse_json_strict(content, file=key, max_bytes=MAX_ENTRY_BYTES))
+    except (BadInput, ValidationError):
+        return Proof("promised", libraries=_run_by())
+    return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
+
+
+def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
+    """Prove on a twin that a blueprint keeps its promise of exactness, and keep that in the cache.
+
+    Raises BadInput, which says where the twin of the output differs from that of the base.
+    """
+    began = time.perf_counter()
+    _prove(blueprint, anatomy, config, own)
+    if blueprint.promise != "exact":
+        return NOTHING_TO_PROVE
+    if (folder := cache_folder(_KIND)) is not None:
+        entry = _Entry(key=_key(blueprint, anatomy, config, own), day=datetime.date.today())
+        write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
+    return Proof("proven", time.perf_counter() - began, libraries=_run_by())
+
+
+def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
+    if anatomy.derivation is not None:
+        prove_derived(blueprint, anatomy)
+    if blueprint.promise != "exact":
+        return
+    # Imports torch and transformers, which a plan that promises nothing does without.
+    from surgeon.apply.twin_proof import prove_blueprint, prove_rows
+
+    if anatomy.derivation is None:
+        try:
+            prove_blueprint(blueprint, anatomy, config)
+        except BadInput as error:
+            described = printable(anatomy.family.model_type)
+            raise BadInput(
+                f"{described}: the promise of exactness does not hold for this config: {error}. If surgeon's (or a"
+                f" plugin's) description of {described} is wrong, correct it (docs/adding.md)"
+            ) from error
+    elif blueprint.more_rows:
+        prove_rows(anatomy, config, blueprint.more_rows, own)
+    elif blueprint.native and own is None and blueprint.config.get("model_type") != config.get("model_type"):
+        prove_blueprint(blueprint, anatomy, config)
+
+
+def prove_derived(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Have a twin of a derived type grow and get grafts as the blueprint says.
+
+    Raises BadInput where its logits differ, or where nothing is promised and it does not run.
+    """
+    assert anatomy.derivation is not None
+    layers = blueprint.layers
+    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
+    config = blueprint.config
+    if blueprint.promise != "exact":
+        if gone:
+            try:
+                anatomy.derivation.check_runs(native_config(config))
+            except BadInput as error:
+                raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
+        return
+    if blueprint.more_rows:
+        # A twin has words of its own.
+        config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
+    trunk = native_config(config)
+    if not blueprint.native:
+        anatomy.derivation.prove_grafts(trunk, config)
+    if len(layers) == anatomy.sizes.layers and not gone:
+        return
+    constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
+    anatomy.derivation.prove(
+        trunk,
+        [layer.like for layer in layers],
+        [layer.base is not None for layer in layers],
+        [
+            {
+                s: constants[name]
+                for s in anatomy.layers[layer.like]
+                if (name := anatomy.layer_name(layer.index, _stored_as(anatomy, layer, s))) in constants
+            }
+            for layer in layers
+        ],
+        {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
+    )
+
+
+def _stored_as(anatomy: Anatomy, layer: Layer, suffix: str) -> str:
+    """What the output calls a tensor of the layer that it is like."""
+    return anatomy.kinds[anatomy.kind_of[layer.like]].name_opened(suffix) if layer.opened else suffix
+
+
+def _run_by() -> dict[str, str]:
+    found = versions()
+    return {name: found[name] for name in _LIBRARIES}
+
+
+def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> str:
+    """What a proof follows from: config and plan as far as a twin shows them, shipped code, libraries, surgeon."""
+    code = [
+        hashlib.sha256(bundle(each)).hexdigest()
+        for each in (config, blueprint.config)
+        if is_grafted(each) and anatomy.derivation is None
+    ]
+    gone = {
+        layer: dict(anatomy.kinds[anatomy.kind_of[layer]].silence)
+        for dropped in blueprint.dropped.values()
+        for layer in dropped
+    }
+    layers = [[layer.like, layer.base is not None, layer.opened] for layer in blueprint.layers]
+    outputs = [[output.name, output.new, *_shape_of(output)] for output in blueprint.outputs]
+    plan = [blueprint.config, layers, outputs, sorted(gone.items())]
+    return digest_of([_FORMAT, found_with(), dict(config), own and own.digest, code, plan])
+
+
+def _shape_of(output: Output) -> list[Any]:
+    """What a twin shows of a recipe: what is computed is random there."""
+    match output.recipe:
+        case Copy() | Constant() | Listed() | PerLayer() | Extended():
+            return [describe(output.recipe)]
+        case Joined(pieces):
+            return [describe(output.recipe), [piece.of.shape[0] for piece in pieces]]
+        case _:
+            return [type(output.recipe).__name__]

@@ -1,0 +1,315 @@
+"""The proof of a blueprint on a twin: what it makes of a tiny model of the base's config computes what that computes.
+
+Every tensor of the output is made as the blueprint says, by its own name, of a twin's tensors: what is copied is the
+twin's, constants are the blueprint's, and all that is computed or drawn is random. The classes are those that will
+load the output. So wrong names, roles, places, per-layer settings and silent tensors show before a byte is written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe, Rows
+from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.weights import SINGLE_FILE
+from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
+from surgeon.families.grafting import check_grafts, with_grafts
+from surgeon.families.names import as_loaded
+from surgeon.families.own_classes import trusted
+from surgeon.families.proof import check_same, run_cached, run_prefill
+from surgeon.families.silence import some_tokens
+from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import one_thread, twin_of
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+# As few as a model's code can run with.
+_HEADS = (2, 4, 8, 3, 1)
+_SEED, _NEW_SEED = 3, 7
+# Ids of a twin before its vocabulary grows, and the most that it grows by.
+_WORDS, _MORE_WORDS = 240, 16
+# Of a graft, a multiple of what kernels take at once.
+_NEURONS = 64
+
+
+def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
+    """Carry a blueprint that promises to be exact out on a twin of the base's `config`, and compare.
+
+    Logits of whole sequences and of cached decoding must be equal bit for bit; with grafts in bfloat16 too, and a step
+    of training must reach them. Raises BadInput where they are not, or a tensor's name is not the model's.
+    """
+    import torch
+
+    before, after = dict(config), dict(blueprint.config)
+    words = min(anatomy.sizes.vocabulary, _WORDS)
+    if blueprint.more_rows:
+        before = with_vocabulary(before, anatomy, words)
+        after = with_vocabulary(after, anatomy, words + min(blueprint.more_rows, _MORE_WORDS))
+    with one_thread():
+        heads, base = _running_twin(before)
+        result = _twin(after, heads, _NEW_SEED)
+        with torch.no_grad():
+            if is_grafted(before):
+                _train(base, native_config(before), heads)
+            _silence(base, blueprint, anatomy)
+            if after["model_type"] == before["model_type"] or not blueprint.native:
+                _fill(result, base, blueprint)
+            else:
+                _fill_converted(result, base, blueprint)
+        if base.encoder and blueprint.native:
+            _check_encoded(base, result)
+        elif blueprint.more_rows:
+            _check_old_words(base, result, words)
+        elif blueprint.native:
+            layers = blueprint.layers
+            check_same(base, result, [each.like for each in layers], [each.base is not None for each in layers])
+        else:
+            check_grafts(base, result)
+
+
+def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnCode | None) -> None:
+    """Give a twin of a derived type `more` ids and compare the logits of those that it had.
+
+    Raises BadInput where they differ, or something else than embeddings and output head has another shape then.
+    """
+    import torch
+
+    native, words = trusted(native_config(config), own), min(anatomy.sizes.vocabulary, _WORDS)
+    before = with_vocabulary(native, anatomy, words)
+    after = with_vocabulary(native, anatomy, words + min(more, _MORE_WORDS))
+    with one_thread():
+        heads, base = _running_twin(before)
+        result = _twin(after, heads, _NEW_SEED)
+        held = base.model.state_dict()
+        for name, value in result.model.state_dict().items():
+            old = held[name]
+            if old.shape != value.shape and (not old.ndim or old.shape[1:] != value.shape[1:]):
+                raise BadInput(f"{printable(name)}: has another shape in a model of more ids; it cannot grow")
+            with torch.no_grad():
+                (value[: len(old)] if old.shape != value.shape else value).copy_(old)
+        _check_old_words(base, result, words)
+
+
+def _running_twin(config: Mapping[str, Any]) -> tuple[int, Skeleton]:
+    """A twin that runs, and how many heads it has. Raises BadInput where none of these numbers will do."""
+    import torch
+
+    failed: Exception | None = None
+    for heads in _HEADS:
+        try:
+            twin = _twin(config, heads, _SEED)
+            with torch.no_grad():
+                twin.model(input_ids=some_tokens(twin))
+            return heads, twin
+        except LOAD_FAILURES as error:
+            failed = failed or error
+    assert failed is not None
+    raise BadInput(f"a twin of this model cannot be run ({first_line(failed)}), so nothing can be proven of it")
+
+
+def _twin(config: Mapping[str, Any], heads: int, seed: int) -> Skeleton:
+    """A twin of a config.json, with grafts or without."""
+    if not is_grafted(config):
+        return twin_of(config, seed=seed, heads=heads)
+    trunk = twin_of(native_config(config), seed=seed, heads=heads)
+    return replace(trunk, model=with_grafts(trunk, _with_small_grafts(config), heads))
+
+
+def _with_small_grafts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with grafts of few neurons: a share of a large model's FFN is many times a twin's width."""
+    surgery = {
+        key: [
+            entry | {"size": min(entry["size"], _NEURONS)} if isinstance(entry.get("size"), int) else entry
+            for entry in entries
+        ]
+        if isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
+        else entries
+        for key, entries in config["surgery"].items()
+    }
+    return {**config, "surgery": surgery}
+
+
+def _train(base: Skeleton, trunk: Mapping[str, Any], heads: int) -> None:
+    """Give the matrices of a base's own grafts the values that training may have left: newborn, they would hide much."""
+    import torch
+
+    native = twin_of(trunk, seed=_SEED, heads=heads).model.state_dict().keys()
+    draws = torch.Generator().manual_seed(_SEED)
+    for name, value in base.model.named_parameters():
+        if name not in native and value.ndim > 1:
+            value.copy_(torch.randn(value.shape, generator=draws) * value.shape[-1] ** -0.5)
+
+
+def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Give layers of the twin that the plan takes out, as they are silent, what silences them."""
+    held = base.model.state_dict()
+    for layer in (layer for dropped in blueprint.dropped.values() for layer in dropped):
+        for suffix, value in anatomy.kinds[anatomy.kind_of[layer]].silence.items():
+            place = _place(anatomy.layer_name(layer, suffix), held, base)
+            if place is not None:
+                held[place].fill_(value)
+
+
+def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
+    """Make every tensor of the output's twin as the blueprint says.
+
+    Raises BadInput for a tensor of the plan that the model has no place for, and one of the model that the plan lacks.
+    """
+    import torch
+
+    draws = torch.Generator().manual_seed(_NEW_SEED)
+    held, wanted = base.model.state_dict(), result.model.state_dict()
+    made: set[str] = set()
+    for output in blueprint.outputs:
+        place = _place(output.name, wanted, result)
+        if place is None:
+            if output.new and _is_of_layer(output.name, result):
+                raise BadInput(
+                    f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
+                )
+            continue
+        value = _value(output.recipe, base, held, wanted[place], draws)
+        if value.shape != wanted[place].shape:
+            raise BadInput(
+                f"{printable(output.name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers'"
+                f" class needs {list(wanted[place].shape)}"
+            )
+        wanted[place].copy_(value)
+        made.add(place)
+    for name in wanted.keys() - made - set(result.model.all_tied_weights_keys):
+        if _is_of_layer(name, result):
+            raise BadInput(f"{printable(name)}: transformers' class needs this tensor, the plan does not make it")
+        # What no checkpoint of this base holds, as a head that it was saved without, is the same in both.
+        if name in held and held[name].shape == wanted[name].shape:
+            wanted[name].copy_(held[name])
+    result.model.tie_weights()
+
+
+def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
+    """The same of an output of another class, for which transformers converts what is stored.
+
+    Raises BadInput where a tensor of the plan is none of the checkpoint's, or the other way round.
+    """
+    import torch
+
+    draws = torch.Generator().manual_seed(_NEW_SEED)
+    held, stored = _saved(base), _saved(result)
+    made: dict[str, Tensor] = {}
+    for output in blueprint.outputs:
+        place = _place(output.name, stored, result)
+        if place is not None:
+            made[place] = _value(output.recipe, base, held, stored[place], draws)
+        elif output.new:
+            raise BadInput(
+                f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
+            )
+    if lacking := sorted(stored.keys() - made):
+        raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
+    model, tied = result.model, set(result.model.all_tied_weights_keys)
+    parameters = {name: value for name, value in model.named_parameters() if name not in tied}
+    for name, value in as_loaded(model, made, parameters).items():
+        parameters[name].copy_(value)
+    for name, value in model.named_buffers():
+        if name in made:
+            value.copy_(made[name])
+    model.tie_weights()
+
+
+def _saved(twin: Skeleton) -> dict[str, Tensor]:
+    """A twin's tensors by their names on disk, as transformers writes them."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
+        twin.model.save_pretrained(folder)
+        return dict(load_file(Path(folder) / SINGLE_FILE))
+
+
+def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
+    """What a recipe makes of a twin's tensors; random where it computes, as nothing exact may depend on that."""
+    import torch
+
+    match recipe:
+        case Copy(source):
+            return _held(source, base, held)
+        case Joined(pieces, still=still) if still or all(_is_whole(piece) for piece in pieces):
+            return torch.cat([_rows(piece, base, held) for piece in pieces]).reshape(like.shape)
+        case Constant(value):
+            return torch.full_like(like, value)
+        case Listed(values) if like.numel() == len(values):
+            return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
+        case Extended(of):
+            old = _value(of, base, held, like, draws)
+            more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
+            return torch.cat([old, more * old.std()])
+    noise = torch.randn(like.shape, generator=draws)
+    return (0.5 + 0.1 * noise if like.ndim < 2 else noise * like.shape[-1] ** -0.5).to(like.dtype)
+
+
+def _held(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+    """The twin's tensor that stands for the base's of this name."""
+    place = _place(source, held, base)
+    if place is None:
+        raise BadInput(f"{printable(source)}: transformers' class has no place for this tensor of the base")
+    return held[place]
+
+
+def _is_whole(piece: Rows) -> bool:
+    return (piece.start, piece.stop) == (0, piece.of.shape[0])
+
+
+def _rows(piece: Rows, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+    """The same share of the rows of a twin's tensor as `piece` is of the base's."""
+    source, count = _held(piece.of.source, base, held), piece.of.shape[0]
+    bounds = [divmod(edge * len(source), count) for edge in (piece.start, piece.stop)]
+    if any(rest for _, rest in bounds):
+        raise BadInput(
+            f"{printable(piece.of.source)}: rows {piece.start} to {piece.stop} are no whole rows of a twin, so nothing"
+            " can be proven of them"
+        )
+    return source[bounds[0][0] : bounds[1][0]]
+
+
+def _place(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
+    """What the model calls a tensor: checkpoints of a base model alone lack its prefix, and old ones have old words."""
+    old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
+    present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
+    prefix = f"{twin.model.base_model_prefix}."
+    tried = (present, f"{prefix}{present}", present.removeprefix(prefix))
+    return next((each for each in tried if each in held), None)
+
+
+def _is_of_layer(name: str, twin: Skeleton) -> bool:
+    prefix = f"{twin.model.base_model_prefix}."
+    return f"{prefix}{name.removeprefix(prefix)}".startswith((f"{twin.stack}.", f"{prefix}{twin.stack}."))
+
+
+def _check_encoded(base: Skeleton, result: Skeleton) -> None:
+    """Raise BadInput where two encoders, of which the heads may differ, make other states of a padded text."""
+    import torch
+
+    tokens = torch.cat([some_tokens(base), some_tokens(base, seed=2)])
+    mask = torch.ones_like(tokens)
+    mask[1, -4:] = 0
+    with torch.no_grad():
+        one, other = (each.model.base_model(input_ids=tokens, attention_mask=mask)[0] for each in (base, result))
+    if not torch.equal(one[mask.bool()], other[mask.bool()]):
+        raise BadInput("on a twin of this model the states of tokens are not the base's")
+
+
+def _check_old_words(base: Skeleton, result: Skeleton, words: int) -> None:
+    """Raise BadInput where the logits of the tokens that there were differ."""
+    import torch
+
+    tokens = some_tokens(base)
+    with torch.no_grad():
+        for what, run in (("", run_prefill), (" with a cache", run_cached)):
+            if not torch.equal(run(base, tokens), run(result, tokens)[..., :words]):
+                raise BadInput(f"on a twin of this model the logits of old tokens{what} are not the base's")

@@ -1,0 +1,252 @@
+"""Exactness is stated once a twin has proven it; a family or plan that is wrong is refused before a byte is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+import surgeon
+from surgeon.apply.apply import Applied, applied_view
+from surgeon.apply.preview import open_headers
+from surgeon.apply.twin_proof import prove_blueprint
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import Constant, Copy
+from surgeon.common import cache
+from surgeon.errors import BadInput
+from surgeon.families import FAMILIES, remembered
+from surgeon.families.decoders import usual_layer
+from surgeon.families.dissect import dissect
+from surgeon.families.family import Config, Family, LayerParts, Part, Sizes, norm
+from tests import tiny
+from tests.decoders import tiny_decoder
+
+INSERT = {"op": "insert_layers", "where": {"after": [1, 3]}, "init": {"kind": "copy"}}
+WITHOUT_LISTS = {"no_rope_layers": None, "layer_types": None, "no_rope_layer_interval": 4}
+
+
+def plan_of(folder: Path, *operations: dict[str, Any]) -> Path:
+    (folder / "plan.yaml").write_text(yaml.safe_dump({"surgeon": 1, "operations": list(operations)}))
+    return folder / "plan.yaml"
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """The checkpoint with other fields in its config.json; None takes one out."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
+    return folder
+
+
+def described(monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
+    """Have surgeon know this family, as an entry of its own or of a plugin."""
+    monkeypatch.setitem(vars(FAMILIES), "_all", {**FAMILIES, family.model_type: family})
+
+
+def with_parts(layer: LayerParts, change: Callable[[Part], Part]) -> LayerParts:
+    return lambda config, sizes: tuple(change(part) for part in layer(config, sizes))
+
+
+def swapped(one: str, other: str) -> Callable[[Part], Part]:
+    """Two modules that are called each other's roles."""
+    names: dict[str, Any] = {one: other, other: one}
+    return lambda part: replace(part, blocks=tuple((names.get(role, role), rows) for role, rows in part.blocks))
+
+
+# Every fourth of its layers has no rotary embedding: the list of them follows from an interval.
+SMOLLM3 = Family("smollm3", usual_layer(), tied_by_default=True)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_lists_that_a_class_derives_are_those_of_the_output(
+    left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described(monkeypatch, SMOLLM3)
+    base = changed(tiny_decoder(tmp_path / "base", "smollm3", layers=6), **(WITHOUT_LISTS if left_out else {}))
+    surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["no_rope_layers"] == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert config["layer_types"] == ["full_attention"] * 8
+    found = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
+    assert found.holds and found.identical
+
+
+def extra(config: Config, sizes: Sizes) -> tuple[Part, ...]:
+    """A layer with one tensor more than transformers' class has."""
+    return (*usual_layer()(config, sizes), norm("self_attn.sink", "key_norm", sizes.heads))
+
+
+WRONG: dict[str, tuple[Family, str]] = {
+    "a list that is said to be known": (replace(SMOLLM3, lists_known=True), "layer 4 of the output does not get"),
+    "the role of what writes to the stream": (
+        replace(SMOLLM3, layer_parts=with_parts(usual_layer(), swapped("output", "query"))),
+        "layer 2 of the output|layer 3 of the output",
+    ),
+    "norms called post-norms": (
+        replace(
+            SMOLLM3,
+            layer_parts=with_parts(usual_layer(), swapped("pre_attention_norm", "post_attention_norm")),
+            norm_offset=1.0,
+        ),
+        "layer 2 of the output|layer 3 of the output",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_description_is_refused_before_a_byte_is_written(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, words = WRONG[wrong]
+    described(monkeypatch, family)
+    base = changed(tiny_decoder(tmp_path / "base", "smollm3", layers=6), **WITHOUT_LISTS)
+    with pytest.raises(BadInput, match=words) as refused:
+        surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
+    assert "on a twin" in str(refused.value) and "docs/adding.md" in str(refused.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "plan.yaml"}
+
+
+def test_a_tensor_that_the_class_has_no_place_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    described(monkeypatch, replace(SMOLLM3, layer_parts=extra))
+    base = tiny_decoder(tmp_path / "base", "smollm3", layers=6)
+    heads = json.loads((base / "config.json").read_text())["num_attention_heads"]
+    tensors = {name: value for file in base.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors |= {f"model.layers.{n}.self_attn.sink.weight": torch.ones(heads) for n in range(6)}
+    for file in (*base.glob("*.safetensors"), *base.glob("*.index.json")):
+        file.unlink()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"layers\.2\.self_attn\.sink\.weight: .* has no place for it"):
+        surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def with_constants(blueprint: Blueprint) -> Blueprint:
+    """New tensors that should be zero are not."""
+    outputs = [
+        replace(o, recipe=replace(o.recipe, value=0.5)) if o.new and isinstance(o.recipe, Constant) else o
+        for o in blueprint.outputs
+    ]
+    return replace(blueprint, outputs=tuple(outputs))
+
+
+def with_another_source(blueprint: Blueprint) -> Blueprint:
+    """A base tensor of the lowest layer stands in the one above, and the other way round."""
+    sources = {
+        f"model.layers.{n}.self_attn.v_proj.weight": f"model.layers.{1 - n}.self_attn.v_proj.weight" for n in (0, 1)
+    }
+    outputs = [
+        replace(o, recipe=replace(o.recipe, source=sources[o.recipe.source]))
+        if isinstance(o.recipe, Copy) and o.recipe.source in sources
+        else o
+        for o in blueprint.outputs
+    ]
+    return replace(blueprint, outputs=tuple(outputs))
+
+
+PLANS = {
+    "llama-pro": with_constants,
+    "control-llm/stack": with_constants,
+    "control-llm": with_another_source,
+    "neutral-residues": with_constants,
+    "pmoe": with_constants,
+    "mixture-of-control": with_constants,
+    "upcycle-experts": with_constants,
+    "upcycle-experts/beside": with_constants,
+    "grow-vocabulary": with_another_source,
+    # On a base with slots of an earlier task.
+    "pmoe/next-task": with_constants,
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_proof_fails_where_the_plan_is_carried_out_otherwise(plan: str, tmp_path: Path) -> None:
+    base = tiny.base_for(plan, tmp_path)
+    drawn = surgeon.preview(plan, base).blueprint
+    folder = open_headers(base, revision=None, trust_remote_code=False)
+    anatomy = dissect(folder.config, folder.tensors)
+    assert drawn.promise == "exact"
+    prove_blueprint(drawn, anatomy, folder.config)
+    with pytest.raises(BadInput, match="on a twin"):
+        prove_blueprint(PLANS[plan](drawn), anatomy, folder.config)
+
+
+@pytest.fixture
+def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where proofs are kept, none at first."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "proofs"
+
+
+def shown(applied: Applied) -> str:
+    told = io.StringIO()
+    Console(file=told, width=300).print(applied_view(applied))
+    return told.getvalue()
+
+
+def how(base: Path) -> str:
+    found: str = surgeon.preview("llama-pro", base).proof.how
+    return found
+
+
+def test_a_promise_says_how_it_is_known(proofs: Path, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    before = surgeon.preview("llama-pro", base)
+    assert (
+        before.proof.text == before.to_json()["proof"]["text"] == "promised; apply proves it on a twin before it writes"
+    )
+    first = surgeon.apply("llama-pro", base, tmp_path / "first")
+    assert "promise exact: proven on a twin (" in shown(first)
+    (entry,) = proofs.iterdir()
+    assert entry.stat().st_mode & 0o077 == 0
+    second = surgeon.apply("llama-pro", base, tmp_path / "second")
+    assert "promise exact: proven on a twin of this config before (cached " in shown(second)
+    assert set(second.manifest.proven) == {"transformers", "torch"}
+    assert (tmp_path / "first" / "surgery.json").read_bytes() == (tmp_path / "second" / "surgery.json").read_bytes()
+    assert "a tiny model of the same config" in (tmp_path / "second" / "README.md").read_text()
+    # Only the first took torch.
+    code = (
+        "import sys, surgeon; found = surgeon.apply('llama-pro', *sys.argv[1:]);"
+        " assert found.preview.proof.how == 'cached'; assert surgeon.preview('copy', sys.argv[1]).proof.how == 'promised';"
+        " assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, base, tmp_path / "third"], check=True)
+    plain = surgeon.apply("solar", base, tmp_path / "solar")
+    assert plain.preview.proof.text == "" and plain.manifest.proven == {}
+
+
+def test_another_config_version_or_code_is_proven_anew(
+    proofs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    surgeon.apply("llama-pro", base, tmp_path / "out")
+    assert how(base) == "cached"
+    assert surgeon.preview("copy", base).proof.how != "cached"
+    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "promised"
+    for name, value in (("versions", lambda: {"transformers": "0", "torch": "0"}), ("_code", lambda: "another")):
+        with monkeypatch.context() as patched:
+            patched.setattr(remembered, name, value)
+            assert how(base) == "promised"
+    (entry,) = proofs.iterdir()
+    for content in (b"{", b"[]", entry.read_bytes().replace(b'"key":"', b'"key":"0')):
+        entry.write_bytes(content)
+        assert how(base) == "promised"
+
+
+def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described(monkeypatch, replace(SMOLLM3, lists_known=True))
+    base = changed(tiny_decoder(tmp_path / "base", "smollm3", layers=6), **WITHOUT_LISTS)
+    for _ in range(2):
+        with pytest.raises(BadInput, match="on a twin"):
+            surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
+    assert not proofs.exists()
