@@ -125,7 +125,7 @@ def compare(
     with writing(target, kept=kept):
         target.mkdir(exist_ok=True)
         if keep:
-            (target / KEPT_FOLDER).mkdir(exist_ok=True)
+            _make_kept(target / KEPT_FOLDER)
         with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
             asked = Asked(
                 loaded,
@@ -199,6 +199,17 @@ def _check_place(target: Path, base: CheckpointFolder) -> None:
         strange = {path.name for path in target.iterdir()} - {WORK_FOLDER, KEPT_FOLDER}
         if strange:
             raise BadInput(f"{shown}: holds {printable(min(strange))}, and no study; choose a new folder for RESULTS")
+
+
+def _make_kept(folder: Path) -> None:
+    """Make the folder of the runs that are kept. Raises BadInput where it, or a run in it, is elsewhere."""
+    if not folder.is_symlink():
+        folder.mkdir(exist_ok=True)
+    for path in (folder, *sorted(folder.iterdir())):
+        if path.is_symlink():
+            raise BadInput(
+                f"{printable(str(path))}: a link; --keep puts runs there, in the place of earlier ones: remove the link"
+            )
 
 
 def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *, trust_remote_code: bool) -> None:
