@@ -113,7 +113,8 @@ def compare(
     _check_base(folder, loaded)
     loaded = suited(loaded, folder)
     _check_place(target, folder)
-    _check_plans(loaded, base, revision, trust_remote_code=trust_remote_code)
+    # Every run is of the commit that was read here, whatever becomes of a branch.
+    _check_plans(loaded, base, located.revision, trust_remote_code=trust_remote_code)
 
     from surgeon.compare.study import Asked, Course
     from surgeon.compare.workers import Here, Processes
@@ -131,7 +132,7 @@ def compare(
                 loaded,
                 folder,
                 str(base),
-                revision,
+                located.revision,
                 target / WORK_FOLDER,
                 target / KEPT_FOLDER if keep else None,
                 device,

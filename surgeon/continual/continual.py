@@ -139,7 +139,9 @@ def continual(
     from surgeon.continual.course import Asked, Course, run_course
 
     device = devices.resolve(device)
-    asked = Asked(loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener)
+    # A course of many hours is of the commit that was read here, whatever becomes of a branch.
+    commit = located.revision
+    asked = Asked(loaded, plans, folder, str(base), commit, Path(run), keep, device, trust_remote_code, listener)
 
     def result(course: Course) -> Continued:
         return Continued(
