@@ -103,7 +103,7 @@ def field_of(path: Path_) -> str:
 
 
 def edits(value: Any) -> Iterator[Any]:
-    """Other values for a place: another leaf; a container with more in it."""
+    """Other values for a place: another leaf; a container with more in it, or nothing."""
     match value:
         case bool():
             yield not value
@@ -124,8 +124,12 @@ def edits(value: Any) -> Iterator[Any]:
             yield "x"
         case dict():
             yield {**value, "more.of-it": copy.deepcopy(next(iter(value.values()), 1))}
+            if value:
+                yield {}
         case list():
             yield [*value, copy.deepcopy(value[-1]) if value else 1]
+            if value:
+                yield []
 
 
 _DELETE = object()
