@@ -23,7 +23,6 @@ from tests.checkpoint.files import (
     SHARDS,
     raw_file,
     sharded,
-    single,
     tensor_bytes,
     write_config,
     write_index,

@@ -132,7 +132,7 @@ def edits(value: Any) -> Iterator[Any]:
                 yield []
 
 
-_DELETE = object()
+DELETE = object()
 
 
 def edited(manifest: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def edited(manifest: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
     for step in path[:-1]:
         here[step] = copy.copy(here[step])
         here = here[step]
-    if value is _DELETE:
+    if value is DELETE:
         del here[path[-1]]
     else:
         here[path[-1]] = value
@@ -159,7 +159,7 @@ def cases(
         if field in seen:
             continue
         seen.add(field)
-        for other in [*edits(value), _DELETE][: 1 if path[0] in once else None]:
+        for other in [*edits(value), DELETE][: 1 if path[0] in once else None]:
             yield field, edited(manifest, path, other)
 
 
