@@ -58,10 +58,10 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
     what was read back is not what was written. Returns how the bytes of the shards came there.
     """
-    working = printable(str(out.parent / f".{out.name}.surgeon"))
-    kept = f"what was finished is kept in {working}: the same command continues"
+    working = out.parent / f".{out.name}.surgeon"
+    kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
     with (
-        writing(out, kept=kept, needed_bytes=bytes_to_move(job, out)),
+        writing(out, kept=kept, kept_in=working, needed_bytes=bytes_to_move(job, out)),
         Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging,
     ):
         if staging.already_published:

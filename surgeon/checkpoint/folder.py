@@ -248,7 +248,27 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(f"{source.shown}: no config.json here; expected the folder of a transformers checkpoint")
-    return _object(source, CONFIG_FILE, MAX_CONFIG_BYTES)
+    config = _object(source, CONFIG_FILE, MAX_CONFIG_BYTES)
+    for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):
+        if isinstance(part, dict):
+            _check_names(part, where, source.shown)
+    return config
+
+
+def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
+    """Raise BadInput where what classes and layers are looked up by is no name, or no list of names."""
+    wrong = ""
+    if not isinstance(config.get("model_type"), str | None):
+        wrong = "model_type"
+    for key in ("architectures", "layer_types"):
+        names = config.get(key)
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            wrong = key
+    if wrong:
+        raise BadInput(
+            f"{shown}: config.json: `{where}{wrong}` is {printable(repr(config[wrong]), 40)}, expected"
+            f" {'a name' if wrong == 'model_type' else 'a list of names'}; get the checkpoint's own file again"
+        )
 
 
 def _manifest(source: Source) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import glob
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,14 @@ _T = TypeVar("_T")
 REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# Request timeout in seconds.
+# Request timeout in seconds: how long the client waits for the next bytes.
 TIMEOUT = 20.0
+# How long a header or a small file may take as a whole, in seconds, and for how many bytes a second more.
+PATIENCE, SLOWEST = 60.0, 32_000
+# A list of ten thousand files.
+_ANSWER = 2_000_000
+# A branch that moves while it is read is read again.
+_MOVES = 3
 _ATTEMPTS = 3
 _HEADERS_AT_ONCE = 8
 
@@ -69,11 +76,12 @@ def locate(
     check_id(base)
     if offline() or not download:
         return _cached(base, revision)
-    repository = _Repository.ask(base, revision)
-    wanted = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
-    if weights:
-        wanted += choose_weights(repository).files
-    return _snapshot(base, revision, wanted)
+
+    def wanted(repository: _Repository) -> list[str]:
+        names = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
+        return [*names, *choose_weights(repository).files] if weights else names
+
+    return _at_one_commit(base, revision, wanted)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -83,12 +91,14 @@ def locate_adapter(adapter: str) -> Located:
     """
     repo_id, _, revision = adapter.partition("@")
     check_id(repo_id)
-    wanted = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    off = offline()
-    if not off:
-        repository = _Repository.ask(repo_id, revision or None)
+    if offline():
+        return _snapshot(repo_id, revision or None, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
+
+    def wanted(repository: _Repository) -> list[str]:
         check_adapter_files(repository.files, repository.shown)
-    return _snapshot(repo_id, revision or None, wanted, offline=off)
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+
+    return _at_one_commit(repo_id, revision or None, wanted)
 
 
 def locate_delta(delta: str) -> Located:
@@ -102,15 +112,18 @@ def locate_delta(delta: str) -> Located:
     check_id(repo_id)
     if offline():
         return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
-    repository = _Repository.ask(repo_id, revision or None)
-    if DELTA_FILE not in repository.files:
-        raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
-    wanted = [
-        name
-        for name, size in repository.files.items()
-        if _is_wanted(name, size, code=True) or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
-    ]
-    return _snapshot(repo_id, revision or None, wanted)
+
+    def wanted(repository: _Repository) -> list[str]:
+        if DELTA_FILE not in repository.files:
+            raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
+        return [
+            name
+            for name, size in repository.files.items()
+            if _is_wanted(name, size, code=True)
+            or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
+        ]
+
+    return _at_one_commit(repo_id, revision or None, wanted)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -124,6 +137,22 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)
     return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+
+
+def _at_one_commit(repo_id: str, revision: str | None, wanted: Callable[[_Repository], list[str]]) -> Located:
+    """Download what is `wanted` of a repository, from the commit that it was listed at.
+
+    The client gets the revision's own name, so that its cache knows which commit that was.
+    """
+    for _ in range(_MOVES):
+        repository = _Repository.ask(repo_id, revision)
+        found = _snapshot(repo_id, revision, wanted(repository))
+        if found.revision == repository.commit:
+            return found
+    raise BadInput(
+        f"{printable(repo_id)}: {printable(revision or 'main')!r} moved to another commit each time that it was read;"
+        " wait, or name a commit"
+    )
 
 
 @dataclass(frozen=True)
@@ -143,6 +172,7 @@ class _Repository:
             lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT),
             repo_id,
             revision,
+            within=_seconds_for(_ANSWER),
         )
         files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
         return cls(repo_id, _commit_of(info, repo_id), dict(sorted(files.items())))
@@ -182,7 +212,12 @@ class _Repository:
                 " the right repository?"
             )
         with bars_on_terminals_only():
-            path = _call(lambda: hf_hub_download(self.repo_id, name, revision=self.commit), self.repo_id, self.commit)
+            path = _call(
+                lambda: hf_hub_download(self.repo_id, name, revision=self.commit),
+                self.repo_id,
+                self.commit,
+                within=_seconds_for(self.files.get(name, 0)),
+            )
         folder = Path(path)
         for _ in name.split("/"):
             folder = folder.parent
@@ -208,14 +243,15 @@ class _Repository:
 
     def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
         """The first `count` bytes of a file and its whole size."""
+        within = _seconds_for(count)
         for attempt in range(_ATTEMPTS - 1):
             try:
-                return self._request(file, count)
+                return _in_time(lambda: self._request(file, count), self.repo_id, within)
             except Exception as error:
                 if not _is_transient(error):
                     _refuse(error, self.repo_id, self.commit)
             time.sleep(0.5 * 2**attempt)
-        return _call(lambda: self._request(file, count), self.repo_id, self.commit)
+        return _call(lambda: self._request(file, count), self.repo_id, self.commit, within=within)
 
     def _request(self, file: str, count: int) -> tuple[bytes, int]:
         from huggingface_hub import constants, hf_hub_url
@@ -229,15 +265,25 @@ class _Repository:
         url = hf_hub_url(self.repo_id, file, revision=self.commit)
         with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                # Of such an answer neither the range nor the size is the file's.
+                raise BadInput(
+                    f"{self.shown}: {printable(file)}: the server sends it packed ({printable(encoding, 40)}), though"
+                    " it was asked not to; check HF_ENDPOINT and the proxy"
+                )
             content = bytearray()
             # A server that ignores ranges sends everything: close the connection when there is enough.
             for piece in response.iter_bytes():
                 content += piece
                 if len(content) >= count:
                     break
-            _, _, total = response.headers.get("Content-Range", "").rpartition("/")
-            size = total if total.isdecimal() else response.headers.get("Content-Length", "")
-        if not size.isdecimal():
+            if response.status_code == 206:
+                sent, _, size = response.headers.get("Content-Range", "").partition("/")
+                size = size if sent.startswith("bytes 0-") else ""
+            else:
+                size = response.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,18}", size):
             raise BadInput(f"{self.shown}: {printable(file)}: the Hub does not report its size; try again")
         return bytes(content[:count]), int(size)
 
@@ -261,7 +307,12 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     shown = f"datasets/{repo_id}"
-    info = _call(lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT), shown, revision)
+    info = _call(
+        lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT),
+        shown,
+        revision,
+        within=_seconds_for(_ANSWER),
+    )
     return _commit_of(info, shown)
 
 
@@ -345,10 +396,43 @@ def bars_on_terminals_only() -> Iterator[None]:
         enable_progress_bars()
 
 
-def _call(ask: Callable[[], _T], repo_id: str, revision: str | None) -> _T:
-    """Call the client; whatever it or a library below it raises becomes one line."""
+def _seconds_for(nbytes: int) -> float:
+    """How long so many bytes may take, over a slow line too."""
+    return PATIENCE + nbytes / SLOWEST
+
+
+def _in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
+    """What the client finds `within` so many seconds. Raises BadInput after that, and what the client raises.
+
+    The client's own timeouts are for each read: a server that sends a byte now and then is never late.
+    """
+    found: list[_T] = []
+    raised: list[BaseException] = []
+
+    def answer() -> None:
+        try:
+            found.append(ask())
+        except BaseException as error:
+            raised.append(error)
+
+    # Left alone when it is late; the end of the program does not wait for it.
+    asking = threading.Thread(target=answer, daemon=True, name="hub")
+    asking.start()
+    asking.join(within)
+    if raised:
+        raise raised[0]
+    if not found:
+        raise BadInput(
+            f"{printable(repo_id)}: the Hub has not answered in full within {within:.0f} s; check the network and"
+            " HF_ENDPOINT, then run the same command again"
+        )
+    return found[0]
+
+
+def _call(ask: Callable[[], _T], repo_id: str, revision: str | None, *, within: float | None = None) -> _T:
+    """Call the client; whatever it or a library below it raises becomes one line, as what takes too long does."""
     try:
-        return ask()
+        return ask() if within is None else _in_time(ask, repo_id, within)
     except Exception as error:
         _refuse(error, repo_id, revision)
 

@@ -68,15 +68,25 @@ def disk_error(error: BaseException, path: Path, *, kept: str = "", needed_bytes
 
 
 @contextmanager
-def writing(path: Path, *, kept: str = "", needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn the errors of a disk in this block into BadInput (`disk_error`); libraries' too, where there is no room."""
+def writing(
+    path: Path, *, kept: str = "", kept_in: Path | None = None, needed_bytes: int | None = None
+) -> Iterator[None]:
+    """Turn the errors of a disk in this block into BadInput (`disk_error`); libraries' too, where there is no room.
+
+    `kept` is said only where `kept_in`, if it is given, is there after the error.
+    """
+
+    def problem(error: BaseException) -> str:
+        there = kept_in is None or kept_in.exists()
+        return disk_error(error, path, kept=kept if there else "", needed_bytes=needed_bytes)
+
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise BadInput(disk_error(error, path, kept=kept, needed_bytes=needed_bytes)) from error
+        raise BadInput(problem(error)) from error
     except Exception as error:
         if isinstance(error, BadInput) or no_room(error) is None:
             raise
-        raise BadInput(disk_error(error, path, kept=kept, needed_bytes=needed_bytes)) from error
+        raise BadInput(problem(error)) from error

@@ -75,10 +75,12 @@ def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
 def _behind_link(folder: Path, link: Path, shown: str) -> Path:
     home = Path(os.path.realpath(folder))
     target = _target(link)
-    if target.parent == home:
+    if target.is_relative_to(home):
         return target
-    repository = home.parent.parent
-    if home.parent.name == "snapshots" and target.parent == repository / "blobs":
+    # Of the Hub's cache also a folder within a snapshot.
+    snapshot = next((place for place in (home, *home.parents) if place.parent.name == "snapshots"), None)
+    repository = home if snapshot is None else snapshot.parent.parent
+    if snapshot is not None and target.parent == repository / "blobs":
         if not target.is_symlink():
             return target
         shared = _target(target)

@@ -91,12 +91,18 @@ def parse_json_strict(
     return value
 
 
+def count_items(data: bytes) -> int:
+    """Commas and opening brackets outside of strings, which the memory of the parsed value grows with."""
+    bare = _STRING.sub(b"", data) if b'"' in data else data
+    return bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+
+
 def _check_cost(data: bytes, shown: str, *, max_depth: int, max_items: int) -> None:
     # Counted first, because taking strings out costs memory for each of them.
     if data.count(b'"') > _QUOTES_PER_ITEM * max_items + 2:
         raise BadInput(f"{shown}: more than {2 * max_items:,} strings; this is not a checkpoint's file: get it again")
     bare = _STRING.sub(b"", data)
-    if bare.count(b",") + bare.count(b"[") + bare.count(b"{") > max_items:
+    if count_items(bare) > max_items:
         raise BadInput(f"{shown}: more than {max_items:,} values; this is not a checkpoint's file: get it again")
     if _LONG_NUMBER.search(bare):
         raise BadInput(f"{shown}: a number of more than {MAX_DIGITS} digits; is the file damaged?")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,15 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold weights; `weight_map` is the index's (tensor name → file), None for a single file."""
+    """The files that hold weights; `weight_map` is the index's (tensor name → file), None for a single file.
+
+    `passed_over` are the tensors of an index that a single file lies beside.
+    """
 
     files: tuple[str, ...]
     weight_map: dict[str, str] | None = None
     notes: list[str] = field(default_factory=list)
+    passed_over: Collection[str] = ()
 
 
 def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
@@ -57,7 +61,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
         others = [name for name in names if name == INDEX_FILE or (name in tensors_files and name != SINGLE_FILE)]
         if others:
             notes.append(f"{SINGLE_FILE} is used, as transformers does; ignored beside it: {_some(others)}")
-        return Weights((SINGLE_FILE,), None, notes)
+        return Weights((SINGLE_FILE,), None, notes, _passed_over(source) if INDEX_FILE in names else ())
     if INDEX_FILE not in names:
         raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}")
     weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
@@ -73,6 +77,14 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
     if unlisted:
         notes.append(f"not in the index, ignored: {_some(unlisted)}")
     return Weights(files, weight_map, notes)
+
+
+def _passed_over(source: Source) -> Collection[str]:
+    """The tensors of an index that nobody reads, as far as it can be read."""
+    try:
+        return _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES)).keys()
+    except BadInput:
+        return ()
 
 
 def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
@@ -132,6 +144,12 @@ def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mappi
             raise BadInput(
                 f"{INDEX_FILE}: places tensor {printable(name)} in {printable(file)}, which lacks it; {_AGAIN}"
             )
+    if lacking := [name for name in weights.passed_over if name not in tensors]:
+        raise BadInput(
+            f"{SINGLE_FILE}: lies beside {INDEX_FILE}, so it is read alone, as transformers does, and lacks"
+            f" {_some(lacking)} of the {len(weights.passed_over)} tensors that the index names; remove the one that is"
+            " not the model's"
+        )
     if not tensors:
         raise BadInput(f"{printable(weights.files[0])}: holds no tensors; download it again")
     return tensors

@@ -115,7 +115,8 @@ def compare(
     _check_base(folder, loaded)
     loaded = suited(loaded, folder)
     _check_place(target, folder)
-    _check_plans(loaded, base, revision, trust_remote_code=trust_remote_code)
+    # Every run is of the commit that was read here, whatever becomes of a branch.
+    _check_plans(loaded, base, located.revision, trust_remote_code=trust_remote_code)
 
     from surgeon.compare.study import Asked, Course
     from surgeon.compare.workers import Here, Processes
@@ -127,13 +128,13 @@ def compare(
     with writing(target, kept=kept):
         target.mkdir(exist_ok=True)
         if keep:
-            (target / KEPT_FOLDER).mkdir(exist_ok=True)
+            _make_kept(target / KEPT_FOLDER)
         with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
             asked = Asked(
                 loaded,
                 folder,
                 str(base),
-                revision,
+                located.revision,
                 target / WORK_FOLDER,
                 target / KEPT_FOLDER if keep else None,
                 device,
@@ -202,6 +203,17 @@ def _check_place(target: Path, base: CheckpointFolder) -> None:
         strange = {path.name for path in target.iterdir()} - {WORK_FOLDER, KEPT_FOLDER}
         if strange:
             raise BadInput(f"{shown}: holds {printable(min(strange))}, and no study; choose a new folder for RESULTS")
+
+
+def _make_kept(folder: Path) -> None:
+    """Make the folder of the runs that are kept. Raises BadInput where it, or a run in it, is elsewhere."""
+    if not folder.is_symlink():
+        folder.mkdir(exist_ok=True)
+    for path in (folder, *sorted(folder.iterdir())):
+        if path.is_symlink():
+            raise BadInput(
+                f"{printable(str(path))}: a link; --keep puts runs there, in the place of earlier ones: remove the link"
+            )
 
 
 def _check_plans(loaded: LoadedStudy, base: str | Path, revision: str | None, *, trust_remote_code: bool) -> None:

@@ -141,8 +141,10 @@ def continual(
     from surgeon.continual.course import Asked, Course, run_course
 
     device = devices.resolve(device)
+    # A course of many hours is of the commit that was read here, whatever becomes of a branch.
+    commit = located.revision
     asked = Asked(
-        loaded, plans, folder, str(base), revision, Path(run), keep, device, trust_remote_code, listener, take_over
+        loaded, plans, folder, str(base), commit, Path(run), keep, device, trust_remote_code, listener, take_over
     )
 
     def result(course: Course) -> Continued:

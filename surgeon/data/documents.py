@@ -1,32 +1,32 @@
 """Where training text comes from: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
 
-The index pass reads every file whole, so that a broken line is reported before the first step. It keeps two numbers a
-document; texts stay on disk.
+The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps two
+numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Never, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.hub import first_line
+from surgeon.checkpoint.source import open_regular, resolved
+from surgeon.checkpoint.text_lines import check_values, text_lines
+from surgeon.data.json_list import entries_of
 from surgeon.data.layouts import Document, Labelled, columns_of, document_of
+from surgeon.data.parquet import MAX_GROUP_BYTES, ParquetTexts
 from surgeon.errors import BadInput, printable
 
-_SPACE = re.compile(r"[ \t\n\r]*")
 # UTF-8, with or without the mark that Windows' editors begin a file with.
-_UTF8, _MARK = "utf-8-sig", "\ufeff"
+_UTF8 = "utf-8-sig"
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
-_AGAIN = "get the file again, or leave it out"
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
 _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
     (".csv", ".tsv", ".xlsx", ".arrow"), "write it as JSON lines or parquet"
@@ -54,7 +54,7 @@ class Corpus(Protocol):
 
 
 class Documents:
-    """The documents of files, by number. A parquet file stays open until another one is read."""
+    """The documents of files, by number. Of parquet files at most `MAX_GROUP_BYTES` stay in memory."""
 
     def __init__(self, path: Path, *, key: str | None, chat: bool, labels: bool = False) -> None:
         """Index `path` (a file, or a folder of files); `key` holds the text or messages (None: as `layouts` has it).
@@ -74,7 +74,8 @@ class Documents:
         self.blank = 0
         pieces = [self._index(number, file) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
-        self._groups: dict[tuple[int, int], list[Any]] = {}
+        # Row groups as tables, by the numbers of file and group, and the bytes of each.
+        self._groups: dict[tuple[int, int], tuple[Any, int]] = {}
         if not len(self._places):
             raise BadInput(f"{printable(str(path))}: no document with text; a source needs some text")
 
@@ -94,7 +95,7 @@ class Documents:
         if path.suffix == ".parquet":
             return self._document(self._row(file, begin, end), f"{path}, row {end}")
         try:
-            with path.open("rb") as handle:
+            with self._open(path) as handle:
                 handle.seek(begin)
                 content = handle.read(end - begin)
         except OSError as error:
@@ -102,6 +103,13 @@ class Documents:
         if path.suffix == ".txt":
             return content.decode(_UTF8)
         return self._parsed(content, f"{path} (byte {begin}; changed since the run began?)")
+
+    def _open(self, file: Path) -> BinaryIO:
+        """A file of a folder must lie in it; where one file was named, that one's links are followed."""
+        if file is self.path:
+            place = Path(os.path.realpath(file))
+            return os.fdopen(open_regular(place.parent, place.name), "rb")
+        return os.fdopen(open_regular(self.path, str(file.relative_to(self.path))), "rb")
 
     def _index(self, number: int, file: Path) -> NDArray[np.int64]:
         try:
@@ -111,7 +119,7 @@ class Documents:
                 case ".json":
                     spans = list(self._entries(file))
                 case ".txt":
-                    spans = list(_pieces(file))
+                    spans = list(self._pieces(file))
                 case _:
                     spans = list(self._rows(file))
         except OSError as error:
@@ -121,8 +129,8 @@ class Documents:
 
     def _lines(self, file: Path) -> Iterator[tuple[int, int]]:
         begin = 0
-        with file.open("rb") as handle:
-            for number, line in enumerate(handle, 1):
+        with self._open(file) as handle:
+            for number, line in enumerate(text_lines(handle, str(file)), 1):
                 end = begin + len(line)
                 if line.strip():
                     if is_blank(self._parsed(line, f"{file}:{number}")):
@@ -132,6 +140,7 @@ class Documents:
                 begin = end
 
     def _parsed(self, line: bytes, where: str) -> Document:
+        check_values(line, where)
         try:
             entry = json.loads(line.decode(_UTF8))
         except UnicodeDecodeError as error:
@@ -146,64 +155,65 @@ class Documents:
 
     def _entries(self, file: Path) -> Iterator[tuple[int, int]]:
         """Begin and end, in bytes, of every object of a JSON file that holds a list of them."""
-        shown = printable(str(file))
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-        decoder = json.JSONDecoder()
-        place = _after_space(text, text.startswith(_MARK))
-        if text[place : place + 1] != "[":
-            raise BadInput(f"{shown}: not a list of objects; one object a line is what .jsonl means")
-        place, counted, length = _after_space(text, place + 1), 0, 0
-        while text[place : place + 1] != "]" or counted:
-            try:
-                entry, end = decoder.raw_decode(text, place)
-            except (ValueError, RecursionError) as error:
-                raise BadInput(f"{shown}: not JSON ({printable(str(error))}); {_AGAIN}") from None
-            number = text.count("\n", 0, place) + 1
-            length += len(text[counted:place].encode())
-            begin, counted = length, end
-            length += len(text[place:end].encode())
-            if is_blank(self._document(entry, f"{file}:{number}")):
-                self.blank += 1
-            else:
-                yield begin, length
-            place = _after_space(text, end)
-            if text[place : place + 1] != ",":
-                break
-            place = _after_space(text, place + 1)
-        if text[place:].rstrip() != "]":
-            line = text.count("\n", 0, place) + 1
-            rest = printable(repr(text[place : place + 20])) if place < len(text) else "the file's end, cut off perhaps"
-            raise BadInput(f"{shown}:{line}: not JSON (expected `,` or the list's `]`, found {rest}); {_AGAIN}")
+        with self._open(file) as handle:
+            for begin, end, line, entry in entries_of(handle, str(file)):
+                if is_blank(self._document(entry, f"{file}:{line}")):
+                    self.blank += 1
+                else:
+                    yield begin, end
+
+    def _pieces(self, file: Path) -> Iterator[tuple[int, int]]:
+        """Begin and end of every piece in bytes; BadInput where a line is not UTF-8."""
+        begin = end = 0
+        seen = False
+        with self._open(file) as handle:
+            for number, line in enumerate(text_lines(handle, str(file)), 1):
+                try:
+                    seen = bool(line.decode(_UTF8).strip()) or seen
+                except UnicodeDecodeError as error:
+                    raise BadInput(
+                        f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line); save it as"
+                        " UTF-8"
+                    ) from None
+                end += len(line)
+                if end - begin >= PIECE:
+                    if seen:
+                        yield begin, end
+                    begin, seen = end, False
+        if seen:
+            yield begin, end
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
         """Row group and row within it, of every row whose text is not blank."""
-        opened = _parquet(file)
-        columns = self._columns(opened, file)
-        for group in range(opened.num_row_groups):
-            for row, entry in enumerate(_rows_of(opened, group, columns, file)):
-                if is_blank(self._document(entry, f"{file}, row {row} of group {group}")):
-                    self.blank += 1
-                else:
-                    yield group, row
+        with self._open(file) as handle:
+            opened = ParquetTexts(handle, file)
+            columns = self._columns(opened, file)
+            for group in range(opened.groups):
+                for row, entry in enumerate(opened.rows(group, columns)):
+                    if is_blank(self._document(entry, f"{file}, row {row} of group {group}")):
+                        self.blank += 1
+                    else:
+                        yield group, row
 
     def _row(self, file: int, group: int, row: int) -> Any:
         if (file, group) not in self._groups:
-            while len(self._groups) >= 4:
-                self._groups.pop(next(iter(self._groups)))
             path = self.files[file]
-            opened = _parquet(path)
-            self._groups[file, group] = _rows_of(opened, group, self._columns(opened, path), path)
-        return self._groups[file, group][row]
+            with self._open(path) as handle:
+                opened = ParquetTexts(handle, path)
+                columns = self._columns(opened, path)
+                nbytes = opened.check_group(group, columns)
+                while sum(held for _, held in self._groups.values()) + nbytes > MAX_GROUP_BYTES and self._groups:
+                    self._groups.pop(next(iter(self._groups)))
+                self._groups[file, group] = opened.table(group, columns), nbytes
+        table, _ = self._groups[file, group]
+        return {name: table.column(number)[row].as_py() for number, name in enumerate(table.column_names)}
 
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file, which must be the same when a run is continued."""
         return stamps(self.files)
 
-    def _columns(self, opened: Any, file: Path) -> list[str]:
-        return columns_of(opened.schema_arrow.names, self.key, chat=self.chat, where=str(file), labels=self.labels)
+    def _columns(self, opened: ParquetTexts, file: Path) -> list[str]:
+        return columns_of(opened.names, self.key, chat=self.chat, where=str(file), labels=self.labels)
 
     def _document(self, entry: Any, where: str) -> Document:
         return document_of(entry, where, key=self.key, chat=self.chat, labels=self.labels)
@@ -248,10 +258,13 @@ def is_blank(document: Document) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a text: the file itself, or those in a folder. Raises BadInput where there is none to read."""
+    """The files of a text: the file itself, or those in a folder.
+
+    Raises BadInput where there is none to read, and for a link that leads out of the folder or to another folder.
+    """
     shown = printable(str(path))
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file())
+        found = sorted(_texts_below(path))
         if not found:
             raise BadInput(
                 f"{shown}: no {', '.join(_KINDS)} in this folder; put the texts there, or name another folder"
@@ -267,57 +280,22 @@ def files_of(path: Path) -> list[Path]:
     return [path]
 
 
-def _pieces(file: Path) -> Iterator[tuple[int, int]]:
-    """Begin and end of every piece in bytes; BadInput where a line is not UTF-8."""
-    begin = end = 0
-    seen = False
-    with file.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            try:
-                seen = bool(line.decode(_UTF8).strip()) or seen
-            except UnicodeDecodeError as error:
+def _texts_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder whose names say that they are texts, in its subfolders too."""
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+        for name in folders:
+            if (Path(place) / name).is_symlink():
                 raise BadInput(
-                    f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line); save it as"
-                    " UTF-8"
-                ) from None
-            end += len(line)
-            if end - begin >= PIECE:
-                if seen:
-                    yield begin, end
-                begin, seen = end, False
-    if seen:
-        yield begin, end
+                    f"{printable(str(Path(place) / name))}: a link to a folder, which is not followed; put the texts"
+                    " themselves here, or name that folder as a source of its own"
+                )
+        for file in (Path(place) / name for name in names):
+            if file.suffix in _KINDS:
+                resolved(folder, str(file.relative_to(folder)))
+                yield file
 
 
-def _parquet(file: Path) -> Any:
-    """The opened file; BadInput where it is not parquet, or pyarrow is not there to read it."""
-    shown = printable(str(file))
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise BadInput(
-            f"{shown}: parquet is read with pyarrow, which is not installed; install surgeon[parquet]"
-        ) from None
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowException as error:
-        raise BadInput(f"{shown}: not a parquet file that can be read ({first_line(error)}); {_AGAIN}") from None
-
-
-def _rows_of(opened: Any, group: int, columns: list[str], file: Path) -> list[Any]:
-    """The rows of a row group, of these columns; BadInput where they are damaged."""
-    import pyarrow
-
-    try:
-        rows: list[Any] = opened.read_row_group(group, columns=columns).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise BadInput(
-            f"{printable(str(file))}: row group {group} cannot be read ({first_line(error)}); {_AGAIN}"
-        ) from None
-    return rows
-
-
-def _after_space(text: str, place: int) -> int:
-    """The next place that is no white space of JSON."""
-    found = _SPACE.match(text, place)
-    return place if found is None else found.end()
+def _refuse_folder(error: OSError) -> Never:
+    raise BadInput(
+        f"{printable(str(error.filename))}: cannot be read ({error.strerror}); make it readable, or move it elsewhere"
+    )

@@ -28,8 +28,10 @@ from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.names import check_new_name
 from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.working import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common import devices
+from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.plain import plain_fields
 from surgeon.common.tables import FittedTable
@@ -332,15 +334,11 @@ def _settled(folder: CheckpointFolder, asked: GenerateSpec) -> dict[str, Any]:
 
 def _lines(path: str) -> str:
     """A file of prompts, read; BadInput where it cannot be, or has none."""
+    content = read_given(Path(path), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise BadInput(
-            f"`prompts` {printable(path)}: cannot be read ({error.strerror}); give begin, template or a text file with"
-            " a beginning a line"
-        ) from None
     if not text.strip():
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
     return text

@@ -6,10 +6,9 @@ A table takes one number a document in memory; rows are read from the files that
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,11 +20,15 @@ from numpy.typing import NDArray
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
 from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
+from surgeon.data.row_sizes import pieces_of
+from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
 from surgeon.data.specs import BEGIN, TEMPLATE, SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
 DEFAULT_SPLIT = "train"
 _BATCH = 1000
+# What `datasets` makes of a row's own bytes.
+_FEATURES = {"Value", "ClassLabel", "Translation", "TranslationVariableLanguages", "Json"}
 
 
 class Naming(Protocol):
@@ -137,6 +140,8 @@ class Table:
         self.labels = labels
         self.blank = 0
         columns = columns_of(rows.column_names, key, chat=chat, where=shown, labels=labels)
+        for column in columns:
+            _check_feature(rows.features[column], f"{shown}: the column `{column}`")
         self._rows = rows.select_columns(columns).with_format(None)
         self._numbers = self._index()
         if not len(self._numbers):
@@ -161,31 +166,54 @@ class Table:
         return self._identity
 
     def _index(self) -> NDArray[np.int64]:
+        import pyarrow
+
         kept: list[NDArray[np.int64]] = []
         begin = 0
-        for batch in self._rows.iter(batch_size=_BATCH):
-            entries = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-            said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
-            kept.append(begin + np.flatnonzero(np.array(said, dtype=bool)))
-            begin += len(entries)
+        try:
+            for table in self._rows.with_format("arrow").iter(batch_size=_BATCH):
+                for batch in table.to_batches():
+                    batch.validate(full=True)
+                    for first, last in pieces_of(batch, self._shown, begin):
+                        kept.append(self._said(begin + first, begin + last))
+                    begin += batch.num_rows
+        except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
+            raise BadInput(
+                f"{printable(self._shown)}: rows from {begin} on cannot be read ({first_line(error)}); get it again"
+            ) from None
         found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
         self.blank = begin - len(found)
         return found
+
+    def _said(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The numbers of those rows that hold a document with words."""
+        columns = self._rows[begin:end]
+        entries = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
+        return begin + np.flatnonzero(np.array(said, dtype=bool))
 
     def _document(self, entry: Any, row: int) -> Document:
         return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat, labels=self.labels)
 
 
-def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote this folder."""
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
+def _check_feature(feature: Any, where: str) -> None:
+    """Raise BadInput for what is decoded from a file or an address that a row names: pictures, sounds and others."""
+    if isinstance(feature, Mapping | list):
+        for part in feature.values() if isinstance(feature, Mapping) else feature:
+            _check_feature(part, where)
+    elif hasattr(feature, "feature"):
+        _check_feature(feature.feature, where)
+    elif type(feature).__name__ not in _FEATURES:
+        raise BadInput(
+            f"{printable(where)} holds {printable(type(feature).__name__)}, which no text is; leave it out, or name"
+            " another one (`field:` of the source)"
+        )
 
 
 def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
     """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
     library = _library(str(folder))
+    check_saved(folder)
     with _quiet(library):
         try:
             # Without a copy in memory and without the network.
@@ -203,13 +231,7 @@ def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool,
         found, shown, folder = found[split], f"{shown} (split {split})", folder / split
     elif split is not None:
         raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
-    try:
-        identity = ["saved", *stamps(_files_of(folder))]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise BadInput(
-            f"{printable(str(folder))}: state.json names other files than are there ({first_line(error)}); save it"
-            " again"
-        ) from None
+    identity = ["saved", *stamps(arrow_files(folder))]
     return Table(found, shown=shown, identity=identity, key=key, chat=chat, labels=labels)
 
 
@@ -275,11 +297,6 @@ def _problem(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "some of its files cannot be downloaded; check the network, then run the same command again"
     return f"cannot be read ({first_line(error)})"
-
-
-def _files_of(folder: Path) -> list[Path]:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
 
 
 def _library(shown: str) -> Any:

@@ -19,7 +19,7 @@ from surgeon.checkpoint.names import check_new_name
 from surgeon.checkpoint.room import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
-from surgeon.data.recall import recall
+from surgeon.data.recall import LENGTH, recall
 from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, one_thread, sample, split
 from surgeon.errors import BadInput, printable
 from surgeon.train.publishing import Trained
@@ -146,7 +146,8 @@ def learn(
     _write_texts(texts, known=known, new=new)
     with one_thread():
         listener.say("having the base write text of its own, to be replayed")
-        tokens = round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW)
+        # In a demo of a second or two, one document.
+        tokens = max(LENGTH, round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW))
         recall(base, tokens=tokens, to=texts / f"{RECALLED}.jsonl", seed=seed, device="cpu", listener=listener)
         listener.say(f"growing the base by the shipped plan {GATED_PLAN} too")
         gated = apply(GATED_PLAN, str(base), folder / "gated", listener=listener).path

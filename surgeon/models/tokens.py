@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, text_lines, too_long
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
@@ -126,7 +127,10 @@ def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
 def _plain(path: Path, shown: str, characters: int | None) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as file:
-            yield file.read(-1 if characters is None else characters)
+            content = file.read(MAX_DOCUMENT_BYTES + 1 if characters is None else min(characters, MAX_DOCUMENT_BYTES))
+        if len(content) > MAX_DOCUMENT_BYTES:
+            raise too_long(str(path), "this text")
+        yield content
     except UnicodeDecodeError as error:
         raise BadInput(f"{shown}: not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from error
     except OSError as error:
@@ -136,7 +140,7 @@ def _plain(path: Path, shown: str, characters: int | None) -> Iterator[str]:
 def _json_lines(path: Path, shown: str) -> Iterator[str]:
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(text_lines(file, str(path)), start=1):
                 if line.strip():
                     yield _text_of(line, f"{shown}, line {number}")
     except OSError as error:
@@ -144,6 +148,7 @@ def _json_lines(path: Path, shown: str) -> Iterator[str]:
 
 
 def _text_of(line: bytes, where: str) -> str:
+    check_values(line, where)
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -124,7 +124,7 @@ class TransportInit(Init):
 
     reg: Annotated[
         float,
-        Field(gt=0, allow_inf_nan=False, description="entropic regularisation, in the unit of the cost"),
+        Field(gt=0, le=1e12, allow_inf_nan=False, description="entropic regularisation, in the unit of the cost"),
     ] = 0.06
     solver: Annotated[Literal["sinkhorn", "emd"], Field(description="entropic or exact transport")] = "sinkhorn"
     cost_scale: Annotated[
@@ -148,7 +148,7 @@ class TransportInit(Init):
         Unaligned,
         Field(description="modules that nothing is known to align by: refuse the layer, or average them as they stand"),
     ] = "refuse"
-    max_iterations: Annotated[int, Field(ge=1, description="most Sinkhorn iterations")] = 10_000
+    max_iterations: Annotated[int, Field(ge=1, le=1_000_000, description="most Sinkhorn iterations")] = 10_000
     support: Annotated[
         Literal["weights", "activations"],
         Field(description="compare rows of weights, or the modules' outputs on a text (needs a `cost_scale`)"),

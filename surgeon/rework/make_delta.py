@@ -186,6 +186,8 @@ class Delta:
             if (held.dtype, list(held.shape)) != (known.dtype, known.shape):
                 raise _edited(shown, f"{printable(name)} is not of the dtype and shape that it says")
         manifest = parse(data, file=str(path / MANIFEST_FILE))
+        if missing := manifest.files.keys() - files.keys() - index.from_base.keys():
+            raise _edited(shown, f"nothing brings {printable(min(missing))}, which {MANIFEST_FILE} names")
         if wrong := other_than_trained(index.beside, manifest, files):
             raise _edited(shown, wrong)
         return cls(path, index, manifest, config, files, found, headers, source)

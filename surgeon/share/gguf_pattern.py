@@ -37,6 +37,9 @@ _ARCHITECTURES = {"gemma2", "gemma3"}
 _PIECE = 8 * 1024 * 1024
 # More than any name or value that is held as a whole; tokens are passed over.
 _MOST_TEXT = 64 * 1024 * 1024
+# Of a header: bytes, of which the longest vocabularies take thirty million; keys, tensors, entries of an array.
+_MOST_HEADER, _MOST_ENTRIES = 256 * 1024 * 1024, 10_000_000
+_MOST_ALIGNMENT = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _pattern(folder: CheckpointFolder) -> tuple[bool, ...]:
     config: Mapping[str, Any] = folder.config
     inner = config.get("text_config")
     told = (inner if isinstance(inner, Mapping) else config).get("layer_types")
-    if not isinstance(told, list) or set(told) - {"sliding_attention", "full_attention"}:
+    if not isinstance(told, list) or any(kind not in ("sliding_attention", "full_attention") for kind in told):
         raise BadInput(
             f"{printable(str(folder.path))}: config.json has no `layer_types` of sliding_attention and full_attention;"
             " give the checkpoint of Gemma 2 or 3 that the file was converted from"
@@ -159,7 +162,7 @@ class _Header:
     def alignment(self) -> int:
         """To a multiple of how many bytes tensors' bytes are padded."""
         told = self.values.get("general.alignment", 32)
-        return told if type(told) is int and told > 0 else 32
+        return told if type(told) is int and 0 < told <= _MOST_ALIGNMENT else 32
 
 
 class _Reader:
@@ -176,7 +179,7 @@ class _Reader:
         version = self.number("<I")
         if version not in _VERSIONS:
             raise BadInput(f"{self.shown}: GGUF version {version}; convert the checkpoint again to version 3")
-        header = _Header(version, self.number("<Q"), self.number("<Q"))
+        header = _Header(version, self.count(), self.count())
         for _ in range(header.count):
             key = self.text()
             header.keys.add(key)
@@ -201,16 +204,31 @@ class _Reader:
         """The file is cut off."""
         return BadInput(f"{self.shown}: ends before its header does; convert the checkpoint again")
 
+    def count(self) -> int:
+        """A number of entries."""
+        found: int = self.number("<Q")
+        if found > _MOST_ENTRIES:
+            raise self.large(f"{found:,} entries of one kind")
+        return found
+
+    def large(self, what: str) -> BadInput:
+        """The header is longer than any."""
+        return BadInput(f"{self.shown}: its header has {what}, more than any model's; convert the checkpoint again")
+
     def take(self, count: int) -> bytes:
         """The next so many bytes."""
         if count > min(_MOST_TEXT, self.end - self.opened.tell()):
             raise self.early()
+        if count + self.opened.tell() > _MOST_HEADER:
+            raise self.large(f"more than {_MOST_HEADER:,} bytes")
         return self.opened.read(count)
 
     def skip(self, count: int) -> None:
         """Pass over so many bytes."""
         if count > self.end - self.opened.tell():
             raise self.early()
+        if count + self.opened.tell() > _MOST_HEADER:
+            raise self.large(f"more than {_MOST_HEADER:,} bytes")
         self.opened.seek(count, os.SEEK_CUR)
 
     def number(self, form: str) -> Any:
@@ -225,7 +243,7 @@ class _Reader:
         """Pass over an array."""
         if kind != _ARRAY:
             raise BadInput(f"{self.shown}: a value of the unknown type {kind}; convert the checkpoint again")
-        held, count = self.number("<I"), self.number("<Q")
+        held, count = self.number("<I"), self.count()
         if held in _NUMBERS:
             self.skip(struct.calcsize(_NUMBERS[held]) * count)
         elif held == _TEXT:

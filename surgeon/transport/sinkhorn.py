@@ -112,10 +112,18 @@ def sinkhorn(
 
     `make_cost` gives Cᵀ / unit, (m, n); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
     applied times `factor`. Where `tolerance` is not reached within `max_iterations`, the solution says so; no error.
+    Raises ValueError in one line for a `reg` below the rounding of the costs.
     """
     cost_MN = make_cost()
     m, n = cost_MN.shape
     lowest, highest = (float(end) for end in torch.aminmax(cost_MN))
+    number = torch.finfo(cost_MN.dtype)
+    least = max((highest - lowest) * number.eps, number.tiny)
+    if reg < least:
+        raise ValueError(
+            f"reg {reg:g} is below the rounding of the costs, which differ by up to {highest - lowest:.3g}; use at"
+            f" least {least:.1e}, or the solver emd"
+        )
     stages = schedule(highest - lowest, reg)
     if max_iterations < len(stages):
         stages = [reg]

@@ -104,9 +104,7 @@ def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
     if isinstance(recipe, Constant | Listed):
         return constant_digest(recipe)
     whole = recipe.whole if isinstance(recipe, Joined) else recipe
-    if isinstance(whole, Copy):
-        return base.tensors[whole.source].sha256
-    claimed = manifest.new_tensors.get(output.name)
+    claimed = base.tensors.get(whole.source) if isinstance(whole, Copy) else manifest.new_tensors.get(output.name)
     return "0" * 64 if claimed is None else claimed.sha256
 
 

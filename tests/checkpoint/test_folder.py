@@ -23,7 +23,6 @@ from tests.checkpoint.files import (
     SHARDS,
     raw_file,
     sharded,
-    single,
     tensor_bytes,
     write_config,
     write_index,
@@ -57,10 +56,11 @@ def test_shards(tmp_path: Path) -> None:
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
     """As in transformers; what is ignored is told."""
     sharded(tmp_path)
-    single(tmp_path)
+    everything = SHARDS[FIRST] | SHARDS[SECOND]
+    write_shard(tmp_path / "model.safetensors", everything)
     folder = CheckpointFolder.open(tmp_path)
     assert folder.shards == ("model.safetensors",)
-    assert list(folder.tensors) == ["a.weight"]
+    assert set(folder.tensors) == set(everything)
     assert "model.safetensors is used" in folder.notes[0]
     assert set(folder.left_behind) == {INDEX, FIRST, SECOND}
 
@@ -98,6 +98,14 @@ def make_socket(path: Path) -> None:
 
 def quantised(folder: Path, dtype: str) -> None:
     write_shard(folder / FIRST, SHARDS[FIRST] | {"b.weight": (dtype, (8,))})
+
+
+def edit_config(folder: Path, key: str, value: object) -> None:
+    """Another value of a key, or of one in a part of the config."""
+    config = json.loads((folder / "config.json").read_text())
+    part, dot, name = key.rpartition(".")
+    (config.setdefault(part, {}) if dot else config)[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 TOO_DEEP = '{"a":' * 100 + "1" + "}" * 100
@@ -224,6 +232,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: (without_weights(f), (f / "model.safetensors").write_bytes(raw_file({}))),
         ["model.safetensors", "no tensors"],
     ),
+    "a shard under the single file's name": (
+        lambda f: shutil.copy(f / FIRST, f / "model.safetensors"),
+        ["model.safetensors: lies beside model.safetensors.index.json, so it is read alone", "remove the one"],
+    ),
+    **{
+        f"config with {key} {wrong}": (
+            lambda f, key=key, wrong=wrong: edit_config(f, key, wrong),
+            [f"config.json: `{key}` is {wrong!r}, expected"],
+        )
+        for key in ("model_type", "architectures", "layer_types", "text_config.model_type")
+        for wrong in ([[]], {}, 3, [3])
+    },
     "manifest no object": (lambda f: (f / "surgery.json").write_text("3"), ["surgery.json", "JSON object"]),
     "manifest too big": (
         lambda f: ((f / "surgery.json").touch(), os.truncate(f / "surgery.json", 64_000_001)),

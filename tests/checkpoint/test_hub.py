@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.checkpoint.files import INDEX, SHARDS, sharded, single, write_config,
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 
 FIRST, SECOND = sorted(SHARDS)
+INFO, FILES = "/api/models/user/model", "/user/model/resolve/"
 
 # HF_ENDPOINT and its kin are read when the client is imported: who has others is a process of its own.
 CLIENT = """
@@ -36,7 +39,11 @@ for line in sys.stdin:
     call, options = json.loads(line)
     sockets.clear()
     try:
-        if call == "locate":
+        if call == "set":
+            import surgeon.checkpoint.hub
+            vars(surgeon.checkpoint.hub).update(options)
+            told = {}
+        elif call == "locate":
             located = locate(options.pop("base"), **options)
             told = {"path": str(located.path), "repo_id": located.repo_id, "revision": located.revision}
         else:
@@ -133,21 +140,82 @@ def hub(base: Path) -> Iterator[Hub]:
         yield hub
 
 
+@dataclass
+class Awkward(Hub):
+    """What else a server, or a proxy before it, may do: `how` says what; `over` ends answers that never end."""
+
+    how: str = ""
+    moves: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class AwkwardAnswers:
+    """Answers of such a server."""
+
+    hub: Awkward
+    path: str
+    headers: Any
+    wfile: Any
+
+    def _answer(self) -> None:
+        hub = self.hub
+        super()._answer()  # type: ignore[misc]
+        if hub.moves and self.path.startswith(INFO):
+            # Somebody pushes right after the listing was asked for.
+            hub.moves -= 1
+            hub.history[hub.commit] = hub.files
+            hub.commit = f"{hub.moves:040x}"
+            hub.files = hub.files | {"tokenizer.json": f"[{hub.moves}]".encode()}
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        hub, send = self.hub, super()._send  # type: ignore[misc]
+        about_weights = "Range" in self.headers and ".safetensors" in self.path
+        if hub.how == "gzip" and about_weights:
+            send(status, gzip.compress(body), headers | {"Content-Encoding": "gzip"})
+        elif hub.how == "another range" and about_weights:
+            send(status, body, headers | {"Content-Range": "bytes 8-16/4000"})
+        elif hub.how == "no size" and about_weights:
+            send(status, body, {name: value for name, value in headers.items() if name != "Content-Range"})
+        elif hub.how == "headers" and about_weights:
+            self._dribble(b"HTTP/1.1 206 Partial Content\r\nX-A: ", b"a")
+        elif hub.how == "weights" and about_weights and self.headers["Range"] != "bytes=0-7":
+            # The length is sent at once, the header never.
+            self._dribble(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 100000000\r\n\r\n", b"a")
+        elif hub.how == "config" and self.path.endswith("config.json") and self.command == "GET":  # type: ignore[attr-defined]
+            self._dribble(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode(), b" ")
+        elif hub.how == "listing" and self.path.startswith(INFO):
+            self._dribble(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n", b" ")
+        else:
+            send(status, body, headers)
+
+    def _dribble(self, begin: bytes, piece: bytes) -> None:
+        """One piece after the other, each long before a client would take the line for dead."""
+        try:
+            self.wfile.write(begin)
+            while not self.hub.over.wait(0.02):
+                self.wfile.write(piece)
+        except OSError:
+            pass
+        self.close_connection = True
+
+
 @dataclass(frozen=True)
 class Standing:
     """A stand-in and one process that asks it again and again, each time with an empty cache."""
 
-    hub: Hub
+    hub: Awkward
     home: Path
     client: subprocess.Popen[str]
 
-    def refused(self, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+    def told(self, call: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         assert self.client.stdin is not None and self.client.stdout is not None
-        found = []
-        for call in calls:
-            shutil.rmtree(self.home, ignore_errors=True)
-            print(json.dumps(call), file=self.client.stdin, flush=True)
-            found.append(json.loads(self.client.stdout.readline())["refused"])
+        shutil.rmtree(self.home, ignore_errors=True)
+        print(json.dumps(call), file=self.client.stdin, flush=True)
+        found: dict[str, Any] = json.loads(self.client.stdout.readline())
+        return found
+
+    def refused(self, *calls: tuple[str, dict[str, Any]]) -> list[str]:
+        found = [self.told(call)["refused"] for call in calls]
         assert not any("\n" in message for message in found)
         return found
 
@@ -156,7 +224,7 @@ class Standing:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
     home = tmp_path_factory.mktemp("home")
     with (
-        serve(Hub({})) as hub,
+        serve(Awkward({}), AwkwardAnswers) as hub,
         subprocess.Popen(
             [sys.executable, "-c", CLIENT],
             env=settings(hub, home),
@@ -165,15 +233,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
             text=True,
         ) as client,
     ):
+        assert isinstance(hub, Awkward) and client.stdin is not None
         yield Standing(hub, home, client)
-        assert client.stdin is not None
         client.stdin.close()
 
 
 @pytest.fixture
 def standing(one_process: Standing, base: Path) -> Standing:
     hub = one_process.hub
-    hub.files, hub.refuse = files_of(base), {}
+    hub.files, hub.refuse, hub.commit, hub.how, hub.moves = files_of(base), {}, COMMIT, "", 0
     hub.sent.clear()
     return one_process
 
@@ -290,9 +358,6 @@ def test_the_token_is_used(hub: Hub, tmp_path: Path) -> None:
     assert hub.tokens == {"Bearer hf_secret"}
 
 
-INFO, FILES = "/api/models/user/model", "/user/model/resolve/"
-
-
 @pytest.mark.parametrize(
     ("refuse", "words"),
     [
@@ -316,6 +381,51 @@ def test_refusals(refuse: dict[str, tuple[int, str]], words: list[str], standing
 def test_a_gated_shard_is_told_by_the_preview(standing: Standing) -> None:
     standing.hub.refuse = {f"{FILES}{COMMIT}/{FIRST}": (403, "GatedRepo")}
     assert "gated" in standing.refused(REMOTE)[0]
+
+
+def test_answers_that_never_end_have_a_limit(standing: Standing) -> None:
+    """Each piece comes soon after the one before: what is limited is the whole."""
+    hub = standing.hub
+    standing.told(("set", {"PATIENCE": 0.5, "SLOWEST": 10**9}))
+    try:
+        for how in ("headers", "weights", "config", "listing"):
+            hub.how = how
+            (message,) = standing.refused(REMOTE)
+            assert message.startswith("user/model: the Hub has not answered in full within")
+    finally:
+        hub.how = ""
+        hub.over.set()
+        standing.told(("set", {"PATIENCE": 60.0, "SLOWEST": 32_000}))
+        assert "tensors" in standing.told(REMOTE)
+        hub.over.clear()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("gzip", "sends it packed (gzip), though it was asked not to"),
+        ("another range", "does not report its size"),
+        ("no size", "does not report its size"),
+    ],
+)
+def test_ranges_that_are_not_the_file_s_are_refused(how: str, words: str, standing: Standing) -> None:
+    standing.hub.how = how
+    assert words in standing.refused(REMOTE)[0]
+
+
+def test_a_branch_that_moves_is_read_at_one_commit(standing: Standing) -> None:
+    """A preview reads all of it at the listing's commit; a download that met another one is made again."""
+    hub = standing.hub
+    hub.moves = 1
+    preview = standing.told(REMOTE)
+    assert hub.commit != COMMIT
+    assert {shard["commit"] for shard in preview["identity"]} == {COMMIT}
+    hub.moves = 1
+    located = standing.told(LOCATE)
+    assert located["revision"] == hub.commit == f"{0:040x}"
+    assert (Path(located["path"]) / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
+    hub.moves = 100
+    assert "'main' moved to another commit each time that it was read" in standing.refused(LOCATE)[0]
 
 
 def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:

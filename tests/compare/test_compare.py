@@ -223,6 +223,14 @@ def test_refused_before_anything_is_made(whole: Whole, tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput, match=why):
             carried_out(whole.folder, str(results), **asked)
+    # Neither the folder of kept runs, nor one in it, leads elsewhere.
+    for number, link in enumerate(("runs", "runs/one")):
+        linked = tmp_path / f"linked-{number}"
+        (linked / link).parent.mkdir(parents=True)
+        (linked / link).symlink_to(tmp_path / "full")
+        with pytest.raises(BadInput, match=f"{link}: a link; --keep puts runs there"):
+            carried_out(whole.folder, str(linked), keep=True)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
     study = tmp_path / "study.yaml"
     study.write_text(STUDY.replace("length: 24\n", "length: 4096\n"), encoding="utf-8")
     with pytest.raises(BadInput, match=r"study.yaml:4: `length` is 4096, the base's context 128; use 128 at most"):

@@ -112,15 +112,15 @@ def test_json_files_of_texts(tmp_path: Path) -> None:
         assert Documents(marked, key=None, chat=False).read(0) == "w1"
     for content, told in (
         ('{"text": "w1"}', "a.json: not a list of objects"),
-        ('[{"text": "w1"},\n{"text" "w2"}]', "a.json: not JSON"),
+        ('[{"text": "w1"},\n{"text" "w2"}]', "a.json:2: not JSON"),
         (
             '[{"text": "w1"},\n{"text": "w2"}',
             "a.json:2: not JSON .expected `,` or the list's `]`, found the file's end",
         ),
         ('[{"text": "w1"}\n{"text": "w2"}]', "a.json:2: not JSON .expected `,` or the list's `]`, found '{"),
-        ('[{"text": "w1"},\n', "a.json: not JSON"),
-        ('[{"text": "w1"},]', "a.json: not JSON"),
-        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:1: not JSON"),
+        ('[{"text": "w1"},\n', "a.json:2: not JSON"),
+        ('[{"text": "w1"},]', "a.json:1: not JSON"),
+        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:2: not JSON"),
         ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no key `text`; it has txt"),
     ):
         path.write_text(content, encoding="utf-8")

@@ -197,7 +197,7 @@ def test_what_cannot_be_asked_is_refused(base: Path, tmp_path: Path) -> None:
     assert "`temperature` is 0; it should be greater than 0" in refusal(temperature=0)
     both = "`top_p` is NaN; it should be less than or equal to 1\n`batch` is 0; it should be greater than or equal to 1"
     assert refusal(top_p=float("nan"), batch=0) == both
-    assert "cannot be read (No such file" in refusal(prompts=str(tmp_path / "none.txt"))
+    assert "cannot read the file of `prompts` (No such file" in refusal(prompts=str(tmp_path / "none.txt"))
     (tmp_path / "blank.txt").write_text("\n \n")
     assert "no beginnings; write one a line" in refusal(prompts=str(tmp_path / "blank.txt"))
     (tmp_path / "long.txt").write_text("w1 " * 30)

@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
         ({"path": "several"}, "several: no split 'train'; it has dev; `split:` of the source"),
         ({"path": "several", "split": "dev", "validation": "split:x"}, "no split 'x'; it has dev"),
         ({"path": "empty"}, "no document with text"),
-        ({"path": "broken"}, r"broken: looks like a folder saved by `datasets`, and cannot be read \(ArrowInvalid"),
+        ({"path": "broken"}, r"of-00002.arrow: no Arrow file that can be read \(ArrowInvalid"),
         ({"path": "a.txt", "split": "x"}, "source a: `split` is for datasets of the Hub and folders"),
         ({"path": "a.txt", "validation": "split:x"}, "source a: `validation: split:…` is for datasets"),
         ({"path": "dataset:squad"}, "train.yaml:.*names no dataset of the Hub: write dataset:USER/NAME"),

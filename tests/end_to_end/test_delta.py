@@ -15,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.manifest.manifest import seal_of
 from surgeon.rework import make_delta as making
+from surgeon.rework.apply_delta import applying_job
 from surgeon.train.saved.work_folder import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
@@ -27,6 +30,7 @@ from tests.end_to_end.test_refusals import refused
 from tests.end_to_end.test_revert import ADAPTERS, CONTROL, INSERT, train, write_plan
 from tests.train.test_train import config, grown
 from tests.train.texts import add_tokenizer
+from tests.verify.test_claims import DELETE, edited, edits, field_of, places
 
 GRAFTS: list[dict[str, Any]] = [
     INSERT,
@@ -236,6 +240,32 @@ def test_an_edited_file(spoilt: Path, name: str) -> None:
 def test_an_edited_list(spoilt: Path, change: Any) -> None:
     edit_index(spoilt, change)
     assert "delta" in put_back(spoilt)
+
+
+def test_any_field_of_a_delta_sealed_anew(spoilt: Path) -> None:
+    """Each edited, emptied and left out: refused, or the output is what it was."""
+    file, base = spoilt / "delta" / "delta.json", CheckpointFolder.open(spoilt / "base")
+    data = json.loads(file.read_text())
+
+    def written() -> Any:
+        job = applying_job(making.Delta.open(spoilt / "delta"), base)
+        return job.files, [(shard.file, [output.name for output in shard.outputs]) for shard in job.shards]
+
+    expected, fields, refusals = written(), set(), 0
+    for path, value in places(data):
+        # One tensor, file or shard stands for all.
+        if (field := field_of(path)) in fields:
+            continue
+        fields.add(field)
+        for other in (*edits(value), DELETE):
+            changed = edited(data, path, other)
+            file.write_text(json.dumps(changed | {"sha256": seal_of(changed)}))
+            try:
+                assert written() == expected, f"{field}: {other!r}"
+            except BadInput as error:
+                assert "\n" not in str(error)
+                refusals += 1
+    assert refusals > len(fields) > 10
 
 
 def test_a_delta_is_no_checkpoint_and_a_checkpoint_no_delta(spoilt: Path) -> None:

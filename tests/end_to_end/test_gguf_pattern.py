@@ -95,7 +95,8 @@ def test_the_pattern_stands_in_the_file_and_the_rest_is_as_it_was(
         (b"PK\3\4 and more", "is no GGUF file; give one"),
         (gguf(values(), version=1), "GGUF version 1; convert"),
         (gguf(values())[:200], "ends before its header does; convert"),
-        (gguf(values())[:16] + b"\xff" * 8, "ends before its header does; convert"),
+        (gguf(values())[:16] + b"\xff" * 8, "header has 18,446,744,073,709,551,615 entries of one kind"),
+        (gguf(values())[:16] + struct.pack("<Q", 9_000_000), "ends before its header does; convert"),
         (gguf(values(**{"general.architecture": "llama"})), "architecture `llama`; .* use it as it is"),
         (gguf(values(**{"gemma2.block_count": 4})), "has 4 layers, config.json .* has 5; give"),
         (gguf(values(**{KEY: [True] * 5})), "has `gemma2.attention.sliding_window_pattern` already"),
@@ -117,3 +118,41 @@ def test_so_are_checkpoints_and_destinations(out: Path, tmp_path: Path) -> None:
         surgeon.gguf_pattern(out, tmp_path / "old.gguf", tmp_path / "old.gguf")
     with pytest.raises(surgeon.BadInput, match="no such file"):
         surgeon.gguf_pattern(out, tmp_path / "none.gguf", tmp_path / "new.gguf")
+
+
+def test_any_byte_of_the_header_may_be_wrong(out: Path, tmp_path: Path) -> None:
+    """The file is written, or refused in one line."""
+    content = gguf(values())
+    for at in range(0, len(content) - 96, 4):
+        for wrong in (0xFF, content[at] ^ 0x01):
+            (tmp_path / "old.gguf").write_bytes(content[:at] + bytes([wrong]) + content[at + 1 :])
+            try:
+                surgeon.gguf_pattern(out, tmp_path / "old.gguf", tmp_path / "new.gguf")
+                (tmp_path / "new.gguf").unlink()
+            except surgeon.BadInput as error:
+                assert "\n" not in str(error)
+    with (tmp_path / "large.gguf").open("wb") as file:
+        # A hole of 300 MB, which a key is said to hold.
+        file.write(
+            content[:24] + struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2) + struct.pack("<Q", 3 * 10**8)
+        )
+        file.truncate(4 * 10**8)
+    with pytest.raises(surgeon.BadInput, match="its header has more than 268,435,456 bytes"):
+        surgeon.gguf_pattern(out, tmp_path / "large.gguf", tmp_path / "new.gguf")
+
+
+@pytest.mark.parametrize(
+    "types, words",
+    [
+        ([["sliding_attention"]] * 5, "`layer_types` is .*, expected a list of names"),
+        ([{}] * 5, "`layer_types` is .*, expected a list of names"),
+        ("sliding_attention", "`layer_types` is .*, expected a list of names"),
+        (["chunked_attention"] * 5, "no `layer_types` of sliding_attention and full_attention"),
+    ],
+)
+def test_layers_of_no_kind(types: Any, words: str, out: Path, tmp_path: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"layer_types": types}))
+    (tmp_path / "old.gguf").write_bytes(gguf(values()))
+    with pytest.raises(surgeon.BadInput, match=words):
+        surgeon.gguf_pattern(out, tmp_path / "old.gguf", tmp_path / "new.gguf")

@@ -107,6 +107,8 @@ def test_no_room(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.Monk
     do = "raise that limit" if "too large" in last else "make room"
     assert f"are free there); {do} and run the same command again" in last
     assert not out.exists()
+    # Only what is there is said to be kept.
+    assert "what was finished is kept in" not in last or (tmp_path / ".out.surgeon").is_dir()
 
 
 def test_no_room_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,17 @@ def test_the_cost_is_computed_again_only_where_the_kernel_lost_it(
     assert np.abs(wide(found.matrix()) - wide(again.matrix())).max() * len(source) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_reg_below_the_rounding_of_the_costs_is_refused(dtype: torch.dtype) -> None:
+    """Its map would be nonsense or NaN; where all costs are equal any reg is large."""
+    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for reg in (5e-324, 1e-300, float(torch.finfo(dtype).eps) / 100):
+        with pytest.raises(ValueError, match="is below the rounding of the costs, which differ by up to"):
+            solve(rows, rows.flip(0), TransportSettings(reg=reg))
+    same = solve(torch.ones_like(rows), torch.ones_like(rows), TransportSettings(reg=1e-30))
+    assert torch.isfinite(torch.as_tensor(same.matrix())).all()
+
+
 def test_schedule_ends_at_reg() -> None:
     assert schedule(1.0, 0.06) == [0.06]
     assert schedule(0.0, 0.06) == [0.06]

@@ -103,7 +103,7 @@ def field_of(path: Path_) -> str:
 
 
 def edits(value: Any) -> Iterator[Any]:
-    """Other values for a place: another leaf; a container with more in it."""
+    """Other values for a place: another leaf; a container with more in it, or nothing."""
     match value:
         case bool():
             yield not value
@@ -124,11 +124,15 @@ def edits(value: Any) -> Iterator[Any]:
             yield "x"
         case dict():
             yield {**value, "more.of-it": copy.deepcopy(next(iter(value.values()), 1))}
+            if value:
+                yield {}
         case list():
             yield [*value, copy.deepcopy(value[-1]) if value else 1]
+            if value:
+                yield []
 
 
-_DELETE = object()
+DELETE = object()
 
 
 def edited(manifest: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def edited(manifest: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
     for step in path[:-1]:
         here[step] = copy.copy(here[step])
         here = here[step]
-    if value is _DELETE:
+    if value is DELETE:
         del here[path[-1]]
     else:
         here[path[-1]] = value
@@ -155,7 +159,7 @@ def cases(
         if field in seen:
             continue
         seen.add(field)
-        for other in [*edits(value), _DELETE][: 1 if path[0] in once else None]:
+        for other in [*edits(value), DELETE][: 1 if path[0] in once else None]:
             yield field, edited(manifest, path, other)
 
 

@@ -1,0 +1,43 @@
+"""Files of texts, read line by line: no line, and no value in it, takes more memory than a document may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from surgeon.checkpoint.strict_json import MAX_ITEMS, count_items
+from surgeon.errors import BadInput, printable
+
+# The longest text that is read as one document, in bytes; the longest novels have ten million.
+MAX_DOCUMENT_BYTES = 32 * 1024 * 1024
+# A line of fewer bytes holds few values, whatever they are.
+_SHORT = 1024 * 1024
+
+
+def text_lines(file: BinaryIO, shown: str) -> Iterator[bytes]:
+    """The lines of an open file with their ends. Raises BadInput, which begins with `shown`, for one that is too long.
+
+    Not more than `MAX_DOCUMENT_BYTES` and one byte of the file are in memory at a time.
+    """
+    number = 0
+    while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+        number += 1
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise too_long(f"{shown}:{number}", "this line")
+        yield line
+
+
+def too_long(where: str, what: str) -> BadInput:
+    """The refusal of a document."""
+    return BadInput(
+        f"{printable(where)}: {what} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most that one document may have;"
+        " cut it into several"
+    )
+
+
+def check_values(line: bytes, where: str) -> None:
+    """Raise BadInput, which begins with `where`, for JSON whose values would take far more memory than its bytes."""
+    if len(line) > _SHORT and count_items(line) > MAX_ITEMS:
+        raise BadInput(
+            f"{printable(where)}: more than {MAX_ITEMS:,} values in one document; is it a text, or a table of numbers?"
+        )

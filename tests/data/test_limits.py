@@ -1,0 +1,309 @@
+"""Texts that anybody may have written: read inside their folder, and in memory that no file decides."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from surgeon.data.chats import Chat, Message
+from surgeon.data.documents import Documents, files_of
+from surgeon.data.row_sizes import row_sizes, rows_of
+from surgeon.data.saved_tables import check_saved
+from surgeon.data.sources import saved_table
+from surgeon.errors import BadInput
+from surgeon.models.tokens import documents_of
+
+TEXTS = [f"text {number} – ж" for number in range(5)]
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    with pytest.raises(BadInput) as caught:
+        ask()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def opened(path: Path, *, chat: bool = False) -> Documents:
+    return Documents(path, key=None, chat=chat)
+
+
+def read(path: Path) -> list[Any]:
+    documents = opened(path)
+    return [documents.read(number) for number in range(len(documents))]
+
+
+def test_a_folder_of_texts_does_not_lead_out_of_itself(tmp_path: Path) -> None:
+    home = tmp_path / "texts"
+    (home / "below").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret words\n")
+    (home / "one.txt").write_text("one\n")
+    (home / "below" / "two.txt").symlink_to("../one.txt")
+    (home / "NOTES").symlink_to("../secret")
+    assert read(home) == ["one\n", "one\n"]
+    # A link that the command or a config names is its user's own.
+    (tmp_path / "named.txt").symlink_to(tmp_path / "secret")
+    assert read(tmp_path / "named.txt") == ["secret words\n"]
+    for target, words in (
+        ("../secret", "a link that leads out of the folder"),
+        (str(tmp_path / "secret"), "a link that leads out of the folder"),
+        ("nowhere", "a link to nowhere"),
+    ):
+        (home / "notes.txt").symlink_to(target)
+        assert words in refusal(lambda: opened(home))
+        (home / "notes.txt").unlink()
+    os.mkfifo(home / "waits.jsonl")
+    assert "a FIFO" in refusal(lambda: files_of(home))
+    (home / "waits.jsonl").unlink()
+    (home / "more").symlink_to(tmp_path)
+    assert "more: a link to a folder, which is not followed" in refusal(lambda: files_of(home))
+
+
+def test_what_becomes_a_link_later_is_not_followed(tmp_path: Path) -> None:
+    home = tmp_path / "texts"
+    home.mkdir()
+    (home / "a.jsonl").write_text('{"text": "word"}\n')
+    (tmp_path / "secret").write_text('{"text": "gone"}\n')
+    documents = opened(home)
+    (home / "a.jsonl").unlink()
+    (home / "a.jsonl").symlink_to("../secret")
+    assert "leads out of the folder" in refusal(lambda: documents.read(0))
+
+
+def test_texts_in_the_hub_s_cache_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "datasets--a--b" / "snapshots" / ("0" * 40) / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "datasets--a--b" / "blobs").mkdir()
+    (tmp_path / "datasets--a--b" / "blobs" / ("1" * 40)).write_text("cached\n")
+    (folder / "a.txt").symlink_to(f"../../../blobs/{'1' * 40}")
+    assert read(folder) == read(folder.parent) == ["cached\n"]
+
+
+def test_a_document_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("checkpoint.text_lines", "data.json_list", "data.row_sizes", "models.tokens"):
+        monkeypatch.setattr(f"surgeon.{module}.MAX_DOCUMENT_BYTES", 2000)
+    long = json.dumps({"text": "x" * 3000})
+    files = {
+        "a.jsonl": f'{{"text": "y"}}\n{long}\n',
+        "b.json": f'[{{"text": "y"}},\n{long}]',
+        "c.txt": "y\n" + "x" * 3000 + "\n",
+        "open.json": '[{"text": "' + "x" * 300_000,
+        "number.json": "[" + "1" * 300_000,
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        assert "has more than 2,000 bytes, the most that one document" in refusal(lambda n=name: read(tmp_path / n))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["y", "x" * 3000]}), tmp_path / "d.parquet")
+    assert "row group 0, row 1: this row has more than 2,000 bytes" in refusal(lambda: read(tmp_path / "d.parquet"))
+    for name in ("a.jsonl", "c.txt"):
+        assert "has more than 2,000 bytes" in refusal(lambda n=name: list(documents_of(tmp_path / n)))
+
+
+def test_values_that_take_more_than_their_bytes_are_refused(tmp_path: Path) -> None:
+    """Two bytes of JSON are a list of a hundred."""
+    many = '{"text": "y", "x": [' + "[],[],[]," * 250_000 + "[]]}"
+    (tmp_path / "a.jsonl").write_text(many + "\n")
+    (tmp_path / "b.json").write_text(f"[{many}]")
+    for name in ("a.jsonl", "b.json"):
+        assert "more than 1,500,000 values in one document" in refusal(lambda n=name: read(tmp_path / n))
+    # Commas within a text are none.
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "," * 1_500_001}) + "\n")
+    assert len(read(tmp_path / "a.jsonl")) == 1
+
+
+def test_lists_of_json_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the file is cut: brackets, quotes and escapes within strings, letters of several bytes."""
+    texts = [*TEXTS, 'a "quoted [" \\', ']}{[\n\\"', "", "€" * 50, "\\" * 7]
+    content = "\ufeff [ " + " ,\n\t".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n] \n"
+    (tmp_path / "a.json").write_text(content, encoding="utf-8")
+    for piece in (1, 2, 3, 7, 64, 10_000):
+        monkeypatch.setattr("surgeon.data.json_list._PIECE", piece)
+        assert read(tmp_path / "a.json") == [text for text in texts if text.strip()]
+    for wrong in (
+        b'[{"text": "a"',
+        b'[{"text": "a\\',
+        b"[",
+        b"",
+        b'[{"text": "a"}] x',
+        b'[{"text": "\xff"}]',
+        b"[,]",
+        b"[}]",
+    ):
+        (tmp_path / "a.json").write_bytes(wrong)
+        assert "a.json" in refusal(lambda: read(tmp_path / "a.json"))
+
+
+def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def repeated(text: str, times: int) -> Any:
+    return pyarrow.DictionaryArray.from_arrays(np.zeros(times, dtype=np.int32), pyarrow.array([text]))
+
+
+def test_a_text_that_a_file_says_many_times_is_made_few_times(tmp_path: Path) -> None:
+    """500 bytes that are 300 MB: no more than a few of the texts are in memory at a time."""
+    path = written(tmp_path / "a.parquet", {"text": repeated("x" * 1_000_000, 300)}, compression="zstd")
+    assert path.stat().st_size < 1000
+    pool = pyarrow.default_memory_pool()
+    before = pool.bytes_allocated()
+    tracemalloc.start()
+    documents = opened(path)
+    assert len(documents) == 300
+    assert documents.read(299) == "x" * 1_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    assert pool.bytes_allocated() - before < 20_000_000
+
+
+def test_rows_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = pyarrow.StructArray.from_arrays(
+        [repeated("user", 600_000), repeated("y" * 90, 600_000)], ["role", "content"]
+    )
+    nested = written(
+        tmp_path / "chat.parquet", {"messages": pyarrow.ListArray.from_arrays([0, 600_000], turns)}, compression="zstd"
+    )
+    assert nested.stat().st_size < 10_000
+    assert "row group 0, row 0: this row has more than 33,554,432 bytes" in refusal(lambda: opened(nested, chat=True))
+    page = written(tmp_path / "page.parquet", {"text": ["z" * 5_000_000]}, compression="zstd", use_dictionary=False)
+    assert page.stat().st_size < 10_000
+    nulls = written(tmp_path / "nulls.parquet", {"text": pyarrow.array([None] * 1_000_000, pyarrow.string())})
+    for most, path in (("PAGE", page), ("GROUP", page), ("GROUP", nulls)):
+        with monkeypatch.context() as smaller:
+            smaller.setattr(f"surgeon.data.parquet.MAX_{most}_BYTES", 4_000_000)
+            assert "smaller row groups (`row_group_size=10_000`)" in refusal(lambda p=path: opened(p))
+    delta = written(
+        tmp_path / "delta.parquet", {"text": TEXTS}, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"}
+    )
+    assert "`text` is in the encoding DELTA_BYTE_ARRAY" in refusal(lambda: opened(delta))
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_what_parquet_holds_is_what_is_read(version: str, dictionary: bool, tmp_path: Path) -> None:
+    """Every page is found, in either version, packed or not, in files of several row groups."""
+    texts = [f"{number} {'w' * (number % 300)}" for number in range(1200)]
+    options: dict[str, Any] = {"data_page_version": version, "use_dictionary": dictionary, "data_page_size": 4000}
+    for compression in ("none", "snappy", "zstd"):
+        path = written(tmp_path / "a.parquet", {"text": texts}, compression=compression, row_group_size=700, **options)
+        assert read(path) == texts
+    chats = [[{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a" * n}] for n in range(1, 80)]
+    path = written(tmp_path / "b.parquet", {"messages": chats, "other": chats}, row_group_size=30, **options)
+    documents = opened(path, chat=True)
+    assert len(documents) == 79
+    assert documents.read(64) == Chat((Message("user", "65"), Message("assistant", "a" * 65)))
+
+
+def test_pages_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:
+    """Any byte before the footer replaced: the texts, or one line; nothing else, and no crash."""
+    content = written(tmp_path / "a.parquet", {"text": TEXTS * 3}, compression="none").read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    for at in range(4, footer):
+        for value in (0, content[at] ^ 0x80):
+            (tmp_path / "a.parquet").write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
+            try:
+                read(tmp_path / "a.parquet")
+            except BadInput as error:
+                assert "\n" not in str(error)
+
+
+def test_sizes_are_those_of_python_s_values() -> None:
+    """At least the bytes of all texts, for each type, for slices and nulls; what cannot be counted is refused."""
+    texts = [None, "a", "bb" * 300, "", "é" * 50]
+    plain = pyarrow.array(texts)
+    own = np.array([0 if text is None else len(text.encode()) for text in texts])
+    turns = pyarrow.StructArray.from_arrays([plain, plain.dictionary_encode()], ["role", "content"])
+    listed = pyarrow.ListArray.from_arrays([0, 2, 2, 5], turns, mask=pyarrow.array([False, True, False]))
+    for array, expected in (
+        (plain, own),
+        (plain.cast(pyarrow.large_string()), own),
+        (plain.cast(pyarrow.string_view()), own),
+        (plain.dictionary_encode(), own),
+        (turns, 2 * own),
+        (listed, 2 * np.array([own[:2].sum(), 0, own[2:].sum()])),
+        (pyarrow.array([1, None, 3]), np.zeros(3)),
+    ):
+        for begin in range(len(array)):
+            part = array.slice(begin)
+            found = row_sizes(part) - expected[begin:]
+            assert (found >= 64).all() and (found <= 64 * 12).all(), array.type
+            batch = pyarrow.RecordBatch.from_arrays([part], ["a"])
+            assert list(rows_of(batch, "here")) == batch.to_pylist()
+    ends = pyarrow.RunEndEncodedArray.from_arrays([2**30], ["a"])
+    batch = pyarrow.RecordBatch.from_arrays([ends], ["text"])
+    assert "here: the column `text` is of the type run_end_encoded" in refusal(lambda: list(rows_of(batch, "here")))
+    wrong = pyarrow.DictionaryArray.from_arrays(pyarrow.array([7]), pyarrow.array(["a"]), safe=False)
+    with pytest.raises(ValueError, match="by a number that no text has"):
+        row_sizes(wrong)
+
+
+def saved(folder: Path, *, texts: Any = TEXTS, options: Any = None) -> Path:
+    """What `save_to_disk` writes."""
+    table = pyarrow.table({"text": texts})
+    folder.mkdir(parents=True)
+    with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema, options=options) as stream:
+        stream.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    state = dict.fromkeys(("_format_columns", "_format_type", "_output_all_columns", "_split"))
+    files = [{"filename": "data-00000-of-00001.arrow"}]
+    state |= {"_data_files": files, "_fingerprint": "f", "_format_kwargs": {}}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_saved_folder_does_not_lead_out_of_itself(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    outside = saved(tmp_path / "outside")
+    home = saved(tmp_path / "home")
+    assert len(saved_table(home, None, key=None, chat=False)) == len(TEXTS)
+
+    def ask(folder: Path = home) -> str:
+        return refusal(lambda: saved_table(folder, None, key=None, chat=False))
+
+    state = (home / "state.json").read_text()
+    own = "data-00000-of-00001.arrow"
+    for name in (f"../outside/{own}", str(outside / own), "..", "", "a\\\\b", "a/../b"):
+        (home / "state.json").write_text(state.replace(own, name))
+        assert "which is no name in the folder" in ask()
+    for files in ("null", "{}", "[3]", '[{"filename": 3}]', "[{}]"):
+        (home / "state.json").write_text(state.replace(json.dumps([{"filename": own}]), files))
+        assert "state.json" in ask()
+    (home / "state.json").write_text(state)
+    for name in (own, "dataset_info.json", "state.json"):
+        content = (home / name).read_bytes()
+        (home / name).unlink()
+        (home / name).symlink_to(f"../outside/{name}")
+        assert f"{name}: a link that leads out of the folder" in ask()
+        (home / name).unlink()
+        (home / name).write_bytes(content)
+    (tmp_path / "several").mkdir()
+    (tmp_path / "several" / "train").symlink_to("../outside")
+    for split, words in (
+        ('["train"]', "not a folder"),
+        ('["../outside"]', "no name in the folder"),
+        ("3", "is no list"),
+    ):
+        (tmp_path / "several" / "dataset_dict.json").write_text(f'{{"splits": {split}}}')
+        assert words in ask(tmp_path / "several")
+
+
+def test_saved_tables_of_unknown_size_are_refused(tmp_path: Path) -> None:
+    zstd = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    for folder, texts in ((tmp_path / "plain", TEXTS), (tmp_path / "numbered", repeated("x", 9))):
+        assert "compressed columns" in refusal(lambda f=folder, t=texts: check_saved(saved(f, texts=t, options=zstd)))
+    datasets = pytest.importorskip("datasets")
+    pictures = datasets.Dataset.from_dict({"text": [{"path": "/etc/hostname", "bytes": None}]})
+    pictures = pictures.cast_column("text", datasets.Image())
+    pictures.save_to_disk(tmp_path / "pictures")
+    said = refusal(lambda: saved_table(tmp_path / "pictures", None, key=None, chat=False))
+    assert "the column `text` holds Image, which no text is" in said
