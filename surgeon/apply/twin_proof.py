@@ -138,7 +138,7 @@ def _with_small_grafts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _train(base: Skeleton, trunk: Mapping[str, Any], heads: int) -> None:
-    """Give the matrices of a base's own grafts the values that training may have left: newborn, they would hide much."""
+    """Give matrices of a base's own grafts values that training may have left: newborn, they would hide much."""
     import torch
 
     native = twin_of(trunk, seed=_SEED, heads=heads).model.state_dict().keys()
