@@ -71,12 +71,6 @@ class TeacherSpec(Entry):
         Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token"),
     ] = None
 
-    @model_validator(mode="after")
-    def _says_something(self) -> TeacherSpec:
-        if self.surgery is None and self.cached is None:
-            raise ValueError("`teacher` says nothing; give `surgery: last` or `cached: 64`, or leave it out")
-        return self
-
 
 class PreserveSpec(Entry):
     """What holds the model to the base: a term of the loss, on tokens of its own domain."""

@@ -231,10 +231,10 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
 
 # Ends as a kill between the last checkpoint and the publishing would.
 CUT_OFF = """
-import sys
+import os
 from surgeon import cli
 from surgeon.train import session
-session._publish = lambda *_, **__: sys.exit(9)
+session._publish = lambda *_, **__: os._exit(9)
 cli.main()
 """
 

@@ -137,7 +137,7 @@ def test_the_proof_of_grafts_notices_each_tensor_that_is_not_the_bases(
     blueprint = surgeon.preview(tmp_path / "plan.yaml", base).blueprint
     folder = CheckpointFolder.open(base)
     heads = derive(folder.config).heads
-    with_grafts, left, built = grafting._with_grafts, [""], []
+    with_grafts, left, built = grafting.with_grafts, [""], []
 
     def changed(twin: Any, *rest: Any) -> Any:
         model = with_grafts(twin, *rest)
@@ -147,7 +147,7 @@ def test_the_proof_of_grafts_notices_each_tensor_that_is_not_the_bases(
             model.state_dict()[left[0]].copy_(other[left[0]])
         return model
 
-    monkeypatch.setattr(grafting, "_with_grafts", changed)
+    monkeypatch.setattr(grafting, "with_grafts", changed)
     grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
     suffixes = ("layer_scalar", "input_layernorm.weight", "q_proj.weight", "down_proj.weight", "embed_tokens.weight")
     for left[0] in [name for name in built if name.endswith(suffixes)]:

@@ -33,6 +33,7 @@ UNSEEN: dict[str, str] = {
     r"surgeon_manifest": "1.0 where 1 is meant",
     r"tool\.version": "a note names it, where it is not this version's",
     r"transport_maps\.\*(\..*)?": "what a solver reports of itself; the maps are those that the plan asks for",
+    r"proven(\..*)?": "the libraries by which apply proved the promise; verify proves it itself",
     r"texts\.\*": "the digest of the text, which verify is not given; what was computed with it is compared",
     r"adapters\.adapter\.(id|revision)": "how the adapter was called",
     r"adapters\.adapter\.alpha_pattern": "a pattern that no module of the adapter has",
