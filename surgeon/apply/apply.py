@@ -31,7 +31,8 @@ from surgeon.common.plain import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
-from surgeon.manifest.manifest import Manifest, written_manifest
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 

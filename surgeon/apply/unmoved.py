@@ -64,7 +64,7 @@ def way_to(job: Job, out: Path) -> Way:
     """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
     folder = out.absolute().parent
     for origin in job.unchanged.values():
-        source = origin.source.open_shard(origin.tensor.file)
+        source = origin.source.open_shard(origin.first.file)
         try:
             if job.link:
                 check_linkable(source, _place(origin), folder)
@@ -83,7 +83,7 @@ def bytes_to_move(job: Job, out: Path) -> int:
 
 def _place(origin: Origin) -> Path:
     assert isinstance(origin.source, LocalSource), origin.source.shown
-    return origin.source.place(origin.tensor.file)
+    return origin.source.place(origin.first.file)
 
 
 class Unmoved:
@@ -110,7 +110,7 @@ class Unmoved:
         if origin is None:
             return False
         twin = self._job.twins[shard.file]
-        source = origin.source.open_shard(origin.tensor.file)
+        source = origin.source.open_shard(origin.first.file)
         try:
             target.parent.mkdir(exist_ok=True)
             before = Stamp.of(os.fstat(source))
@@ -128,7 +128,7 @@ class Unmoved:
                 after = Stamp.of(os.fstat(source))
                 if not after.same_content(before):
                     raise BadInput(
-                        f"{printable(origin.tensor.file)}: changed meanwhile; start again when nothing writes to it"
+                        f"{printable(origin.first.file)}: changed meanwhile; start again when nothing writes to it"
                     )
                 self._proof.take(shard, found, self._way)
             keep_digests(after, twin, found)
@@ -140,7 +140,7 @@ class Unmoved:
         """Keep the digests of originals that were copied as they are, for when they need not be moved."""
         for file, stamp in self._copied.items():
             origin, twin = self._job.unchanged[file], self._job.twins[file]
-            source = origin.source.open_shard(origin.tensor.file)
+            source = origin.source.open_shard(origin.first.file)
             try:
                 if Stamp.of(os.fstat(source)) == stamp and (found := self._proof.known(twin)) is not None:
                     keep_digests(stamp, twin, found)

@@ -35,7 +35,7 @@ from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.data.documents import files_of
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.models.templates import template_of
 from surgeon.train.config import load_config
 from surgeon.train.preparing import check_base_trains

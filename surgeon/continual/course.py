@@ -29,7 +29,9 @@ from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor, held_by, manifest_of, written_manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor
+from surgeon.manifest.moves import held_by
+from surgeon.manifest.reading import manifest_of, written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.session import run_training

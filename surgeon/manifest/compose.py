@@ -34,9 +34,9 @@ from surgeon.manifest.manifest import (
     TextLossEntry,
     Tool,
     VocabularyEntry,
-    manifest_of,
     sealed,
 )
+from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE

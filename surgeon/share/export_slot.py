@@ -31,7 +31,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, is_grafted
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.selectors import show
 

@@ -28,7 +28,8 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.runtime.bundle import CODE_FILE

@@ -19,7 +19,8 @@ from surgeon.data.examples import ExampleEncoder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.compose import BaseId, without_surgery
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
+from surgeon.manifest.moves import held_by
 from surgeon.manifest.trainable import TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import CLASSIFIER

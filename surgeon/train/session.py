@@ -24,7 +24,8 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples
 from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import Manifest, written_manifest
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.config import LoadedConfig
 from surgeon.train.fitting import FIGURES_FILE

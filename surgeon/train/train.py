@@ -21,7 +21,8 @@ from surgeon.common.plain import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.train.config import LoadedConfig, load_config
 
 _MOST_LABELS = 6

@@ -19,7 +19,8 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import native_config, without_a_place
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE
+from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
 
