@@ -39,7 +39,7 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     import torch
 
     from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.manifest.manifest import manifest_of
+    from surgeon.manifest.reading import manifest_of
     from surgeon.manifest.trainable import trainable_set
     from surgeon.manifest.within import base_within
     from surgeon.models.load import load_model

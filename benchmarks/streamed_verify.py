@@ -43,7 +43,7 @@ def inner(what: str, base: str, out: str, windows: str, window: str) -> None:
         import torch
 
         from surgeon.checkpoint.folder import CheckpointFolder
-        from surgeon.manifest.manifest import manifest_of
+        from surgeon.manifest.reading import manifest_of
         from surgeon.models.compare_streamed import compare_streamed
 
         folders = [CheckpointFolder.open(Path(folder)) for folder in (base, out)]

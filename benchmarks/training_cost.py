@@ -53,7 +53,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 def load(folder: Path, kind: str, device: str) -> Any:
     """The model with exactly the trained tensors unfrozen, copied out of mapped files."""
     from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.manifest.manifest import parse
+    from surgeon.manifest.reading import parse
     from surgeon.manifest.trainable import trainable_set
     from surgeon.models.load import load_model
     from surgeon.train.trainable.trainable_set import unfreeze

@@ -23,10 +23,10 @@ from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.checkpoint.room import no_room
+from surgeon.checkpoint.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
-from surgeon.common.plain import Result
+from surgeon.common.json_results import Result
 from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, origins_in, twins_in
+from surgeon.apply.linked_shards import Moved
 from surgeon.apply.models import entries_of, models_of_plan
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
-from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import assist, check_output, execute
 from surgeon.blueprint.recipes import is_computed
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
@@ -26,12 +26,13 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import listed
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
-from surgeon.manifest.manifest import Manifest, written_manifest
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surgeon.apply.finite import FiniteCheck
+from surgeon.apply.finiteness import FiniteCheck
 from surgeon.apply.prediction import Fit, PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.draft import Blueprint, Output
@@ -37,6 +37,7 @@ from surgeon.blueprint.recipes import (
     Listed,
     MapRef,
     Matched,
+    Moved,
     Noised,
     OneExpert,
     PerLayer,
@@ -242,7 +243,7 @@ class Workshop:
                 return self._fuse(recipe).to(stored_dtype(recipe.dtype))
             case OneExpert():
                 return self._one_expert(recipe)
-            case PerLayer():
+            case Moved() | PerLayer():
                 raise AssertionError("moved as bytes, and nothing is made of it")
             case Extended():
                 raise AssertionError("made in pieces, and nothing is made of it")

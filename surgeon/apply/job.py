@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.parts import ranges_of
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, Extended, Joined, PerLayer, Recipe, moved_from, numel
+from surgeon.blueprint.recipes import Copy, moves, numel
 from surgeon.blueprint.shards import Shard, is_hole, is_unchanged, nbytes
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.manifest.card import card
 from surgeon.manifest.manifest import Manifest
@@ -72,7 +72,7 @@ class Job:
             origins = [self.origins.get(output.name) for output in shard.outputs]
             if twin is None or not shard.outputs or len({id(each and each.source) for each in origins}) > 1:
                 continue
-            if is_unchanged(shard, [each.tensor if each and each.whole else None for each in origins], twin):
+            if is_unchanged(shard, [each.whole if each else None for each in origins], twin):
                 assert origins[0] is not None
                 found[shard.file] = origins[0]
         return found
@@ -128,30 +128,18 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
 
 
 def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
-    """Where the bytes of the copied outputs lie, all of which are copies of tensors of `folder`, or of their parts.
-
-    Of outputs that have more rows than a tensor of `folder`, where those of that tensor lie.
-    """
+    """Where in `folder` the bytes lie that outputs take from there as they are, all of theirs or some."""
     found: dict[str, Origin] = {}
     for output in (output for shard in shards for output in shard.outputs):
-        moved = moved_from(output.recipe)
-        if moved is not None:
-            found[output.name] = origin_in(folder, output.recipe, moved)
-        elif isinstance(output.recipe, Extended):
-            found[output.name] = Origin(folder.source, folder.tensors[output.recipe.of.source], begins=True)
+        pieces = moves(output.recipe)
+        if pieces.spans:
+            found[output.name] = origin_in(folder, pieces)
     return found
 
 
-def origin_in(folder: CheckpointFolder, recipe: Recipe, moved: Copy) -> Origin:
-    """Where the bytes lie that `recipe` moves, the first of them in the tensor `moved` of `folder`."""
-    info = folder.tensors[moved.source]
-    match recipe:
-        case PerLayer():
-            return Origin(folder.source, info, recipe)
-        case Joined() if recipe.whole is None:
-            return Origin(folder.source, info, pieces=ranges_of(recipe, folder.tensors))
-        case _:
-            return Origin(folder.source, info)
+def origin_in(folder: CheckpointFolder, pieces: Pieces) -> Origin:
+    """Where the tensors lie that `pieces` are of."""
+    return Origin(folder.source, {name: folder.tensors[name] for name in pieces.tensors}, pieces)
 
 
 def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Header]:

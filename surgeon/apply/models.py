@@ -15,7 +15,7 @@ from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
-from surgeon.common.plain import same_json
+from surgeon.common.json_results import same_json
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import ModelEntry
 from surgeon.plan.plan import LoadedPlan

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.job import origin_in, twins_in
-from surgeon.apply.layers import measured_layers
+from surgeon.apply.layer_choice import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
@@ -20,42 +20,39 @@ from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
     Copy,
-    Extended,
-    Joined,
-    PerLayer,
     Predicted,
     Prompted,
     Recipe,
-    Sliced,
     Stacked,
     Widened,
     is_computed,
     leaves,
-    moved_from,
+    moves,
     numel,
 )
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, is_unchanged, lay_out, nbytes
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.hub import locate_adapter, remote_folder
 from surgeon.checkpoint.own_code import OwnCode, has_own_code
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.common.formatting import count, size, span
-from surgeon.common.plain import plain
+from surgeon.common.json_results import plain
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, layer_of, owner_of, without_a_place
+from surgeon.families.anatomy import Anatomy, without_a_place
+from surgeon.families.anatomy_cache import keep, recalled
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
+from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
-from surgeon.families.readers import other_scale
-from surgeon.families.remembered import keep, recalled
 from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE
+from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import LoadedPlan, draw, load_plan
 from surgeon.plan.shipped import find_plan
 
@@ -247,8 +244,9 @@ def preview_of(
     if metadata_of(folder).license is None:
         notes.append(_NO_LICENSE)
     outputs = blueprint.outputs
-    new = sum(_new_numbers(output.recipe) for output in outputs if output.new)
-    fixed = sum(_new_numbers(output.recipe) for output in outputs if isinstance(output.recipe, PerLayer))
+    new = sum(_new_numbers(output, folder) for output in outputs if output.new)
+    # Copies of old layers' parts that new layers read, and no training changes.
+    fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
     after = sum(numel(output.recipe) for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
@@ -294,26 +292,15 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
 
 def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
     """The base's tensor that an output is, as it is; None where it is something else."""
-    moved = moved_from(output.recipe)
-    origin = origin_in(folder, output.recipe, moved) if moved is not None else None
-    return origin.tensor if origin is not None and origin.whole else None
+    pieces = moves(output.recipe)
+    return origin_in(folder, pieces).whole if pieces.spans else None
 
 
-def _new_numbers(recipe: Recipe) -> int:
-    """How many numbers of a new tensor are new."""
-    if isinstance(recipe, Joined) and recipe.still:
-        return 0
-    if isinstance(recipe, Widened):
-        # What a graft held before is as new as it was.
-        moved = (part for part in recipe.parts if isinstance(part, Copy | Sliced))
-        kept = (part for part in moved if isinstance(part, Copy) or not part.again)
-        return numel(recipe) - sum(numel(part) for part in kept if not _of_graft(part))
-    return numel(recipe) - (numel(recipe.of) if isinstance(recipe, Extended | PerLayer) else 0)
-
-
-def _of_graft(part: Copy | Sliced) -> bool:
-    place = layer_of(part.source if isinstance(part, Copy) else part.of.source)
-    return place is not None and owner_of(place[2]) is not None
+def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
+    """How many numbers of a new tensor are new. A part of a new layer is a copy of an old one's."""
+    kept = output.kept
+    numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
+    return numel(output.recipe) - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
 
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.

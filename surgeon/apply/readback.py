@@ -6,6 +6,7 @@ flushed to disk meanwhile, and journalled once both are done.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,29 +14,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from surgeon.apply.finite import FiniteCheck
-from surgeon.apply.parts import parts_in_order, pieces_in_order
-from surgeon.blueprint.recipes import PerLayer
+from surgeon.apply.finiteness import FiniteCheck
 from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
+from surgeon.checkpoint.pieces import Gap, Pieces, Span, read_in_order
 from surgeon.checkpoint.ranges import (
-    compare_beginning,
-    compare_pieces,
     compare_ranges,
     equal_ranges,
+    fill,
+    pieces_of,
     sha256_pieces,
     sha256_range,
     zeros_sha256,
 )
-from surgeon.checkpoint.source import Source
+from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
-from surgeon.checkpoint.working import sync
+from surgeon.checkpoint.work_folders import sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.
 _READERS = 2
+_BUFFER = 8 * 1024 * 1024
 
 # How a shard came to be: written, or without moving a byte.
 Way = Literal["copy", "reflink", "link"]
@@ -43,61 +44,37 @@ Way = Literal["copy", "reflink", "link"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a copied tensor lie: as `tensor` in an opened checkpoint, delta or work folder.
-
-    With `parts` it is copied part by part, in their order. With `pieces` its bytes are theirs, one after the other.
-    With `begins` the output begins with all of `tensor`, and has more rows behind it.
-    """
+    """Where the bytes of an output lie: `pieces` of `tensors` of an opened checkpoint, delta or work folder."""
 
     source: Source
-    tensor: TensorInfo
-    parts: PerLayer | None = None
-    pieces: tuple[TensorInfo, ...] = ()
-    begins: bool = False
+    tensors: Mapping[str, TensorInfo]
+    pieces: Pieces
+
+    @classmethod
+    def of(cls, source: Source, info: TensorInfo) -> Origin:
+        """All of a tensor."""
+        return cls(source, {info.name: info}, Pieces.whole(info.name, info.nbytes))
 
     @property
-    def whole(self) -> bool:
-        """Whether it is all of `tensor`, byte for byte."""
-        return self.parts is None and not self.pieces and not self.begins
+    def first(self) -> TensorInfo:
+        """The tensor whose bytes come first."""
+        return self.tensors[self.pieces.spans[0].tensor]
 
     @property
-    def key(self) -> tuple[int, str, str]:
-        """What distinguishes it from the others: its source, and its file and name there.
+    def whole(self) -> TensorInfo | None:
+        """The tensor that it is, byte for byte; None where it is made of parts."""
+        return self.first if self.pieces.is_all_of(self.first) else None
+
+    def read(self, shards: OpenShards) -> Iterator[memoryview | Gap]:
+        """The bytes in order, and gaps where the output has its own. Raises BadInput where a shard ends early."""
+        return read_in_order(self.pieces, self.tensors, shards.of(self.source))
+
+    def key(self, tensor: TensorInfo) -> tuple[int, str, str]:
+        """What distinguishes a tensor from the others that are read: its source, and its file and name there.
 
         What a run keeps of the base lies in files of their own, by the names that the weights have.
         """
-        return id(self.source), self.tensor.file, self.tensor.name
-
-
-class OpenShards:
-    """Shards that are read from, opened at first need and closed together."""
-
-    def __init__(self) -> None:
-        self._opened: dict[tuple[int, str], int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._opened.values():
-            os.close(descriptor)
-
-    def of(self, origin: Origin) -> int:
-        """The descriptor of the shard that holds it; BadInput where the shard was changed since it was opened."""
-        return self.opened(origin.source, origin.tensor.file)
-
-    def opened(self, source: Source, file: str) -> int:
-        """The descriptor of a shard. Raises BadInput where it was changed since it was opened."""
-        shard = id(source), file
-        if shard not in self._opened:
-            self._opened[shard] = source.open_shard(file)
-        return self._opened[shard]
-
-    def read(self, origin: Origin) -> Iterator[memoryview]:
-        """The bytes of what is copied in parts or pieces. Raises BadInput where a shard ends early."""
-        if origin.parts is not None:
-            return parts_in_order(self.of(origin), origin.tensor.begin, origin.parts)
-        return pieces_in_order(origin.pieces, lambda file: self.opened(origin.source, file))
+        return id(self.source), tensor.file, tensor.name
 
 
 class ReadBack:
@@ -158,8 +135,8 @@ class ReadBack:
             self.maps.update(record["maps"])
             self.not_finite.update(record.get("not_finite", ()))
             for name, digest in record["digests"].items():
-                if (origin := self._origins.get(name)) is not None and origin.whole:
-                    self._originals[origin.key] = digest
+                if (origin := self._origins.get(name)) is not None and (whole := origin.whole) is not None:
+                    self._originals[origin.key(whole)] = digest
 
     def settle(self) -> None:
         """Wait until every shard is proved, flushed and journalled."""
@@ -171,9 +148,9 @@ class ReadBack:
         found: dict[str, str] = {}
         with OpenShards() as shards:
             for name, info in folder.tensors.items():
-                origin = Origin(folder.source, info)
-                digest = self._originals.get(origin.key)
-                found[name] = digest or sha256_range(shards.of(origin), info.begin, info.end)
+                digest = self._originals.get(Origin.of(folder.source, info).key(info))
+                opened = shards.opened(folder.source, info.file)
+                found[name] = digest or sha256_range(opened, info.begin, info.end)
         return found
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
@@ -186,15 +163,11 @@ class ReadBack:
                 for output in shard.outputs:
                     info = infos[output.name]
                     origin = self._origins.get(output.name)
-                    if origin is not None and origin.begins and self._compare:
-                        beginning, digests[output.name] = _compared_beginning(written, info, shards, origin)
-                        with self._lock:
-                            self._originals[origin.key] = beginning
-                    elif origin is not None and not origin.begins:
+                    if origin is not None:
                         look = FiniteCheck(info.dtype)
                         digests[output.name] = self._digest(written, info, shards, origin, look)
                         if not look.finite:
-                            not_finite.append(origin.tensor.name)
+                            not_finite.append(origin.first.name)
                     elif is_hole(output):
                         digests[output.name] = zeros_sha256(info.nbytes)
                     else:
@@ -217,42 +190,61 @@ class ReadBack:
 
         Copies are compared all the same. Raises PromiseBroken where one has other bytes.
         """
-        if not origin.whole:
-            if not self._compare:
-                return sha256_pieces(shards.read(origin), look)
-            return _agreed(compare_pieces(shards.read(origin), written, info.begin, look), info, origin)
-        original, known = origin.tensor, self._originals.get(origin.key)
+        original = origin.whole
+        if original is None:
+            return self._digest_of_parts(written, info, shards, origin, look)
+        key, opened = origin.key(original), shards.opened(origin.source, original.file)
+        known = self._originals.get(key)
         if not self._compare:
-            digest = known or sha256_range(shards.of(origin), original.begin, original.end, look)
+            digest = known or sha256_range(opened, original.begin, original.end, look)
         elif known is None:
-            found = compare_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes, look)
-            digest = _agreed(found, info, origin)
-        elif equal_ranges(shards.of(origin), original.begin, written, info.begin, original.nbytes):
+            found = compare_ranges(opened, original.begin, written, info.begin, original.nbytes, look)
+            if found is None:
+                raise _other_bytes(info, origin)
+            digest = found
+        elif equal_ranges(opened, original.begin, written, info.begin, original.nbytes):
             digest = known
         else:
             raise _other_bytes(info, origin)
         with self._lock:
-            self._originals[origin.key] = digest
+            self._originals[key] = digest
         return digest
 
+    def _digest_of_parts(
+        self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck
+    ) -> str:
+        """The digest of what is made of parts, each compared with its original; what lies between them is hashed.
 
-def _compared_beginning(written: int, info: TensorInfo, shards: OpenShards, origin: Origin) -> tuple[str, str]:
-    """The digests of the original and of the output that begins with it."""
-    original = origin.tensor
-    found = compare_beginning(shards.of(origin), original.begin, written, info.begin, original.nbytes, info.end)
-    if found is None:
-        raise _other_bytes(info, origin)
-    return found
+        Without `compare` what is all parts is taken on trust. Where a tensor begins with all of another, as one with
+        more rows does, that one's digest is kept too.
+        """
+        if not self._compare and origin.pieces.covered:
+            return sha256_pieces((piece for piece in origin.read(shards) if not isinstance(piece, Gap)), look)
+        whole, original, first = hashlib.sha256(), hashlib.sha256(), origin.first
+        begin = info.begin
+        for piece in origin.read(shards):
+            if isinstance(piece, Gap):
+                for made in pieces_of(written, begin, begin + piece.length, _BUFFER):
+                    whole.update(made)
+                begin += piece.length
+                continue
+            theirs = bytearray(len(piece))
+            fill(written, theirs, begin)
+            if theirs != piece:
+                raise _other_bytes(info, origin)
+            begin += len(piece)
+            if begin <= info.begin + first.nbytes:
+                original.update(piece)
+            whole.update(piece)
+            look(piece)
+        if origin.pieces.spans[0] == Span(first.name, 0, first.nbytes):
+            with self._lock:
+                self._originals[origin.key(first)] = original.hexdigest()
+        return whole.hexdigest()
 
 
 def _other_bytes(info: TensorInfo, origin: Origin) -> PromiseBroken:
     return PromiseBroken(
-        f"{printable(info.name)} ({info.file}): what was read back is not what {printable(origin.tensor.name)}"
+        f"{printable(info.name)} ({info.file}): what was read back is not what {printable(origin.first.name)}"
         " holds; disk failing, or the base changed meanwhile?"
     )
-
-
-def _agreed(digest: str | None, info: TensorInfo, origin: Origin) -> str:
-    if digest is None:
-        raise _other_bytes(info, origin)
-    return digest

@@ -36,9 +36,9 @@ def vocabularies_of(
         return Vocabularies()
     number, tokens = wanted[0]
     # Of a second one the draft says why it is refused.
-    from surgeon.models.vocabulary.asked import Listed
     from surgeon.models.vocabulary.grow import grow
     from surgeon.models.vocabulary.learned import LearnedTokens
+    from surgeon.models.vocabulary.requested_words import Listed
 
     folder = Path(source).parent
     learned = LearnedTokens(_paths(folder, tokens.learn), tokens.count, _paths(folder, tokens.keep), tokens.how)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.job import Job
-from surgeon.apply.parts import parts_in_order
-from surgeon.apply.readback import OpenShards, ReadBack, Way
-from surgeon.apply.unmoved import Moved, Unmoved, bytes_to_move, way_to
+from surgeon.apply.linked_shards import Moved as HowMoved
+from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
+from surgeon.apply.readback import Origin, ReadBack, Way
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, is_computed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, header_bytes
+from surgeon.checkpoint.pieces import Gap
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
-from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
-from surgeon.checkpoint.working import write_new
+from surgeon.checkpoint.work_folders import write_new
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
 from surgeon.errors import SurgeonError, printable
@@ -51,7 +53,7 @@ def check_output(job: Job, base: Path, out: Path) -> None:
     check_space(out, bytes_to_move(job, out), fingerprint=job.fingerprint)
 
 
-def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> Moved:
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
     """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
 
     With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
@@ -68,13 +70,13 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
             listener.say(f"{printable(str(out))} was already complete; nothing to do")
             ranks.send(Order("", ()))
             ranks.gather(Report({}))
-            return Moved()
+            return HowMoved()
         moved = _write(job, staging, way_to(job, out), listener, stopwatch, ranks)
         staging.publish()
         return moved
 
 
-def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> Moved:
+def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> HowMoved:
     """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
     listener.begin("writing", job.bytes_to_write)
     try:
@@ -95,7 +97,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
         raise
     for name, content in last.items():
         run.small_file(name, content)
-    return Moved.of(job, proof.ways)
+    return HowMoved.of(job, proof.ways)
 
 
 def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
@@ -237,9 +239,9 @@ class _Share:
         twin, origin = self.job.twins.get(shard.file), self.job.unchanged.get(shard.file)
         if twin is None or origin is None:
             return header_of(shard, twin)[0]
-        source = origin.source.open_shard(origin.tensor.file)
+        source = origin.source.open_shard(origin.first.file)
         try:
-            return header_bytes(source, twin, file=origin.tensor.file)
+            return header_bytes(source, twin, file=origin.first.file)
         finally:
             os.close(source)
 
@@ -353,27 +355,10 @@ def _write_tensor(
     run: _Share, output: Output, target: int, begin: int, end: int, shards: OpenShards, behind: WriteBehind
 ) -> None:
     match output.recipe:
-        case Copy() | Joined():
+        case Copy() | Moved() | PerLayer() | Joined():
             origin = run.job.origins[output.name]
             with run.stopwatch.stage("copy"):
-                for place in origin.pieces or (origin.tensor,):
-                    copy_range(
-                        shards.opened(origin.source, place.file),
-                        target,
-                        source_offset=place.begin,
-                        target_offset=begin,
-                        count=place.nbytes,
-                        progress=run.listener.advance,
-                    )
-                    begin += place.nbytes
-                assert begin == end, output.name
-        case PerLayer():
-            origin = run.job.origins[output.name]
-            with run.stopwatch.stage("copy"):
-                for piece in parts_in_order(shards.of(origin), origin.tensor.begin, output.recipe):
-                    write_all(target, piece, begin)
-                    begin += len(piece)
-                    run.listener.advance(len(piece))
+                _copy(origin, target, begin, shards, run.listener.advance)
         case Constant() | Listed():
             if not is_hole(output):
                 write_all(target, constant_bytes(output.recipe), begin)
@@ -388,6 +373,27 @@ def _write_tensor(
             made = run.workshop.make(output)
             with run.stopwatch.stage("wait for writing"):
                 behind.write(made, begin)
+
+
+def _copy(origin: Origin, target: int, begin: int, shards: OpenShards, progress: Callable[[int], None]) -> None:
+    """Lay the bytes of an output, all of which lie elsewhere, at `begin`: by the kernel where they lie in one run."""
+    if any(span.count > 1 for span in origin.pieces.spans):
+        for piece in origin.read(shards):
+            assert not isinstance(piece, Gap), origin
+            write_all(target, piece, begin)
+            begin += len(piece)
+            progress(len(piece))
+        return
+    for span in origin.pieces.spans:
+        info = origin.tensors[span.tensor]
+        copy_range(
+            shards.opened(origin.source, info.file),
+            target,
+            source_offset=info.begin + span.offset,
+            target_offset=begin + span.at,
+            count=span.length,
+            progress=progress,
+        )
 
 
 def constant_bytes(recipe: Constant | Listed) -> bytes:

@@ -32,12 +32,14 @@ from surgeon.blueprint.recipes import (
     Recipe,
     Widened,
     is_computed,
-    moved_from,
+    keeps,
+    moves,
     numel,
     sources,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_sizes, with_vocabulary
@@ -156,6 +158,11 @@ class Output:
     def new(self) -> bool:
         """Whether an operation made it; training may then change it, unless it holds parts of old layers."""
         return self.operation is not None
+
+    @property
+    def kept(self) -> Pieces:
+        """The bytes of the base that stay as they are where what is new trains."""
+        return keeps(self.recipe) if self.new else moves(self.recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,7 +547,7 @@ def _check_stored(output: Output) -> None:
     if is_computed(recipe):
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:
-        held = moved_from(recipe) is not None or (isinstance(recipe, Constant) and recipe.value == 0)
+        held = moves(recipe).covered or (isinstance(recipe, Constant) and recipe.value == 0)
         odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
     if odd is not None:
         raise BadInput(

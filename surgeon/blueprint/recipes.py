@@ -8,9 +8,13 @@ have written: inner results are rounded to their dtype before they are used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.pieces import Pieces, indices, side_by_side
+from surgeon.families.anatomy import of_graft
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,15 @@ class Copy:
     """The base tensor `source`, byte for byte."""
 
     source: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of the base, as `pieces` says, read as a tensor of `shape`."""
+
+    pieces: Pieces
     dtype: str
     shape: tuple[int, ...]
 
@@ -509,6 +522,7 @@ class Extended:
 
 Recipe = (
     Copy
+    | Moved
     | PerLayer
     | Joined
     | Columns
@@ -665,6 +679,8 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     match recipe:
         case Copy(source):
             return {"copy": source}
+        case Moved(pieces):
+            return {"moved": [*pieces.tensors]}
         case PerLayer(of, axis, _, order):
             return {"per_layer": of.source, "axis": axis, "order": list(order)}
         case Joined(pieces, still=still):
@@ -755,17 +771,60 @@ def fits_of(recipe: Recipe) -> Iterator[str]:
 
 def is_computed(recipe: Recipe) -> bool:
     """Whether the recipe needs computation, so that weights must be read into memory."""
-    return not isinstance(recipe, Copy | PerLayer | Joined | Constant | Listed)
+    return not isinstance(recipe, Copy | Moved | PerLayer | Joined | Constant | Listed)
 
 
-def moved_from(recipe: Recipe) -> Copy | None:
-    """The (first) tensor whose bytes a recipe moves, all or parts; None where it makes bytes of its own."""
+def moves(recipe: Recipe) -> Pieces:
+    """The bytes of the base that a recipe lays into its tensor as they are, and where."""
+    bits, shape = DTYPE_BITS[recipe.dtype], recipe.shape
+    nbytes = numel(recipe) * bits // 8
     match recipe:
-        case Copy():
-            return recipe
-        case PerLayer(of):
-            return of
+        case Moved(pieces):
+            return pieces
+        case Copy(source):
+            return Pieces.whole(source, nbytes)
+        case PerLayer(of, axis, count, order):
+            size = of.shape[axis] // count
+            slices = [part * size + nth for part in order for nth in range(size)]
+            return indices(of.source, of.shape, bits, axis, slices)
         case Joined(pieces):
-            return pieces[0].of
+            rows = [indices(p.of.source, p.of.shape, bits, 0, range(p.start, p.stop)) for p in pieces]
+            return _stacked(rows, before=1)
+        case Sliced(of, start, stop):
+            return indices(of.source, of.shape, bits, 0, range(start, stop))
+        case Widened(parts, axis):
+            before = math.prod(shape[:axis])
+            return _stacked([moves(part) for part in parts], before=before)
+        case Extended(of):
+            return Pieces(nbytes, moves(of).spans)
         case _:
-            return None
+            return Pieces(nbytes, ())
+
+
+def keeps(recipe: Recipe) -> Pieces:
+    """Those bytes of a new tensor that are the base's own, and stay as they are where what is new trains.
+
+    Of a copy there are none: it begins as what it was copied from. What a graft held is as new as it was.
+    """
+    found = moves(recipe)
+    match recipe:
+        case PerLayer() | Extended() | Joined(still=True):
+            return found
+        case Widened(parts, axis):
+            own = [moves(part) if _is_own(part) else Pieces(moves(part).nbytes, ()) for part in parts]
+            return _stacked(own, before=math.prod(recipe.shape[:axis]))
+        case _:
+            return Pieces(found.nbytes, ())
+
+
+def _is_own(part: Recipe) -> bool:
+    """Whether a part of a wider tensor is the base's own, in the one place that it has."""
+    moved = isinstance(part, Copy) or (isinstance(part, Sliced) and not part.again)
+    return moved and not any(map(of_graft, moves(part).tensors))
+
+
+def _stacked(parts: Sequence[Pieces], *, before: int) -> Pieces:
+    """Parts side by side, `before` times a run of each."""
+    places = side_by_side([part.nbytes // before for part in parts], before=before)
+    inner = {str(nth): part for nth, part in enumerate(parts)}
+    return Pieces.of(sum(part.nbytes for part in parts), places).through(inner)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, moved_from, numel
+from surgeon.blueprint.recipes import Constant, moves, numel
 from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, Header, TensorInfo, build_header
 from surgeon.checkpoint.weights import SINGLE_FILE
 
@@ -83,10 +83,8 @@ def lay_out(
 
 
 def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
-    """The base's tensor whose bytes an output moves."""
-    moved = moved_from(output.recipe)
-    assert moved is not None, output.name
-    return base[moved.source]
+    """The (first) tensor of the base whose bytes an output moves."""
+    return base[moves(output.recipe).tensors[0]]
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
-from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, Source, is_side_file, read_tensor
+from surgeon.checkpoint.pieces import Gap, Pieces, read_in_order
+from surgeon.checkpoint.ranges import fill, sha256_pieces, sha256_range
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, OpenShards, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.trust import (
     MAX_CODE_BYTES,
@@ -209,19 +210,35 @@ class ReadAhead:
         return sum(self._base.tensors[name].nbytes for name in names)
 
 
-def digests_of_rows(folder: CheckpointFolder, rows: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Hex sha256 of tensors' first rows, which `rows` describes by the tensors' names (`TensorInfo.first`).
+def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:
+    """Hex sha256 of bytes of a folder's tensors, in order; all of them must be covered.
 
     Raises BadInput where a shard has changed or was truncated.
     """
-    found: dict[str, str] = {}
-    for name, info in rows.items():
-        handle = folder.open_shard(info.file)
-        try:
-            found[name] = sha256_range(handle, info.begin, info.end)
-        finally:
-            os.close(handle)
-    return found
+    with OpenShards() as shards:
+        read = read_in_order(pieces, folder.tensors, shards.of(folder.source))
+        return sha256_pieces(piece for piece in read if not isinstance(piece, Gap))
+
+
+def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: CheckpointFolder) -> bool:
+    """Whether a tensor of a folder holds these pieces of the tensors of another, byte for byte.
+
+    Raises BadInput where a shard has changed or was truncated.
+    """
+    info = folder.tensors[name]
+    begin = info.begin
+    with OpenShards() as shards:
+        written = shards.opened(folder.source, info.file)
+        for piece in read_in_order(pieces, of.tensors, shards.of(of.source)):
+            if isinstance(piece, Gap):
+                begin += piece.length
+                continue
+            theirs = bytearray(len(piece))
+            fill(written, theirs, begin)
+            if theirs != piece:
+                return False
+            begin += len(piece)
+    return True
 
 
 def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import time
 from dataclasses import astuple, dataclass
 
 from surgeon.checkpoint.header import Header
-from surgeon.checkpoint.working import parse_record, record_of
+from surgeon.checkpoint.work_folders import parse_record, record_of
 from surgeon.common.cache import cache_folder, read_entry, write_entry
 
 # Raised whenever entries mean something else.

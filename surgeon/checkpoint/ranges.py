@@ -90,22 +90,6 @@ def equal_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: in
     return _same(fd, begin, other_fd, other_begin, count)
 
 
-def compare_beginning(
-    fd: int, begin: int, other_fd: int, other_begin: int, count: int, end: int
-) -> tuple[str, str] | None:
-    """Hex sha256 of `count` bytes at `begin`, and of the other file's bytes from `other_begin` to `end`.
-
-    None where these do not begin with those. One pass over both. Raises BadInput when a file ends early.
-    """
-    digest = hashlib.sha256()
-    if not _same(fd, begin, other_fd, other_begin, count, digest.update, _no_look):
-        return None
-    beginning = digest.hexdigest()
-    for piece in pieces_of(other_fd, other_begin + count, end, _CHUNK):
-        digest.update(piece)
-    return beginning, digest.hexdigest()
-
-
 def _same(fd: int, begin: int, other_fd: int, other_begin: int, count: int, *looks: Look) -> bool:
     """Whether two files hold the same `count` bytes; each of `looks` gets them piece by piece."""
     size = min(_CHUNK, count)
@@ -130,23 +114,6 @@ def sha256_pieces(pieces: Iterable[memoryview], look: Look = _no_look) -> str:
     for piece in pieces:
         digest.update(piece)
         look(piece)
-    return digest.hexdigest()
-
-
-def compare_pieces(pieces: Iterable[memoryview], fd: int, begin: int, look: Look = _no_look) -> str | None:
-    """Hex sha256 of `pieces` if the open file holds the same bytes from `begin` on, else None.
-
-    Raises BadInput when the file ends early.
-    """
-    digest = hashlib.sha256()
-    for piece in pieces:
-        theirs = bytearray(len(piece))
-        fill(fd, theirs, begin)
-        if theirs != piece:
-            return None
-        digest.update(piece)
-        look(piece)
-        begin += len(piece)
     return digest.hexdigest()
 
 

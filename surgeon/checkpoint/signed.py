@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.working import read_own, write_durably
+from surgeon.checkpoint.work_folders import read_own, write_durably
 from surgeon.common.own_key import own_key
 from surgeon.errors import BadInput, printable
 

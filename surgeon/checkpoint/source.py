@@ -5,13 +5,14 @@ An allow-list says which side files (tokenizer, chat template, licence) an outpu
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never, Protocol
+from typing import Any, Never, Protocol, Self
 
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.errors import BadInput, printable
@@ -344,3 +345,28 @@ def _size(entry: os.DirEntry[str]) -> int:
         # A link to nowhere (or in a circle) is listed with size 0; opening it gives the error.
         return 0
     return followed.st_size if stat.S_ISREG(followed.st_mode) else 0
+
+
+class OpenShards:
+    """Shards that are read from, opened at first need and closed together."""
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[int, str], int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._opened.values():
+            os.close(descriptor)
+
+    def opened(self, source: Source, file: str) -> int:
+        """The descriptor of a shard. Raises BadInput where it was changed since it was opened."""
+        shard = id(source), file
+        if shard not in self._opened:
+            self._opened[shard] = source.open_shard(file)
+        return self._opened[shard]
+
+    def of(self, source: Source) -> Callable[[str], int]:
+        """`opened` of one source."""
+        return functools.partial(self.opened, source)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.compare.config import LoadedStudy
 from surgeon.compare.frontier import (
     Interval,
@@ -23,8 +23,8 @@ from surgeon.compare.frontier import (
     turned,
     verdict,
 )
-from surgeon.compare.order import Run, rates_of, wanted
 from surgeon.compare.records import Record, losses_of
+from surgeon.compare.schedule import Run, rates_of, wanted
 from surgeon.compare.specs import Claim, MethodSpec, Remedy, Study
 
 # A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
-from surgeon.checkpoint.working import LOCK_FILE, parse_record, read_own, record_of, write_durably
+from surgeon.checkpoint.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
 from surgeon.errors import BadInput, printable
 
 STUDY_FILE = "study.json"

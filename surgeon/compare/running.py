@@ -26,8 +26,8 @@ from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
 from surgeon.families.twin import one_thread
 from surgeon.train.config import load_config
-from surgeon.train.itself import memory_folder
 from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.self_generated import memory_folder
 from surgeon.train.steps.trainer import Diverged
 from surgeon.train.train import train
 

@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from surgeon.common.yaml import did_you_mean
 from surgeon.data.specs import Entry, GenerateSpec
+from surgeon.train.backends import AttentionName
 from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
-from surgeon.train.outside import AttentionName
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 

@@ -18,7 +18,7 @@ import yaml
 
 from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.working import write_durably
+from surgeon.checkpoint.work_folders import write_durably
 from surgeon.common.listener import Listener
 from surgeon.compare.config import GROUPS, LoadedStudy
 from surgeon.compare.configs import (
@@ -28,14 +28,14 @@ from surgeon.compare.configs import (
     sources,
     training_config,
 )
-from surgeon.compare.order import Run, wanted
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
+from surgeon.compare.schedule import Run, wanted
 from surgeon.compare.specs import MethodSpec, Remedy
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.data.documents import files_of
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.models.templates import template_of
 from surgeon.train.config import load_config
 from surgeon.train.preparing import check_base_trains

@@ -24,8 +24,8 @@ from surgeon.errors import BadInput, bad_input, printable
 from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
 from surgeon.plan.shipped import find_plan
+from surgeon.train.backends import AttentionName
 from surgeon.train.config import SHARE_TOLERANCE, LoadedConfig, OptimizerSpec, TrainConfig, first_doubled, settle
-from surgeon.train.outside import AttentionName
 
 _WHAT = "tasks file"
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"

@@ -22,14 +22,16 @@ from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.signed import Signed, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.staging import check_destination
-from surgeon.checkpoint.working import WorkFolder, sync, working_in, write_durably
+from surgeon.checkpoint.work_folders import WorkFolder, sync, working_in, write_durably
+from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
-from surgeon.common.plain import plain
 from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor, held_by, manifest_of, written_manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor
+from surgeon.manifest.moves import held_by
+from surgeon.manifest.reading import manifest_of, written_manifest
 from surgeon.plan.plan import LoadedPlan
 from surgeon.train.config import LoadedConfig
 from surgeon.train.session import run_training

@@ -23,17 +23,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.names import check_new_name
-from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.working import WorkFolder, read_own, sync, working_in, write_durably
+from surgeon.checkpoint.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common import devices
 from surgeon.common.files import read_given
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import plain_fields
 from surgeon.common.tables import FittedTable
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from surgeon.apply.apply import Applied, apply
 from surgeon.apply.preview import preview_view
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.names import check_new_name
-from surgeon.checkpoint.room import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.data.recall import LENGTH, recall

@@ -14,8 +14,8 @@ from rich.text import Text
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.common.listener import Listener
 from surgeon.common.tables import FittedTable
+from surgeon.data.classification_metrics import Judged, judge
 from surgeon.data.examples import Example, ExampleEncoder, example_at
-from surgeon.data.judging import Judged, judge
 from surgeon.data.scoring import Ratio, difference
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable

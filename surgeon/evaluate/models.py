@@ -23,7 +23,8 @@ from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import parse
 from surgeon.models.load import load_model, torch_dtype
 
 

@@ -360,6 +360,12 @@ def layer_of(name: str) -> tuple[str, int, str] | None:
     return (found["stem"], int(found["index"]), found["suffix"]) if found else None
 
 
+def of_graft(name: str) -> bool:
+    """Whether a tensor is of a graft, by its name."""
+    place = layer_of(name)
+    return place is not None and owner_of(place[2]) is not None
+
+
 def renumbered(name: str, layers: Mapping[int, int]) -> str:
     """The name with its layer's new number, unchanged outside the layers. Raises KeyError where `layers` lacks it."""
     place = layer_of(name)

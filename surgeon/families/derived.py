@@ -32,6 +32,7 @@ from surgeon.families.anatomy import (
     owner_of,
 )
 from surgeon.families.composing import composition_of
+from surgeon.families.encoder_blocks import encoder_composition, told_class
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
@@ -44,7 +45,6 @@ from surgeon.families.quantised import check_stored, is_scale, left_out, packed_
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
-from surgeon.families.spans import encoder_composition, told_class
 from surgeon.families.twin import one_thread, twin_of
 from surgeon.runtime.composition import Composition, short_name, upcycled
 from surgeon.runtime.natives import PREFIX

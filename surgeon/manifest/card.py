@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from surgeon.blueprint.draft import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
+from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import printable
+from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
-from surgeon.families.readers import other_scale
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
+from surgeon.manifest.moves import kept_pieces
 from surgeon.operations import papers_of
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
@@ -137,14 +139,10 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
-    if made.still and made.rows:
-        return math.prod(made.shape)
-    if made.joined:
-        axis = made.axis
-        kept_of_it = sum(end - begin for begin, end in made.fixed_spans)
-        return math.prod(made.shape) // made.shape[axis] * kept_of_it
-    kept = made.extends or made.per_layer
-    return 0 if kept is None else math.prod(manifest.base.tensors[kept].shape)
+    kept = kept_pieces(made, manifest)
+    numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[made.dtype]
+    # A part of a new layer is a copy of an old one's.
+    return min(numbers, sum(math.prod(manifest.base.tensors[name].shape) for name in kept.tensors))
 
 
 def _done(manifest: Manifest) -> str:
@@ -287,7 +285,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
 
 def _is_converted(manifest: Manifest) -> bool:
     """Whether it became a model of another class of transformers, which holds its tensors under other names."""
-    return manifest.native and any(made.rows for made in manifest.new_tensors.values())
+    return manifest.native and any("still" in made.recipe for made in manifest.new_tensors.values())
 
 
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
@@ -348,9 +346,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
-    rows = {
-        name: manifest.base.tensors[of].shape[0] for name, new in manifest.new_tensors.items() if (of := new.extends)
-    }
+    grown = {name: made for name, made in manifest.new_tensors.items() if "extended" in made.recipe}
+    rows = {name: made.shape[0] - made.recipe["rows"] for name, made in grown.items()}
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"
@@ -371,7 +368,7 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
     # What holds a part for each layer holds those of the base's too.
-    held = any(made.per_layer for made in manifest.new_tensors.values())
+    held = any("per_layer" in made.recipe for made in manifest.new_tensors.values())
     frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if held else ""
     code = (
         f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"

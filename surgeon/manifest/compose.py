@@ -14,7 +14,7 @@ from surgeon.blueprint.recipes import describe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.manifest.manifest import (
@@ -34,9 +34,9 @@ from surgeon.manifest.manifest import (
     TextLossEntry,
     Tool,
     VocabularyEntry,
-    manifest_of,
     sealed,
 )
+from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE

@@ -6,7 +6,6 @@ holds what every state held, by digests.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -15,14 +14,15 @@ from itertools import pairwise
 from typing import Any
 
 from surgeon.blueprint.draft import weakest
-from surgeon.blueprint.recipes import Copy, PerLayer
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
-from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Base, Manifest, Piece, StoredTensor, Surgery, layers_of, pieces_of, places_of
+from surgeon.manifest.manifest import Base, Manifest
+from surgeon.manifest.moves import homes_of, layers_of, left_at
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -73,14 +73,15 @@ class Lineage:
         return layers
 
     def places(self, number: int, names: Iterable[str]) -> dict[str, str]:
-        """How tensors of state `number` are called in the output, but for those in pieces, or in layers taken out.
+        """How tensors of state `number` are called in the output, but for those that lie in several, or in none.
 
         Raises BadInput.
         """
         places = {name: name for name in names}
         for nth, manifest in enumerate(self.since(number), number + 1):
-            moved = places_of(manifest, places.values(), file=self._file_of(nth))
-            places = {name: moved[place] for name, place in places.items() if place in moved}
+            lying = left_at(manifest, places.values(), file=self._file_of(nth))
+            found = {name: lying[place].tensors for name, place in places.items() if place in lying}
+            places = {name: holders[0] for name, holders in found.items() if len(holders) == 1}
         return places
 
     def state(self, number: int | None, out: CheckpointFolder) -> State:
@@ -99,76 +100,51 @@ class Lineage:
             )
         own = self.surgeries[number - 1] if number else None
         undone = self.since(number)
-        config = undone[0].base.config
-        kept = self._kept(number)
-        places, extended, axes, cuts = kept.places, kept.extended, kept.axes, kept.cuts
-        layers = self.layers(number)
-        order = tuple(layers[layer] for layer in sorted(layers))
-        held: dict[str, TensorInfo] = {}
-        more: dict[str, int] = {}
-        parts: dict[str, PerLayer] = {}
-        for name, place in places.items():
-            if place not in out.tensors:
-                raise BadInput(
-                    f"{shown_name(name, place)}: no shard of {printable(str(out.path))} has it; {instead_of(undone[0])}"
-                )
-            there, then = out.tensors[place], undone[0].base.tensors[name]
-            # Of one that got more rows since, the first are what it was.
-            rows = there.first(tuple(then.shape)) if name in extended else there
-            if name in cuts:
-                parts[name] = cuts[name].of(there)
-            elif name in axes and (taken := _taken_out(there, axes[name], len(self.last.layers), order)) is not None:
-                parts[name] = taken
-            shape = None if rows is None else parts[name].shape if name in parts else rows.shape
-            if rows is None or shape is None or (rows.dtype, list(shape)) != (then.dtype, then.shape):
-                raise BadInput(
-                    f"{shown_name(name, place)}: {there.dtype} {list(there.shape)} now, {printable(then.dtype)}"
-                    f" {then.shape} then; {instead_of(undone[0])}"
-                )
-            held[name] = rows
-            if rows != there:
-                more[name] = there.shape[0] - rows.shape[0]
-        joined = {name: self._pieces(name, pieces, undone[0], out) for name, pieces in kept.joined.items()}
-        for name, lying in joined.items():
-            held[name] = dataclasses.replace(lying[0], shape=tuple(undone[0].base.tensors[name].shape))
-        held = {name: held[name] for name in undone[0].base.tensors}
-        shapes = {name: parts[name].shape if name in parts else info.shape for name, info in held.items()}
-        dissect(config, {n: dataclasses.replace(info, name=n, shape=shapes[n]) for n, info in held.items()}, out.own)
-        code = _code(config, undone[0], out)
-        return State(number, self, own, undone, places, config, code, held, more, parts, joined)
+        base, found = undone[0].base, self._kept(number)
+        for name, lying in found.items():
+            self._check_there(name, lying, undone[0], out)
+        then = {n: TensorInfo(n, of.dtype, tuple(of.shape), "", 0, found[n].nbytes) for n, of in base.tensors.items()}
+        dissect(base.config, then, out.own)
+        code = _code(base.config, undone[0], out)
+        more = self._more(number, found, out)
+        return State(number, self, own, undone, found, base.config, code, then, more)
 
-    def _pieces(
-        self, name: str, pieces: tuple[Piece, ...], surgery: Manifest, out: CheckpointFolder
-    ) -> tuple[TensorInfo, ...]:
-        """Where a tensor that stands in pieces lies, by begin and end. Raises BadInput where it does not."""
+    def _check_there(self, name: str, lying: Pieces, surgery: Manifest, out: CheckpointFolder) -> None:
+        """Raise BadInput where the output has no tensor, of the dtype and size, that could hold a state's `name`."""
         then = surgery.base.tensors[name]
-        found: list[TensorInfo] = []
-        for piece in pieces:
-            there = out.tensors.get(piece.place)
-            if there is None or there.dtype != then.dtype or piece.end > there.numel:
+        for span in lying.spans:
+            there = out.tensors.get(span.tensor)
+            if there is None:
                 raise BadInput(
-                    f"{shown_name(name, piece.place)}: not in {printable(str(out.path))} as it was;"
+                    f"{shown_name(name, span.tensor)}: no shard of {printable(str(out.path))} has it;"
                     f" {instead_of(surgery)}"
                 )
-            width = DTYPE_BITS[there.dtype] // 8
-            begin, end = there.begin + piece.begin * width, there.begin + piece.end * width
-            found.append(dataclasses.replace(there, shape=(piece.end - piece.begin,), begin=begin, end=end))
-        return tuple(found)
+            whole = len(lying.spans) == 1 and span.nbytes == there.nbytes and len(then.shape) == len(there.shape)
+            fits = span.offset + (span.count - 1) * span.step + span.length <= there.nbytes
+            if there.dtype != then.dtype or not fits or (whole and list(there.shape) != then.shape):
+                raise BadInput(
+                    f"{shown_name(name, span.tensor)}: {there.dtype} {list(there.shape)} now, {printable(then.dtype)}"
+                    f" {then.shape} then; {instead_of(surgery)}"
+                )
+
+    def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, int]:
+        """Of tensors that got more rows since, as a vocabulary grows, how many."""
+        since = self.since(number)
+        grown = {name for manifest in since for name, made in manifest.new_tensors.items() if "extended" in made.recipe}
+        then = since[0].base.tensors
+        lying = {name: each.tensors[0] for name, each in found.items() if len(each.tensors) == 1}
+        return {name: out.tensors[t].shape[0] - then[name].shape[0] for name, t in lying.items() if t in grown}
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
-    def _kept(self, number: int) -> _Kept:
-        """Where the tensors of state `number` stand in the output. Raises BadInput where a surgery left others."""
-        extended: set[str] = set()
+    def _kept(self, number: int) -> dict[str, Pieces]:
+        """Where the tensors of state `number` lie in the output. Raises BadInput where a surgery left others."""
         undone = self.since(number)
-        found: dict[str, StoredTensor] = dict(undone[0].base.tensors)
-        places = {name: name for name in found}
-        axes: dict[str, int] = {}
-        joined: dict[str, tuple[Piece, ...]] = {}
-        cuts: dict[str, Cut] = {}
+        first = undone[0].base.tensors
+        found: dict[str, Pieces] = {}
         for nth, manifest in enumerate(undone, number + 1):
-            moved = places_of(manifest, places.values(), file=self._file_of(nth))
+            file = self._file_of(nth)
             if lost := sorted(manifest.dropped_layers):
                 operation = _operation(manifest, manifest.dropped_layers[lost[0]])
                 more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
@@ -176,108 +152,59 @@ class Lineage:
                     f"layer {lost[0]}{more}: taken out by surgery {nth} ({operation}), and its weights with it;"
                     f" {instead_of(manifest)}"
                 )
-            wider = cuts_of(manifest)
-            in_pieces = pieces_of(manifest)
-            joined = {name: self._moved_on(name, pieces, manifest, nth) for name, pieces in joined.items()}
-            for name, place in list(places.items()):
-                there = manifest.base.tensors.get(place)
-                if there is None or (there != found[name] and name not in extended and name not in cuts):
-                    how = "gone" if there is None else "trained or edited"
-                    raise BadInput(
-                        f"{shown_name(name, place)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
-                        f" there is lost; {instead_of(undone[0])}"
-                    )
-                if (cut := wider.get(place)) is not None:
-                    # Its bytes will show whether it still is what it was.
-                    before = cuts.get(name)
-                    if name in extended or name in axes or (before is not None and before.axis != cut.axis):
-                        raise BadInput(
-                            f"{shown_name(name, cut.within)}: widened in more than one way since, so that it is not"
-                            f" found in it; {instead_of(manifest)}"
-                        )
-                    cuts[name] = cut if before is None else before.inside(cut)
-                    places[name] = cut.within
-                    continue
-                if place not in moved:
-                    if name in cuts:
-                        raise BadInput(
-                            f"{shown_name(name, place)}: cut into pieces once it was a part of a wider tensor, so that"
-                            f" it is not found; {instead_of(manifest)}"
-                        )
-                    joined[name] = in_pieces[place]
-                    del places[name]
-                    continue
-                places[name] = moved[place]
-                made = manifest.new_tensors.get(places[name])
-                if made is not None and made.extends == place and name not in axes:
-                    # Whether the first rows still are what it was, its bytes will show.
-                    extended.add(name)
-                    continue
-                # One that only trains on begins as what it was; whether it still is, its bytes will show.
-                if made is None or made.recipe == {"copy": place} or [piece[0] for piece in made.rows] == [place]:
-                    continue
-                # As the next surgery must find it.
-                found[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
-                axis: int = made.recipe.get("axis", -1)
-                if made.per_layer == place and axes.get(name, axis) == axis and name not in extended:
-                    axes[name] = axis
-                else:
-                    raise BadInput(
-                        f"{shown_name(name, places[name])}: surgery {nth} ({_operation(manifest, made.operation)}) gave"
-                        f" it another value, so what stood there is lost; {instead_of(manifest)}"
-                    )
-        return _Kept(places, extended, axes, joined, cuts)
+            if nth > number + 1:
+                self._check_as_then(found, number, manifest, nth)
+            wanted = first if nth == number + 1 else dict.fromkeys(t for each in found.values() for t in each.tensors)
+            moved = left_at(manifest, wanted, file=file)
+            found = moved if nth == number + 1 else {name: each.through(moved) for name, each in found.items()}
+            torn = next((name for name in first if name not in found or not found[name].covered), None)
+            if torn is not None:
+                # Where it would stand: by the name that a layer's number gives it.
+                home = homes_of(manifest, [torn], file=file).get(torn, torn) if nth == number + 1 else torn
+                made = manifest.new_tensors.get(home)
+                how = f" ({_operation(manifest, made.operation)})" if made is not None else ""
+                raise BadInput(
+                    f"{shown_name(torn, home)}: surgery {nth}{how} gave it another value, so what stood there is lost;"
+                    f" {instead_of(manifest)}"
+                )
+        return found
 
-    def _moved_on(self, name: str, pieces: tuple[Piece, ...], manifest: Manifest, nth: int) -> tuple[Piece, ...]:
-        """Pieces by the names that surgery `nth` gave what they stand in. Raises BadInput."""
-        moved = places_of(manifest, [piece.place for piece in pieces], file=self._file_of(nth))
-        lost = next((piece.place for piece in pieces if piece.place not in moved), None)
-        if lost is not None:
-            raise BadInput(
-                f"{shown_name(name, lost)}: surgery {nth} moved what holds it, so what stood there is lost;"
-                f" {instead_of(self.surgeries[nth - 1])}"
-            )
-        return tuple(dataclasses.replace(piece, place=moved[piece.place]) for piece in pieces)
+    def _check_as_then(self, found: Mapping[str, Pieces], number: int, manifest: Manifest, nth: int) -> None:
+        """Raise BadInput where surgery `nth` found another value than a tensor of state `number` that lay there whole.
 
-
-@dataclass(frozen=True)
-class _Kept:
-    """Where the tensors of a state stand in the output.
-
-    Those in `extended` have more rows there; `axes` has the axis along which a surgery added parts for its new layers.
-    Those in `joined` stand in pieces of others, and have no place of their own; those in `cuts` are a part of
-    a wider one.
-    """
-
-    places: dict[str, str]
-    extended: set[str]
-    axes: dict[str, int]
-    joined: dict[str, tuple[Piece, ...]]
-    cuts: dict[str, Cut]
+        Of what lies in a larger tensor the bytes will show whether it still is what it was.
+        """
+        first = self.since(number)[0]
+        for name, lying in found.items():
+            then, holder = first.base.tensors[name], lying.tensors[0]
+            there = manifest.base.tensors.get(holder)
+            whole = len(lying.spans) == 1 and there is not None and there.shape == then.shape
+            if there is None or (whole and there != then):
+                how = "gone" if there is None else "trained or edited"
+                raise BadInput(
+                    f"{shown_name(name, holder)}: {how} when surgery {nth} began, so what surgery {number + 1} found"
+                    f" there is lost; {instead_of(first)}"
+                )
 
 
 @dataclass(frozen=True)
 class State:
     """State `number` of an output.
 
-    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `places`
-    maps that state's tensors to their names in the output, `held` to what holds them there: all of a tensor, or its
-    first rows where it got `more` since; of those in `parts`, which got parts for new layers since, only these parts
-    are the state's. Those in `joined` have no place: they are pieces of other tensors. `code` are the files of code
-    that lie beside its weights.
+    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `held`
+    says of that state's tensors where their bytes lie in the output, `tensors` of which dtype and shape they are, and
+    `more` how many rows those have there that got more since. `code` are the files of code that lie beside its weights.
     """
 
     number: int
     lineage: Lineage
     manifest: Manifest | None
     undone: tuple[Manifest, ...]
-    places: Mapping[str, str]
+    held: Mapping[str, Pieces]
     config: dict[str, Any]
     code: Mapping[str, bytes]
-    held: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     more: Mapping[str, int]
-    parts: Mapping[str, PerLayer]
-    joined: Mapping[str, tuple[TensorInfo, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def base(self) -> Base:
@@ -304,42 +231,6 @@ class State:
         """For every layer of the state, its number in the output."""
         found = self.lineage.layers(self.number)
         return tuple(found[layer] for layer in sorted(found))
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where a tensor lies in a wider one: `at` these indices of the tensor `within`, along `axis`."""
-
-    within: str
-    axis: int
-    at: tuple[int, ...]
-
-    def inside(self, wider: Cut) -> Cut:
-        """Where it lies once what holds it became a part of a still wider one."""
-        return Cut(wider.within, wider.axis, tuple(wider.at[index] for index in self.at))
-
-    def of(self, tensor: TensorInfo) -> PerLayer:
-        """What takes it out of the wider one, byte for byte. Raises BadInput where that is too narrow."""
-        size = tensor.shape[self.axis] if self.axis < len(tensor.shape) else 0
-        if not self.at or max(self.at) >= size:
-            raise BadInput(f"{printable(self.within)}: too narrow to hold what it was made of; was it edited?")
-        return PerLayer(Copy(tensor.name, tensor.dtype, tensor.shape), self.axis, size, self.at)
-
-
-def cuts_of(manifest: Surgery) -> dict[str, Cut]:
-    """Of each tensor of the base that a surgery made a part of a wider one, where it lies."""
-    return {
-        source: Cut(name, made.axis, at)
-        for name, made in manifest.new_tensors.items()
-        for source, at in made.places_of_parts().items()
-    }
-
-
-def _taken_out(tensor: TensorInfo, axis: int, layers: int, order: tuple[int, ...]) -> PerLayer | None:
-    """The parts of the layers `order` of a tensor of the output; None where it has no part for each of its layers."""
-    if not 0 <= axis < len(tensor.shape) or tensor.shape[axis] % layers:
-        return None
-    return PerLayer(Copy(tensor.name, tensor.dtype, tensor.shape), axis, layers, order)
 
 
 def manifest_before(last: Manifest, number: int) -> Manifest:

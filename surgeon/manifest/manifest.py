@@ -8,25 +8,19 @@ that its content asks for, so that no field was edited alone; who seals it anew 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.blueprint.draft import Promise, Trains
 from surgeon.blueprint.measured import MeasuredLayers, TextLoss
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary, MeasuredText
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of, owner_of, renumbered
 
 FORMAT = 1
 # The share of variance below which a network's fit is called poor.
@@ -42,9 +36,6 @@ class Entry(BaseModel):
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
-
-# A tensor of the base, the first of its rows that is meant, and the first that is not.
-Rows = tuple[str, int, int]
 
 
 class Tool(Entry):
@@ -122,73 +113,9 @@ class NewTensor(StoredTensor):
     recipe: dict[str, Any]
 
     @property
-    def extends(self) -> str | None:
-        """The base's tensor that its first rows are, where it has that and more rows."""
-        of = self.recipe.get("extended")
-        source = of.get("copy") if isinstance(of, dict) else None
-        return source if isinstance(source, str) else None
-
-    @property
-    def per_layer(self) -> str | None:
-        """The base's tensor whose parts of layers it holds, where it has one for each: none trains with new layers."""
-        source = self.recipe.get("per_layer")
-        return source if isinstance(source, str) else None
-
-    @property
-    def rows(self) -> tuple[Rows, ...]:
-        """The rows of the base's tensors that it holds, one piece below the other: (tensor, first, end)."""
-        told = self.recipe["rows"] if "still" in self.recipe else ()
-        return tuple((name, start, stop) for name, start, stop in told)
-
-    @property
     def still(self) -> bool:
         """Whether it stays as it is where new tensors train: the base computes with what it holds."""
-        return self.per_layer is not None or self.recipe.get("still") is True
-
-    @property
-    def axis(self) -> int:
-        """Along which it was joined."""
-        axis = self.recipe.get("axis")
-        return axis if type(axis) is int else 0
-
-    @property
-    def joined(self) -> list[JoinedPart]:
-        """What stands side by side in it, where it was joined of several tensors."""
-        parts, sizes = self.recipe.get("joined"), self.recipe.get("sizes")
-        if not isinstance(parts, list) or not isinstance(sizes, list):
-            return []
-        sources = [part.get("copy") if isinstance(part, dict) else None for part in parts]
-        return [JoinedPart(source, size) for source, size in zip(sources, sizes, strict=False)]
-
-    @property
-    def begins(self) -> list[int]:
-        """Where along the axis each of the parts begins."""
-        return [0, *itertools.accumulate(part.size for part in self.joined)][:-1]
-
-    def places_of_parts(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor of the base in it the indices along the axis at which it lies, in its own order."""
-        found: dict[str, tuple[int, ...]] = {}
-        for begin, part in zip(self.begins, self.joined, strict=True):
-            if part.source is not None:
-                found[part.source] = (*found.get(part.source, ()), *range(begin, begin + part.size))
-        return found
-
-    @property
-    def fixed_spans(self) -> tuple[tuple[int, int], ...]:
-        """Where in it tensors of the base lie that do not train with it; those of grafts do."""
-        spans: list[tuple[int, int]] = []
-        for begin, part in zip(self.begins, self.joined, strict=True):
-            if part.source is not None and not _of_graft(part.source):
-                spans.append((begin, begin + part.size))
-        return tuple(spans)
-
-
-@dataclass(frozen=True)
-class JoinedPart:
-    """A part of a joined tensor: the base's tensor that it is (None for another), and its size along the axis."""
-
-    source: str | None
-    size: int
+        return "per_layer" in self.recipe or self.recipe.get("still") is True
 
 
 class TrainedTensor(Entry):
@@ -509,246 +436,3 @@ def measured_of(manifest: Surgery) -> dict[int, MeasuredLayers]:
 
 def _text_loss(entry: TextLossEntry) -> TextLoss:
     return TextLoss(**entry.model_dump(exclude={"scores"}), scores=tuple(entry.scores))
-
-
-def parse(data: object, *, file: str) -> Manifest:
-    """Check a manifest read as JSON data; BadInput names the first thing that is not as it must be.
-
-    Every surgery in it must have the seal that its content asks for.
-    """
-    manifest = checked(Manifest, data, "manifest", file=file)
-    assert isinstance(data, dict)
-    lineage: list[dict[str, Any]] = data["lineage"]
-    for number, entry in enumerate([*lineage, data], 1):
-        if seal_of({**entry, "lineage": lineage[: number - 1]}) != entry["sha256"]:
-            which = f" (surgery {number})" if number <= len(lineage) else ""
-            raise BadInput(
-                f"{printable(file)}{which}: not what its sha256 says, so it was edited since surgeon wrote it; use the"
-                " file as it was"
-            )
-    for surgery in (*manifest.lineage, manifest):
-        _check_extended(surgery, file)
-        _check_parts(surgery, file)
-        _check_rows(surgery, file)
-        _check_joined(surgery, file)
-    return manifest
-
-
-def _check_extended(surgery: Surgery, file: str) -> None:
-    """Raise BadInput where a tensor is said to begin with rows of the base's that it cannot begin with."""
-    for name, made in surgery.new_tensors.items():
-        old = surgery.base.tensors.get(made.extends or "")
-        fits = old is not None and old.shape[1:] == made.shape[1:] and 0 < len(old.shape) == len(made.shape)
-        if made.extends is not None and not (fits and old is not None and 0 < old.shape[0] <= made.shape[0]):
-            raise BadInput(
-                f"{printable(file)}: {printable(name)} is said to have the rows of the base's"
-                f" {printable(made.extends)} and more, which it cannot; was it edited by hand?"
-            )
-
-
-def _check_parts(surgery: Surgery, file: str) -> None:
-    """Raise BadInput where a tensor is said to hold parts of layers of the base's, and there are no such parts."""
-    for name, made in surgery.new_tensors.items():
-        if made.per_layer is None:
-            continue
-        old, axis = surgery.base.tensors.get(made.per_layer), made.recipe.get("axis")
-        if old is None or type(axis) is not int or not 0 <= axis < len(old.shape):
-            fits = False
-        else:
-            fits = [*old.shape[:axis], *made.shape[axis : axis + 1], *old.shape[axis + 1 :]] == made.shape
-        if not fits:
-            raise BadInput(
-                f"{printable(file)}: {printable(name)} is said to hold a part of the base's"
-                f" {printable(made.per_layer)} for each layer, which it cannot; was it edited by hand?"
-            )
-
-
-def _check_rows(surgery: Surgery, file: str) -> None:
-    """Raise BadInput where a tensor is said to hold rows of the base's tensors, and these do not make it up."""
-    for name, made in surgery.new_tensors.items():
-        # An extended tensor tells a number of rows, and holds them otherwise.
-        if "still" not in made.recipe:
-            continue
-        told = made.recipe.get("rows")
-        if not isinstance(told, list) or not told or not all(_are_rows(piece, made, surgery) for piece in told):
-            found = -1
-        else:
-            found = sum((stop - start) * _row(surgery.base.tensors[of]) for of, start, stop in told)
-        if found != math.prod(made.shape):
-            raise BadInput(
-                f"{printable(file)}: {printable(name)} is said to hold rows of the base's tensors, which it cannot; was"
-                " it edited by hand?"
-            )
-
-
-def _are_rows(piece: Any, made: NewTensor, surgery: Surgery) -> bool:
-    """Whether it names rows of a tensor of the base, of the dtype of `made`."""
-    if not isinstance(piece, list) or [type(each) for each in piece] != [str, int, int]:
-        return False
-    of = surgery.base.tensors.get(piece[0])
-    return of is not None and of.dtype == made.dtype and bool(of.shape) and 0 <= piece[1] < piece[2] <= of.shape[0]
-
-
-def _row(tensor: StoredTensor) -> int:
-    """How many numbers are in one row."""
-    return math.prod(tensor.shape[1:])
-
-
-def _check_joined(surgery: Surgery, file: str) -> None:
-    """Raise BadInput where a tensor is said to be joined of tensors that it cannot be joined of."""
-    for name, made in surgery.new_tensors.items():
-        if "joined" not in made.recipe:
-            continue
-        sizes = [part.size for part in made.joined]
-        fits = 0 <= made.axis < len(made.shape) and all(type(size) is int and size > 0 for size in sizes)
-        if not fits or sum(sizes) != made.shape[made.axis] or len(made.recipe["joined"]) != len(sizes):
-            raise BadInput(
-                f"{printable(file)}: {printable(name)} is said to be joined of parts that do not make it; was it edited"
-                " by hand?"
-            )
-
-
-def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
-    """The JSON data of a file that surgeon writes (`what`: its format's key is surgeon_WHAT), as `model` has it.
-
-    Raises BadInput for another version of the format, and names the first thing that is not as it must be.
-    """
-    version = data.get(f"surgeon_{what}") if isinstance(data, dict) else None
-    if version not in (FORMAT, None):
-        raise BadInput(
-            f"{printable(file)}: {what} format {printable(repr(version))}, this surgeon reads {FORMAT}; use the version"
-            " that wrote it, or a newer one"
-        )
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = printable(".".join(str(step) for step in problem["loc"]) or "the file")
-        raise BadInput(f"{printable(file)}: not a surgeon {what}: {where}: {printable(problem['msg'])}") from None
-
-
-def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
-    """For every base layer its number in the output, if it was not taken out.
-
-    BadInput where the manifest contradicts itself.
-    """
-    layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
-    named = sum(layer.base is not None for layer in manifest.layers)
-    gone = [layer for entry in manifest.dropped.values() for layer in entry.layers]
-    if sorted([*layers, *gone]) != list(range(manifest.base.layers)) or named != len(layers):
-        raise BadInput(
-            f"{printable(file)}: `layers` does not name each of the base's {manifest.base.layers} layers once;"
-            " was it edited by hand?"
-        )
-    return layers
-
-
-def places_of(manifest: Manifest, names: Iterable[str] | None = None, *, file: str = MANIFEST_FILE) -> dict[str, str]:
-    """Where the base's tensors (or those of `names`) stand in the output; BadInput where the manifest does not say.
-
-    Those that stand there in several pieces, or in a tensor with others, are left out (`pieces_of` has them), and those
-    of layers taken out.
-    """
-    layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
-    gone = manifest.dropped_layers
-    places: dict[str, str] = {}
-    moved = pieces_of(manifest)
-    for name in manifest.base.tensors if names is None else names:
-        if name in moved:
-            place = moved[name][0].place
-            if len(moved[name]) == 1 and manifest.new_tensors[place].shape == manifest.base.tensors[name].shape:
-                places[name] = place
-            continue
-        of_layer = layer_of(name)
-        if of_layer is not None and of_layer[1] in gone:
-            continue
-        try:
-            places[name] = renumbered(name, layers)
-        except KeyError:
-            raise BadInput(
-                f"{printable(file)}: the base's {printable(name)} is in none of its {len(layers)} layers; was it edited"
-                " by hand?"
-            ) from None
-    return places
-
-
-def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
-    """Layers of the base above its stack, which predict further tokens, stay above the output's."""
-    held = {place[1] for name in manifest.base.tensors if (place := layer_of(name)) is not None}
-    grown = len(manifest.layers) - manifest.base.layers
-    return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Numbers `begin:end` of the output's tensor `place`, counted through its rows."""
-
-    place: str
-    begin: int
-    end: int
-
-
-def pieces_of(manifest: Surgery) -> dict[str, tuple[Piece, ...]]:
-    """Of the base's tensors that the output holds under other names, where it does: one piece after the other.
-
-    Of several places those that stay as they are come first, then the first. What a graft begins as stands in the
-    base's own place too.
-    """
-    tensors = manifest.base.tensors
-    found: dict[str, dict[int, tuple[int, Piece]]] = {}
-    for name, made in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].still):
-        if _of_graft(name):
-            continue
-        at = 0
-        for of, start, stop in made.rows:
-            end = at + (stop - start) * _row(tensors[of])
-            found.setdefault(of, {}).setdefault(start, (stop, Piece(name, at, end)))
-            at = end
-    whole: dict[str, tuple[Piece, ...]] = {}
-    for of, rows in found.items():
-        pieces: list[Piece] = []
-        at = 0
-        while at in rows:
-            at, piece = rows[at]
-            pieces.append(piece)
-        if at == tensors[of].shape[0]:
-            whole[of] = tuple(pieces)
-    return whole
-
-
-def _of_graft(name: str) -> bool:
-    """Whether a tensor is of a graft, by its name."""
-    place = layer_of(name)
-    return place is not None and owner_of(place[2]) is not None
-
-
-def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
-    """What every tensor of the output holds, as far as the manifest says: born, kept, trained since."""
-    held = {place: manifest.base.tensors[name] for name, place in places_of(manifest, file=file).items()}
-    for made in manifest.new_tensors.values():
-        # What became a part of a wider tensor stands there alone.
-        for part in made.joined:
-            held.pop(part.source or "", None)
-    for name, made in manifest.new_tensors.items():
-        held[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
-    for name, sha256 in manifest.trained.items():
-        if name not in held:
-            raise BadInput(f"{printable(file)}: `training` names {printable(name)}, which the output does not have")
-        held[name] = held[name].model_copy(update={"sha256": sha256})
-    return held
-
-
-def manifest_of(folder: CheckpointFolder) -> Manifest:
-    """The manifest of an output of surgeon; BadInput for any other checkpoint."""
-    if folder.manifest is None:
-        raise BadInput(
-            f"{printable(str(folder.path))}: no {MANIFEST_FILE}, so this is not an output of surgeon (or it was"
-            " saved again by another tool, which leaves that file out)"
-        )
-    return parse(folder.manifest, file=str(folder.path / MANIFEST_FILE))
-
-
-def written_manifest(out: Path) -> Manifest:
-    """The manifest of an output that surgeon has just written (or found complete)."""
-    file = out / MANIFEST_FILE
-    return parse(json.loads(file.read_bytes()), file=str(file))

@@ -13,11 +13,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.moves import kept_pieces, slices_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
 
@@ -176,14 +178,12 @@ def _of(
                 fitted.add(place)
                 continue
             if tensor.still:
-                still |= {place} if tensor.per_layer is not None else set()
+                still |= {place} if "per_layer" in tensor.recipe else set()
                 continue
             chosen[place] = None
-            if (of := tensor.extends) is not None:
+            if (kept := kept_pieces(tensor, surgery)).spans:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(0, ((0, surgery.base.tensors[of].shape[0]),)))
-            elif spans := tensor.fixed_spans:
-                fixed.setdefault(place, Fixed(tensor.axis, spans))
+                fixed.setdefault(place, Fixed(*slices_of(kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}

@@ -15,7 +15,8 @@ from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, instead_of, shown_name
-from surgeon.manifest.manifest import Manifest, held_by
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.moves import held_by
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ def base_within(
     number = lineage.count - 1 if last else 0
     state = lineage.state(number, out)
     now = held_by(manifest, file=file)
-    for name, place in state.places.items():
-        if name in state.parts and layer_of(name) is not None:
+    for name, lying in state.held.items():
+        place, whole = lying.tensors[0], lying.is_all_of(out.tensors[lying.tensors[0]])
+        if not whole and (layer_of(name) is not None or len(lying.tensors) > 1):
             raise BadInput(
                 f"{shown_name(name, place)}: a part of a wider tensor, so the base is not run inside"
                 f" {printable(str(out.path))}; {instead_of(state.undone[0])}"
@@ -63,18 +65,16 @@ def base_within(
                 f"{shown_name(name, place)}: in a module of another kind, whose other parts cannot be left out, so the"
                 f" base is not run inside {printable(str(out.path))}; {instead_of(state.undone[0])}"
             )
-        if name in state.more or name in state.parts:
-            continue
-        if now[place].sha256 != state.base.tensors[name].sha256:
+        if whole and now[place].sha256 != state.base.tensors[name].sha256:
             raise BadInput(
                 f"{shown_name(name, place)}: not what it was in the base (it was trained or merged since), so the base"
                 f" is not in {printable(str(out.path))} any more; {instead_of(state.undone[0])}"
             )
     kept = set(state.layers)
     inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
-    grown = [state.held[name].shape[0] for name in state.more]
+    grown = [state.tensors[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
-    apart = not {*state.places.values()}.isdisjoint(training)
+    apart = not {place for lying in state.held.values() for place in lying.tensors}.isdisjoint(training)
     grafts = number > 0 and _grafts_are_old(manifest, inserted, str(out.path))
     shown = "the base"
     if number:

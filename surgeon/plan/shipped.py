@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surgeon.common.plain import by_number
+from surgeon.common.json_results import by_number
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:

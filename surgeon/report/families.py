@@ -20,7 +20,7 @@ from surgeon.apply.proofs import known_proof, prove
 from surgeon.apply.vocabulary import vocabularies_of
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable

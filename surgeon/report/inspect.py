@@ -16,7 +16,8 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import Manifest, TrainingEntry, manifest_of
+from surgeon.manifest.manifest import Manifest, TrainingEntry
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.operations.selectors import show
 

@@ -14,7 +14,7 @@ from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.report.files import write_text
 from surgeon.verify.verify import verify
 

@@ -29,7 +29,8 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import recorded_plan

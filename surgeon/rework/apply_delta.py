@@ -13,11 +13,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.job import Job, copied, index_of, origin_in
+from surgeon.apply.linked_shards import Moved
 from surgeon.apply.readback import Origin, ReadBack
-from surgeon.apply.unmoved import Moved
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Copy, Joined, Rows
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo
@@ -26,12 +25,13 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import at_revision, size
+from surgeon.common.json_results import plain_fields, same_json
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, NewTensor, StoredTensor, places_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
+from surgeon.manifest.moves import kept_as_they_are, pieces_of
 from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verify.claims import manifest_differences
@@ -123,7 +123,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
             " the delta was edited; get it again"
         )
     in_base = _in_base(delta, base)
-    origins = in_base | {name: Origin(delta.source, info) for name, info in delta.tensors.items()}
+    origins = in_base | {name: Origin.of(delta.source, info) for name, info in delta.tensors.items()}
     shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
     _check_whole(delta, shards, origins, base.own)
     beside = tuple(_beside(delta, file, in_base, origins) for file in delta.index.beside)
@@ -163,10 +163,12 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
 
 def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
     """Where each tensor of the output lies in the base, of those that the base brings."""
-    in_base = {place: Origin(base.source, base.tensors[name]) for name, place in places_of(delta.manifest).items()}
+    in_base = {
+        place: Origin.of(base.source, base.tensors[name]) for name, place in kept_as_they_are(delta.manifest).items()
+    }
     for name, made in delta.manifest.new_tensors.items():
-        if made.rows:
-            in_base[name] = _of_rows(made, base)
+        if "still" in made.recipe:
+            in_base[name] = origin_in(base, pieces_of(made, delta.manifest))
     return in_base
 
 
@@ -178,7 +180,7 @@ def _beside(delta: Delta, file: str, in_base: Mapping[str, Origin], origins: Map
         if file == ADAPTER_WEIGHTS_FILE:
             assert delta.manifest.adapter is not None
             told = delta.manifest.adapter.tensors[name]
-            infos[name], like = origin.tensor, (told.dtype, tuple(told.shape))
+            infos[name], like = origin.first, (told.dtype, tuple(told.shape))
         else:
             place = name_of_kept(name)
             if place is None or place not in origins:
@@ -195,19 +197,11 @@ def _beside(delta: Delta, file: str, in_base: Mapping[str, Origin], origins: Map
 def _origin_beside(delta: Delta, name: str, in_base: Mapping[str, Origin]) -> Origin:
     """Where a tensor beside the weights lies: in the delta, else it is the base's own in the place that it names."""
     if name in delta.tensors:
-        return Origin(delta.source, delta.tensors[name])
+        return Origin.of(delta.source, delta.tensors[name])
     place = name_of_kept(name)
     if place is None or place not in in_base:
         raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
     return in_base[place]
-
-
-def _of_rows(made: NewTensor, base: CheckpointFolder) -> Origin:
-    """Where the bytes of a tensor lie that is made of rows of the base's."""
-    copies = {of: Copy(of, base.tensors[of].dtype, base.tensors[of].shape) for of, _, _ in made.rows}
-    pieces = tuple(Rows(copies[of], start, stop) for of, start, stop in made.rows)
-    recipe = Joined(pieces, made.dtype, tuple(made.shape), made.still)
-    return origin_in(base, recipe, pieces[0].of)
 
 
 def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Output, ...]:
@@ -223,9 +217,9 @@ def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Ou
 
 def _described(delta: Delta, name: str, origin: Origin) -> TensorInfo:
     """The tensor as a header would have it; what is made of rows has a shape of its own."""
-    if not origin.pieces:
-        return origin.tensor
-    return dataclasses.replace(origin.tensor, shape=tuple(delta.manifest.new_tensors[name].shape))
+    if (whole := origin.whole) is not None:
+        return whole
+    return dataclasses.replace(origin.first, shape=tuple(delta.manifest.new_tensors[name].shape))
 
 
 def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin], own: OwnCode | None) -> None:
@@ -265,9 +259,9 @@ def _twins(
     twins: dict[str, Header] = {}
     for shard in shards:
         read = [origins[output.name] for output in shard.outputs]
-        if len({(origin.source is delta.source, origin.tensor.file) for origin in read}) == 1:
+        if len({(origin.source is delta.source, origin.first.file) for origin in read}) == 1:
             headers = delta.headers if read[0].source is delta.source else base.headers
-            twins[shard.file] = headers[read[0].tensor.file]
+            twins[shard.file] = headers[read[0].first.file]
     return twins
 
 

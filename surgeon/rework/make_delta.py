@@ -43,26 +43,17 @@ from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.trust import MAX_CODE_BYTES, brought_by, check_config, check_trusted
 from surgeon.common.formatting import at_revision, size
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import card
 from surgeon.manifest.lineage import CODE_NAME
-from surgeon.manifest.manifest import (
-    MANIFEST_FILE,
-    Entry,
-    Manifest,
-    Sha256,
-    StoredTensor,
-    checked,
-    manifest_of,
-    parse,
-    places_of,
-    seal_of,
-)
+from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, StoredTensor, seal_of
+from surgeon.manifest.moves import kept_as_they_are
+from surgeon.manifest.reading import checked, manifest_of, parse
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
 from surgeon.models.templates import TEMPLATE_FILE
-from surgeon.rework.beside import Beside, other_than_trained
+from surgeon.rework.side_files import Beside, other_than_trained
 
 # What the output's own files are called in a delta, whose README.md is its own; nothing there may read as an adapter.
 _CALLED = {CARD_FILE: "README.output.md", ADAPTER_CONFIG_FILE: "adapter_config.output.json"}
@@ -323,9 +314,9 @@ def make_delta_of(
 
 def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
     """What the base brings for each tensor of the output: its own in its place, and what is made of its rows."""
-    base_at = {place: manifest.base.tensors[name] for name, place in places_of(manifest).items()}
+    base_at = {place: manifest.base.tensors[name] for name, place in kept_as_they_are(manifest).items()}
     for name, made in manifest.new_tensors.items():
-        if made.rows:
+        if "still" in made.recipe:
             base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
     return base_at
 

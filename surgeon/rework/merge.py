@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from surgeon.apply.apply import Applied, applied_view, apply
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener
-from surgeon.common.plain import plain_fields
 from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verify import Verification, verification_view, verify
 

@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, copied, manifest_and_card, model_files, twins_in
-from surgeon.apply.readback import Origin, ReadBack
-from surgeon.apply.unmoved import Moved
+from surgeon.apply.job import Job, manifest_and_card, model_files, origins_in, twins_in
+from surgeon.apply.linked_shards import Moved as HowMoved
+from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
+from surgeon.blueprint.recipes import Moved
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder, digests_of
@@ -24,12 +25,13 @@ from surgeon.checkpoint.source import is_side_file
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trust import check_written
 from surgeon.common.formatting import listed, size
+from surgeon.common.json_results import plain_fields, same_json
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields, same_json
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import kept_tensors, with_kept
 
 
@@ -56,7 +58,7 @@ class Reverted:
     seconds: dict[str, float]
     digest: str
     checked_against: tuple[str, ...]
-    moved: Moved = field(default_factory=Moved)
+    moved: HowMoved = field(default_factory=HowMoved)
 
     def __repr__(self) -> str:
         return f"Reverted({str(self.path)!r}, {self.to} of {self.surgeries} surgeries left, {self.tensors} tensors)"
@@ -176,8 +178,8 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
     trusted = out.config.get("auto_map") if out.own is not None else None
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)), trusted=trusted)
     outputs = [
-        Output(name, state.parts[name], None) if name in state.parts else copied(name, info)
-        for name, info in state.held.items()
+        Output(name, Moved(lying, state.tensors[name].dtype, state.tensors[name].shape), None)
+        for name, lying in state.held.items()
     ]
     shards = lay_out(outputs, layout)
     files = model_files(state.config, shards, state.code) | _grown_files(out, state)
@@ -193,7 +195,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
         if changed:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
-                f"{shown_name(changed[0], state.held[changed[0]].name)}{more}: trained or edited since surgery"
+                f"{shown_name(changed[0], state.held[changed[0]].tensors[0])}{more}: trained or edited since surgery"
                 f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)}"
                 f" (`keep_base: true` in a training config keeps it); {instead_of(state.undone[0])}"
             )
@@ -201,10 +203,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
 
     return Job(
         shards=shards,
-        origins={
-            name: Origin(out.source, info, state.parts.get(name), state.joined.get(name, ()))
-            for name, info in state.held.items()
-        },
+        origins=origins_in(out, shards),
         twins=twins_in(out, shards),
         files=files,
         carried=out,

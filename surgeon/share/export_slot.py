@@ -25,13 +25,14 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.common.formatting import at_revision, size
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, is_grafted
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.selectors import show
 

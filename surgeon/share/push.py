@@ -13,27 +13,28 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
-from surgeon.checkpoint.held import HeldFolder
 from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
-from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
-from surgeon.checkpoint.working import working_in, write_durably
+from surgeon.checkpoint.work_folders import working_in, write_durably
 from surgeon.common.formatting import listed, size
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import plain_fields
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check
+from surgeon.verify.side_files import check_beside
 from surgeon.verify.static import check_own_manifest
 from surgeon.verify.verify import Verification, verdict, verify
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.common.yaml import (
     Place,
     check_yaml,
@@ -31,7 +31,7 @@ from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults
-from surgeon.train.outside import AttentionName, TrackerName
+from surgeon.train.backends import AttentionName, TrackerName
 
 _WHAT = "training config"
 

@@ -13,7 +13,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import load_model, stored_dtype
-from surgeon.train.fitting import fit_gate
+from surgeon.train.gate_fitting import fit_gate
 from surgeon.train.isolation import probe
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead, choose

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from surgeon.apply.apply import apply
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.room import writing
-from surgeon.checkpoint.working import WorkFolder
+from surgeon.checkpoint.work_folders import WorkFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.formatting import listed
@@ -24,7 +24,7 @@ from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import head_plan
 from surgeon.train.config import MOST_LABELS, LoadedConfig
-from surgeon.train.itself import join
+from surgeon.train.self_generated import join
 
 
 def headed_folder(target: Path) -> Path:

@@ -19,16 +19,17 @@ from surgeon.data.examples import ExampleEncoder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.compose import BaseId, without_surgery
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, held_by
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
+from surgeon.manifest.moves import held_by
 from surgeon.manifest.trainable import TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import CLASSIFIER
 from surgeon.models.templates import TEMPLATES
 from surgeon.train.config import LoadedConfig, Settings
-from surgeon.train.itself import memory_folder
 from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.processes.launching import Sharding
 from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.self_generated import memory_folder
 from surgeon.train.steps.trackers import open_trackers
 from surgeon.train.training_data import TrainingData
 

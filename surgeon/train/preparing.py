@@ -28,8 +28,8 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
+from surgeon.train.backends import missing_for_attention, missing_for_tracker
 from surgeon.train.config import LoadedConfig, Settings, originals_of, settle
-from surgeon.train.outside import missing_for_attention, missing_for_tracker
 from surgeon.train.processes.launching import Sharding, sharding_asked
 from surgeon.train.trainable.lora_targets import lora_set
 

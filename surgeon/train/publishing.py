@@ -36,7 +36,7 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.source import LocalSource
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
@@ -212,7 +212,7 @@ def _kept_shards(
         if names := [info.name for info in ordered if info.name in infos]:
             outputs = tuple(Output(kept_name(n), Copy(n, infos[n].dtype, infos[n].shape), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
-    return tuple(shards), {kept_name(name): Origin(out.source, info) for name, info in infos.items()}
+    return tuple(shards), {kept_name(name): Origin.of(out.source, info) for name, info in infos.items()}
 
 
 def publishing_job(
@@ -235,7 +235,7 @@ def publishing_job(
     """
     changes = final.changes
     made = LocalSource(work)
-    trained = {info.name: Origin(made, info) for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
+    trained = {info.name: Origin.of(made, info) for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
@@ -245,7 +245,7 @@ def publishing_job(
         ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
         outputs = tuple(copied(info.name, info) for info in ordered)
         beside = (*beside, Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
-        beside_origins |= {info.name: Origin(made, info) for info in ordered}
+        beside_origins |= {info.name: Origin.of(made, info) for info in ordered}
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
     # What surgery put there, and no other file of code that the user trusts.
     ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]

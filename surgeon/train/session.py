@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from surgeon.apply.unmoved import bytes_to_move
+from surgeon.apply.linked_shards import bytes_to_move
 from surgeon.apply.write import execute
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.room import writing
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples
 from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import Manifest, written_manifest
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
 from surgeon.train.config import LoadedConfig
-from surgeon.train.fitting import FIGURES_FILE
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
-from surgeon.train.itself import memory_folder, write_sources
+from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (
     cached_teacher,
     check_isolation,
@@ -57,6 +57,7 @@ from surgeon.train.saved.checkpoints import (
 )
 from surgeon.train.saved.saving import Saving
 from surgeon.train.saved.work_folder import fingerprint_of, held_by_run
+from surgeon.train.self_generated import memory_folder, write_sources
 from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import Cadence

@@ -16,12 +16,13 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count, listed, size
+from surgeon.common.json_results import by_number
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.manifest import Manifest, manifest_of
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.train.config import LoadedConfig, load_config
 
 _MOST_LABELS = 6
@@ -29,9 +30,9 @@ _MOST_LABELS = 6
 _T = TypeVar("_T")
 
 if TYPE_CHECKING:
+    from surgeon.train.dry_run import Rehearsal
     from surgeon.train.preparing import Prepared
     from surgeon.train.publishing import Change, Trained
-    from surgeon.train.rehearsal import Rehearsal
 
 
 def train(
@@ -98,9 +99,9 @@ def rehearse(
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
 
-    from surgeon.train.itself import imagined_sources
+    from surgeon.train.dry_run import measured
     from surgeon.train.opening import opened_run
-    from surgeon.train.rehearsal import measured
+    from surgeon.train.self_generated import imagined_sources
 
     listener = listener or Quiet()
     imagined = imagined_sources(asked.out, asked.loaded, asked.target, device=device, say=listener.say)

@@ -35,15 +35,15 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
-from surgeon.common.plain import same_json
+from surgeon.common.json_results import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import compose, plugins_of
 from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, measured_of, vocabularies_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.plan.plan import LoadedPlan
-from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check, some
+from surgeon.verify.side_files import check_beside
 
 # What transformers looks for beside weights, whatever config.json says: weights of other formats and adapters, code,
 # and configs, indexes, vocabularies and templates by their names.

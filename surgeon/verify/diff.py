@@ -15,15 +15,18 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of, digests_of_rows
+from surgeon.checkpoint.folder import CheckpointFolder, digest_of_pieces, digests_of
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.common.formatting import listed, size, span
+from surgeon.common.json_results import plain_fields, same_json
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import plain_fields, same_json
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import layer_of, renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, layers_of, manifest_of, parse
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.moves import layers_of
+from surgeon.manifest.reading import manifest_of, parse
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _begins(b: CheckpointFolder, name: str, value: _Value) -> bool:
     rows = there.first(shape) if there.dtype == dtype else None
     if rows is None or rows == there:
         return False
-    return digests_of_rows(b, {name: rows})[name] == digest
+    return digest_of_pieces(b, Pieces.whole(name, rows.nbytes)) == digest
 
 
 def _sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:

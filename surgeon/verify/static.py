@@ -12,29 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.parts import parts_digest, pieces_digest, ranges_of
 from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Constant,
-    Copy,
-    Extended,
-    Joined,
     Listed,
-    PerLayer,
     Recipe,
-    Sliced,
     Widened,
-    describe,
     is_computed,
+    moves,
 )
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digests_of, digests_of_rows
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.folder import (
+    MANIFEST_FILE,
+    RECORD_FILE,
+    CheckpointFolder,
+    digest_of_pieces,
+    digests_of,
+    holds_pieces,
+)
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
+from surgeon.checkpoint.pieces import Pieces, indices
 from surgeon.checkpoint.source import is_side_file
-from surgeon.common.plain import same_json
+from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
@@ -44,19 +46,16 @@ from surgeon.manifest.manifest import (
     AdapterEntry,
     Base,
     Manifest,
-    NewTensor,
     StoredTensor,
     adapters_of,
-    held_by,
-    manifest_of,
     measured_of,
-    places_of,
     vocabularies_of,
 )
+from surgeon.manifest.moves import held_by, kept_as_they_are
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_beside, kept_tensors
 from surgeon.manifest.trainable import trainable_set
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
-from surgeon.verify.beside import check_beside
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (
     Beside,
@@ -68,6 +67,7 @@ from surgeon.verify.claims import (
     digests_beside,
     manifest_differences,
 )
+from surgeon.verify.side_files import check_beside
 
 _ANOTHER_BASE = "not the base this was made from; differing"
 
@@ -121,14 +121,11 @@ def check_static(
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
-        *_parts(blueprint, manifest, base, digests[1]),
-        *_rows(blueprint, manifest, base, *digests),
+        *_parts(blueprint, manifest, base, out),
         _silence(blueprint, manifest, drawn.anatomy, out),
         *_dropped(blueprint, drawn.anatomy, digests[0]),
-        _constants(blueprint, manifest, digests[1]),
+        _constants(blueprint, manifest, out, digests[1]),
         _as_born(blueprint, manifest, digests[1]),
-        *_extended(blueprint, manifest, out, digests[0]),
-        *_joined(blueprint, manifest, out, digests[0]),
         *_as_trained(manifest, digests[1]),
         *check_beside_training(manifest, out),
     ]
@@ -195,9 +192,9 @@ def _same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder
 def _copies(
     blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
 ) -> Check:
+    """Whether every tensor that is one of the base's whole is so, byte for byte, but for those that were to train."""
     trained = manifest.trained
-    # What holds a part for each layer holds old layers' parts; other tensors of the base may have another name.
-    old = {o.name for o in blueprint.outputs if not o.new or isinstance(o.recipe, PerLayer) or _is_still(o)}
+    old = {o.name for o in blueprint.outputs if not o.new or o.kept.covered}
     stray = [o.name for o in blueprint.outputs if o.name in old and o.name in trained]
     told = manifest.changed_of_base
     if unasked := [name for name in stray if name not in told]:
@@ -205,16 +202,22 @@ def _copies(
         may = set(trainable_set(folder, manifest, "added").names) if manifest.operations else set()
         if forbidden := [name for name in unasked if name not in may]:
             return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
-    copied = {o.name: o.recipe.source for o in blueprint.outputs if o.name in told and isinstance(o.recipe, Copy)}
-    if wrong := [name for name, source in copied.items() if told[name] != base[source]]:
+    copied = {o.name: of for o in blueprint.outputs if (of := _copy_of(o.recipe)) is not None}
+    if wrong := [name for name, of in copied.items() if name in told and told[name] != base[of]]:
         return Check("base tensors", False, f"said to have begun training as others than the base's: {some(wrong)}")
     untrained = [o for o in blueprint.outputs if o.name not in trained]
-    copies = {o.name: o.recipe.source for o in untrained if isinstance(o.recipe, Copy)}
-    wrong = [name for name, source in copies.items() if out[name] != base[source]]
+    copies = [o.name for o in untrained if o.name in copied]
+    wrong = [name for name in copies if out[name] != base[copied[name]]]
     kept = sum(not output.new for output in untrained)
     since = f"; {changed_by_training(len(stray))}" if stray else ""
     found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them{since}"
     return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
+
+
+def _copy_of(recipe: Recipe) -> str | None:
+    """The tensor of the base that a recipe makes a copy of, whole; None where it makes another."""
+    pieces = moves(recipe)
+    return pieces.tensors[0] if pieces.spans and pieces == Pieces.whole(pieces.tensors[0], pieces.nbytes) else None
 
 
 def changed_by_training(number: int) -> str:
@@ -222,42 +225,26 @@ def changed_by_training(number: int) -> str:
     return f"{number} base tensor{'s' * (number != 1)} changed by training"
 
 
-def _is_still(output: Output) -> bool:
-    return isinstance(output.recipe, Joined) and output.recipe.still
+def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out: CheckpointFolder) -> list[Check]:
+    """Nothing where no tensor holds parts of the base's; else whether all parts are, byte for byte.
 
-
-def _rows(
-    blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, digests: dict[str, str], out: dict[str, str]
-) -> list[Check]:
-    """Nothing where no tensor is made of rows of the base's; else whether all of them are, by bytes."""
-    held = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Joined)}
-    held = {name: recipe for name, recipe in held.items() if name not in manifest.trained}
-    if not held:
-        return []
-    wrong: list[str] = []
-    for name, recipe in held.items():
-        if (whole := recipe.whole) is not None:
-            digest = digests[whole.source]
+    Of tensors that were trained, those parts that do not train with what is new.
+    """
+    trains_all = any(record.trains == "all" for record in blueprint.operations)
+    held: dict[str, Pieces] = {}
+    for output in blueprint.outputs:
+        if output.name in manifest.trained:
+            pieces = Pieces(0, ()) if trains_all or output.name in manifest.changed_of_base else output.kept
         else:
-            digest = pieces_digest(base.source, ranges_of(recipe, base.tensors))
-        wrong += [name] if out[name] != digest else []
-    still = sum(recipe.still for recipe in held.values())
-    kept = f"{still} hold what the base computes with, {len(held) - still} more begin as it, byte for byte"
-    return [Check.of("moved tensors", wrong, "not the rows of the base that they should be", kept)]
-
-
-def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out: Mapping[str, str]) -> list[Check]:
-    """Nothing where no tensor outside the layers holds a part for each; else whether all parts are the base's."""
-    held = [(o.name, o.recipe) for o in blueprint.outputs if isinstance(o.recipe, PerLayer)]
-    held = [(name, recipe) for name, recipe in held if name not in manifest.trained]
+            pieces = moves(output.recipe)
+        if pieces.spans and _copy_of(output.recipe) is None:
+            held[output.name] = pieces
     if not held:
         return []
-    wrong = [
-        name for name, recipe in held if out[name] != parts_digest(base.source, base.tensors[recipe.of.source], recipe)
-    ]
-    parts = sum(len(recipe.order) for _, recipe in held)
-    kept = f"{parts} in {len(held)} tensors outside the layers, byte-identical to the base's parts of layers like them"
-    return [Check.of("parts of layers", wrong, "not the base's part for every layer", kept)]
+    wrong = [name for name, pieces in held.items() if not holds_pieces(out, name, pieces, base)]
+    parts = sum(len(pieces.spans) for pieces in held.values())
+    kept = f"{len(held)} tensors hold {parts} parts of the base's, byte-identical"
+    return [Check.of("parts of tensors", wrong, "not the parts of the base's that they should hold", kept)]
 
 
 def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
@@ -309,14 +296,30 @@ def _none(manifest: Manifest) -> str:
     return "trained since, or the plan makes none" if manifest.trained else "the plan makes none"
 
 
-def _constants(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
+def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, out: dict[str, str]) -> Check:
     """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
     trained = manifest.trained
     untrained = [o for o in blueprint.outputs if o.name not in trained]
     constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
     wrong = [name for name, recipe in constants if out[name] != constant_digest(recipe)]
+    # Zeros that keep more neurons silent, say, beside those of the base.
+    wider = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Widened)]
+    wrong += [name for name, recipe in wider if not _silent_beside(recipe, name, folder)]
     kept = f"{len(constants)} tensors hold the value they are born with" if constants else _none(manifest)
     return Check.of("constants", wrong, "not the value they are born with", kept)
+
+
+def _silent_beside(recipe: Widened, name: str, out: CheckpointFolder) -> bool:
+    """Whether the parts of a wider tensor that are constant are so, by bytes."""
+    info, begin = out.tensors[name], 0
+    for part in recipe.parts:
+        end = begin + part.shape[recipe.axis]
+        if isinstance(part, Constant):
+            lying = indices(name, info.shape, DTYPE_BITS[info.dtype], recipe.axis, range(begin, end))
+            if digest_of_pieces(out, lying) != constant_digest(part):
+                return False
+        begin = end
+    return True
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
@@ -328,56 +331,6 @@ def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> C
     changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
     kept = f"{len(computed)} computed ones are as they were written" if computed else _none(manifest)
     return Check.of("new tensors", changed, "changed since they were written", kept)
-
-
-def _extended(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, base: dict[str, str]) -> list[Check]:
-    """Nothing where no tensor got more rows; else whether its first rows are the base's, trained or not."""
-    whole = manifest.changed_of_base
-    recipes = {o.name: o.recipe for o in blueprint.outputs if isinstance(o.recipe, Extended) and o.name not in whole}
-    if not recipes or any(record.trains == "all" for record in blueprint.operations):
-        return []
-    rows = {name: info for name, recipe in recipes.items() if (info := out.tensors[name].first(recipe.of.shape))}
-    found = digests_of_rows(out, rows)
-    wrong = [name for name, recipe in recipes.items() if found.get(name) != base[recipe.of.source]]
-    kept = f"the first {next(iter(recipes.values())).of.shape[0]:,} of {some(list(recipes))}, byte-identical"
-    return [Check.of("old rows", wrong, "not byte-identical to the base's", kept)]
-
-
-def _joined(blueprint: Blueprint, manifest: Manifest, out: CheckpointFolder, base: Mapping[str, str]) -> list[Check]:
-    """Nothing where no tensor became wider; else whether the base's lie in them, and what is to add nothing is zero."""
-    whole = manifest.changed_of_base
-    joined = [o for o in blueprint.outputs if isinstance(o.recipe, Widened) and o.name not in whole]
-    if not joined or any(record.trains == "all" for record in blueprint.operations):
-        return []
-    made = NewTensor(dtype="", shape=[], sha256="0" * 64, operation=0, recipe={})
-    wrong: list[str] = []
-    for output in joined:
-        recipe, info = output.recipe, out.tensors[output.name]
-        assert isinstance(recipe, Widened)
-        spans = made.model_copy(update={"recipe": describe(recipe)})
-        fixed = {index for begin, end in spans.fixed_spans for index in range(begin, end)}
-        for source, at in spans.places_of_parts().items():
-            if output.name in manifest.trained and not fixed >= set(at):
-                continue
-            held = PerLayer(Copy(info.name, info.dtype, info.shape), recipe.axis, info.shape[recipe.axis], at)
-            wrong += [output.name] if parts_digest(out.source, info, held) != base[source] else []
-        at_birth = output.name not in manifest.trained
-        for part, begin in zip(recipe.parts, spans.begins, strict=True):
-            expected = _at_birth(part, base)
-            if at_birth and expected is not None:
-                span = tuple(range(begin, begin + part.shape[recipe.axis]))
-                held = PerLayer(Copy(info.name, info.dtype, info.shape), recipe.axis, info.shape[recipe.axis], span)
-                wrong += [output.name] if parts_digest(out.source, info, held) != expected else []
-    kept = f"{len(joined)} tensors hold those of the base byte for byte, and zeros where they add nothing"
-    return [Check.of("widened tensors", wrong, "not the base's with more beside it", kept)]
-
-
-def _at_birth(part: Recipe, base: Mapping[str, str]) -> str | None:
-    """The digest of a new part of a wider tensor before it trains; None where only its recipe says what it is."""
-    if isinstance(part, Constant):
-        return constant_digest(part)
-    whole = isinstance(part, Sliced) and part.shape == part.of.shape
-    return base[part.of.source] if isinstance(part, Sliced) and whole else None
 
 
 def _as_trained(manifest: Manifest, out: dict[str, str]) -> list[Check]:
@@ -474,19 +427,14 @@ def check_earlier(
     again = redrawn(state.undone, base.tensors, base.own, first=state.number + 1, file=file)
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
-    grown = {state.places[name]: state.held[name] for name in state.more}
-    by_place = now | digests_of_rows(out, grown)
-    then = {name: by_place.get(place) for name, place in state.places.items()}
-    for name, parts in state.parts.items():
-        then[name] = parts_digest(out.source, out.tensors[state.places[name]], parts)
     retrained = manifest.changed_of_base
-    moved = [
-        place
-        for name, place in state.places.items()
-        if then[name] != found.tensors[name].sha256 and place not in retrained
-    ]
-    joined = {name: pieces_digest(out.source, pieces) for name, pieces in state.joined.items()}
-    moved += [name for name, digest in joined.items() if digest != found.tensors[name].sha256]
+    moved: list[str] = []
+    for name, lying in state.held.items():
+        place = lying.tensors[0]
+        whole = lying.is_all_of(out.tensors[place])
+        digest = now[place] if whole else digest_of_pieces(out, lying)
+        if digest != found.tensors[name].sha256 and not (whole and place in retrained):
+            moved.append(place)
     held = held_by(manifest, file=file)
     edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     edited += [name for name in held if name not in now]
@@ -557,7 +505,7 @@ def redrawn(
         wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
         drawn.append(step)
         trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
-        moved = {o.name: of.source for o in blueprint.outputs if (of := _unchanged(o)) is not None}
+        moved = {o.name: of for o in blueprint.outputs if (of := _unchanged(o)) is not None}
         kept = {} if trains_all else {name: kept[source] for name, source in moved.items() if source in kept}
         tensors = {o.name: _planned(o) for o in blueprint.outputs}
         config = blueprint.config
@@ -565,12 +513,9 @@ def redrawn(
     return Redrawn(drawn, wrong, trains_all)
 
 
-def _unchanged(output: Output) -> Copy | None:
+def _unchanged(output: Output) -> str | None:
     """The tensor of the base that an output is and stays while what is new trains; None where it is another."""
-    recipe = output.recipe
-    if isinstance(recipe, Joined):
-        return recipe.whole if recipe.still else None
-    return recipe if not output.new and isinstance(recipe, Copy) else None
+    return _copy_of(output.recipe) if output.kept.covered else None
 
 
 def _planned(output: Output) -> TensorInfo:
@@ -595,7 +540,7 @@ def check_own_manifest(
     Raises BadInput where the manifest contradicts itself.
     """
     # But for those to which the surgery gave another value.
-    places = {name: place for name, place in places_of(manifest).items() if place not in manifest.new_tensors}
+    places = {name: place for name, place in kept_as_they_are(manifest).items() if place not in manifest.new_tensors}
     described = [_own_layers(manifest, anatomy), _own_tensors(manifest, places, out), *_own_code(manifest, out)]
     if not all(check.holds for check in described):
         return described

@@ -13,13 +13,14 @@ from rich.text import Text
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.files import check_readable
+from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.plain import plain, plain_fields
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import native_config, without_a_place
 from surgeon.families.dissect import dissect
-from surgeon.manifest.manifest import MANIFEST_FILE, manifest_of
+from surgeon.manifest.manifest import MANIFEST_FILE
+from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
 

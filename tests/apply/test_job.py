@@ -47,10 +47,10 @@ def joined(first: CheckpointFolder, second: CheckpointFolder) -> Job:
     zeros = first.tensors[SILENT]
     outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), 0))
     shards = (Shard("model.safetensors", tuple(outputs), None),)
-    origins = {output.name: Origin(first.source, first.tensors[output.name]) for output in outputs[:-1]}
+    origins = {output.name: Origin.of(first.source, first.tensors[output.name]) for output in outputs[:-1]}
     return Job(
         shards=shards,
-        origins=origins | {NORM: Origin(second.source, second.tensors[NORM])},
+        origins=origins | {NORM: Origin.of(second.source, second.tensors[NORM])},
         files=model_files(first.config, shards, {"code.py": b"# code\n"}),
         finish=finish,
         identity={"of": [first.identity(), second.identity()]},

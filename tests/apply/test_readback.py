@@ -56,7 +56,7 @@ def test_tensors_of_one_name_in_two_files_are_two(tmp_path: Path) -> None:
     source = LocalSource(tmp_path)
     infos = [header.tensors[0] for header in source.headers(files).values()]
     assert [info.name for info in infos] == ["weight", "weight"]
-    assert len({Origin(source, info).key for info in infos}) == 2
+    assert len({Origin.of(source, info).key(info) for info in infos}) == 2
 
 
 def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

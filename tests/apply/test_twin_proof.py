@@ -23,7 +23,7 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families import FAMILIES, remembered
+from surgeon.families import FAMILIES, anatomy_cache
 from surgeon.families.decoders import usual_layer
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Config, Family, LayerParts, Part, Sizes, norm
@@ -236,7 +236,7 @@ def test_another_config_version_or_code_is_proven_anew(
     assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "promised"
     for name, value in (("versions", lambda: {"transformers": "0", "torch": "0"}), ("_code", lambda: "another")):
         with monkeypatch.context() as patched:
-            patched.setattr(remembered, name, value)
+            patched.setattr(anatomy_cache, name, value)
             assert how(base) == "promised"
     (entry,) = proofs.iterdir()
     for content in (b"{", b"[]", entry.read_bytes().replace(b'"key":"', b'"key":"0')):

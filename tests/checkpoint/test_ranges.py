@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.checkpoint import ranges
-from surgeon.checkpoint.ranges import compare_beginning, copy_range, reserve, sha256_range, write_all, zeros_sha256
+from surgeon.checkpoint.ranges import copy_range, reserve, sha256_range, write_all, zeros_sha256
 from surgeon.errors import BadInput
 
 CONTENT = bytes(os.urandom(300_001))
@@ -126,20 +126,6 @@ def test_reserved_room_is_zeros(files: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("begin", "end"), [(0, 300_001), (0, 0), (17, 17), (5, 123_456), (300_000, 300_001)])
 def test_digests_of_ranges(begin: int, end: int, files: tuple[int, int]) -> None:
     assert sha256_range(files[0], begin, end) == hashlib.sha256(CONTENT[begin:end]).hexdigest()
-
-
-@pytest.mark.parametrize("count", [0, 1, 700_000, 8_999_000])
-def test_digests_of_a_beginning_and_of_all(count: int, tmp_path: Path) -> None:
-    whole = CONTENT * 30
-    (tmp_path / "one").write_bytes(b"ab" + whole[:count])
-    (tmp_path / "other").write_bytes(b"abc" + whole)
-    one, other = (os.open(tmp_path / name, os.O_RDONLY) for name in ("one", "other"))
-    digests = tuple(hashlib.sha256(whole[:end]).hexdigest() for end in (count, 8_999_500))
-    assert compare_beginning(one, 2, other, 3, count, 8_999_503) == digests
-    if count:
-        assert compare_beginning(one, 2, other, 4, count, 8_999_503) is None
-    os.close(one)
-    os.close(other)
 
 
 def test_digests_across_buffers(tmp_path: Path) -> None:

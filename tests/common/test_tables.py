@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 import surgeon
 from surgeon.apply.preview import preview_view
-from surgeon.common.plain import by_number
+from surgeon.common.json_results import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.data.scoring import Ratio
 from surgeon.evaluate.evaluate import evaluation_view

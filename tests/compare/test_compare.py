@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.working import parse_record, record_of
+from surgeon.checkpoint.work_folders import parse_record, record_of
 from surgeon.cli import app
 from surgeon.compare import workers
+from surgeon.compare.base_defaults import suited
 from surgeon.compare.compare import Compared
 from surgeon.compare.config import load_study
 from surgeon.compare.configs import training_config
-from surgeon.compare.suited import suited
 from surgeon.errors import BadInput
 from surgeon.train.config import load_config
 from surgeon.train.preparing import check_base_trains

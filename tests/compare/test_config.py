@@ -11,7 +11,7 @@ import pytest
 
 from surgeon.compare.config import LoadedStudy, json_schema, load_study
 from surgeon.compare.configs import measured_names, recalled_by, training_config
-from surgeon.compare.order import Run, rates_of, wanted
+from surgeon.compare.schedule import Run, rates_of, wanted
 from surgeon.compare.specs import PEERS
 from surgeon.errors import BadInput
 from surgeon.plan.shipped import names, shipped_studies

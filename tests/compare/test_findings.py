@@ -10,9 +10,9 @@ import pytest
 
 from surgeon.compare.findings import Findings, find
 from surgeon.compare.frontier import verdict
-from surgeon.compare.order import Run
 from surgeon.compare.page import render
 from surgeon.compare.records import Record, SourceLoss
+from surgeon.compare.schedule import Run
 from tests.compare.test_config import SMALLEST, written
 
 STUDY = (

@@ -22,7 +22,7 @@ import yaml
 import surgeon
 from surgeon.checkpoint import signed
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.held import HeldFolder
+from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.common.listener import Quiet
 from surgeon.continual import course
 from surgeon.continual.continual import Continued

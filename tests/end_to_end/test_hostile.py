@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply.finite import FiniteCheck
+from surgeon.apply.finiteness import FiniteCheck
 from surgeon.checkpoint.names import check_new_name
 from surgeon.cli import app
 from surgeon.errors import BadInput

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply import unmoved
+from surgeon.apply import linked_shards
 from surgeon.checkpoint import linking
 from surgeon.cli import app
 from surgeon.errors import BadInput
@@ -159,7 +159,7 @@ def test_a_cut_off_run_leaves_the_base_as_it_is(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(unmoved, "hard_link", killed)
+        patched.setattr(linked_shards, "hard_link", killed)
         with pytest.raises(KeyboardInterrupt):
             surgeon.apply(plan(ADAPTERS), base, tmp_path / "out", link=True)
     assert not (tmp_path / "out").exists()
@@ -183,9 +183,9 @@ def test_blocks_are_shared_where_the_file_system_can(
         return True
 
     surgeon.apply(plan(ADAPTERS), base, tmp_path / "copied")
-    monkeypatch.setattr(unmoved, "can_clone", lambda *_: True)
-    monkeypatch.setattr(unmoved, "clone", cloned)
-    monkeypatch.setattr(unmoved, "_cores", lambda: 1)
+    monkeypatch.setattr(linked_shards, "can_clone", lambda *_: True)
+    monkeypatch.setattr(linked_shards, "clone", cloned)
+    monkeypatch.setattr(linked_shards, "_cores", lambda: 1)
     applied = surgeon.apply(plan(ADAPTERS), base, tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "copied")
     moved = applied.moved
@@ -211,13 +211,13 @@ def test_what_was_read_before_is_not_read_again(
 ) -> None:
     monkeypatch.setenv("SURGEON_CACHE", str(tmp_path / "cache"))
     read: list[int] = []
-    real = unmoved.sha256_range
+    real = linked_shards.sha256_range
 
     def counted(fd: int, begin: int, end: int, *rest: object) -> str:
         read.append(end - begin)
         return real(fd, begin, end, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(unmoved, "sha256_range", counted)
+    monkeypatch.setattr(linked_shards, "sha256_range", counted)
     young, old, again, copied = (tmp_path / name for name in ("young", "old", "again", "copied"))
 
     def hashed(out: Path) -> int:

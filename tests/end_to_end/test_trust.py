@@ -324,7 +324,7 @@ def test_verify_names_what_was_planted_beside_an_output(
 
 
 def _pushed_as_checked(out: Path) -> None:
-    from surgeon.manifest.manifest import manifest_of
+    from surgeon.manifest.reading import manifest_of
     from surgeon.share.push import _check_kept, _own_checks
 
     folder = CheckpointFolder.open(out)

@@ -15,7 +15,8 @@ import surgeon
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, read_metadata
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.manifest.card import base_model_of, card
-from surgeon.manifest.manifest import Manifest, parse
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import parse
 from tests import tiny
 
 CONFIG = {"architectures": ["LlamaForCausalLM"]}

@@ -12,7 +12,8 @@ import pytest
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import Manifest, parse, seal_of
+from surgeon.manifest.manifest import Manifest, seal_of
+from surgeon.manifest.reading import parse
 from tests import tiny
 from tests.end_to_end.test_refusals import refused
 from tests.manifest.edits import edited, resealed

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.models import stored_matrix
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.models.load import load_model

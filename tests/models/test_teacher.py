@@ -12,7 +12,7 @@ import torch
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, SurgeonError
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.trainable import trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.load import load_model

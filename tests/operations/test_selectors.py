@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgeon.errors import BadInput
+from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern, period_of
-from surgeon.families.readers import other_scale
 from surgeon.operations.selectors import (
     After,
     Every,

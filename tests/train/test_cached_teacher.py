@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import surgeon
-from surgeon.checkpoint import room
+from surgeon.checkpoint import disk_space
 from surgeon.checkpoint.signed import read_signed
 from surgeon.common.listener import Quiet
 from surgeon.data.packing import Mixture
@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path, monkeypatch: pyte
     assert "did you mean `cached`" in refusal(teacher={"cache": 8})
     assert "`preserve.teacher.cached` is 0" in refusal(teacher={"cached": 0})
     assert "preserve.teacher" in refusal(teacher="copy")
-    monkeypatch.setattr(room, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 1000)
     assert "for what the base says" in refusal(teacher={"cached": 8})
     assert not (tmp_path / "run").exists()
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.train.itself import memory_folder
 from surgeon.train.publishing import Trained
 from surgeon.train.saved.checkpoints import newest_checkpoint
 from surgeon.train.saved.work_folder import work_folder
+from surgeon.train.self_generated import memory_folder
 from tests import tiny
 from tests.train import sharded_runs
 from tests.train.test_train import CONFIG, base_of, config, digests, grown

@@ -15,7 +15,7 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.train import loading
-from surgeon.train.fitting import _states
+from surgeon.train.gate_fitting import _states
 from surgeon.train.isolation import Isolation, probe
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.signed import read_signed
-from surgeon.checkpoint.working import record_of
+from surgeon.checkpoint.work_folders import record_of
 from surgeon.common import own_key
 from surgeon.common.listener import Quiet
 from surgeon.data.documents import Documents

@@ -10,7 +10,8 @@ import torch
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.manifest.manifest import Manifest, parse
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import parse
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config import Settings

@@ -23,7 +23,8 @@ import surgeon
 from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
-from surgeon.manifest.manifest import manifest_of, seal_of
+from surgeon.manifest.manifest import seal_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER
 from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
 from surgeon.manifest.within import base_within

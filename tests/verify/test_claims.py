@@ -19,7 +19,8 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import Manifest, parse
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import parse
 from surgeon.operations import OPERATIONS
 from surgeon.verify import static
 from surgeon.verify.verify import _static

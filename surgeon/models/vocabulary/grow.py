@@ -20,9 +20,9 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.asked import Listed, asked, check_words, marked_once
 from surgeon.models.vocabulary.growing import Old
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
+from surgeon.models.vocabulary.requested_words import Listed, asked, check_words, marked_once
 from surgeon.models.vocabulary.texts import measured_text, named
 
 _OF_THE_PLAN = Listed()

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surgeon.checkpoint.room import writing
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.signed import read_signed, write_signed
-from surgeon.checkpoint.working import read_own
+from surgeon.checkpoint.work_folders import read_own
 from surgeon.common.distributed import Ranks, is_sharded, waiting
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener

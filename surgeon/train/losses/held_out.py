@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from surgeon.data.judging import judge
+from surgeon.data.classification_metrics import judge
 from surgeon.data.packing import PackedSequence
 from surgeon.data.scoring import score
 from surgeon.train.processes.sharding import let_go

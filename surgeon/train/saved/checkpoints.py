@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.signed import Signed, read_signed, write_signed
-from surgeon.checkpoint.working import read_own, sync, write_durably
+from surgeon.checkpoint.work_folders import read_own, sync, write_durably
 from surgeon.errors import BadInput, printable
 
 COMPLETE_FILE = "complete.json"

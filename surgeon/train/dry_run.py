@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.common.plain import plain_fields
+from surgeon.common.json_results import plain_fields
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
 from surgeon.data.masking import Encoded
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.footprint import copied_bytes, optimizer_bytes, peak_memory
-from surgeon.train.itself import Imagined
 from surgeon.train.loading import (
     cached_teacher,
     check_isolation,
@@ -35,6 +34,7 @@ from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.preserving import NUMBERS, Preserving
 from surgeon.train.losses.top_k import TopK
 from surgeon.train.opening import Run
+from surgeon.train.self_generated import Imagined
 from surgeon.train.steps.by_document import by_document
 
 # Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.apply.finite import FiniteCheck
+from surgeon.apply.finiteness import FiniteCheck
 from surgeon.apply.job import Job
 from surgeon.apply.readback import Origin, ReadBack, Way
 from surgeon.blueprint.shards import Shard
@@ -22,8 +22,8 @@ from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_li
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.formatting import size
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Stopwatch
-from surgeon.common.plain import plain_fields
 from surgeon.errors import BadInput, printable
 
 # Beyond this many cores the disk, or the memory, gives no more.
@@ -64,7 +64,7 @@ def way_to(job: Job, out: Path) -> Way:
     """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
     folder = out.absolute().parent
     for origin in job.unchanged.values():
-        source = origin.source.open_shard(origin.tensor.file)
+        source = origin.source.open_shard(origin.first.file)
         try:
             if job.link:
                 check_linkable(source, _place(origin), folder)
@@ -83,7 +83,7 @@ def bytes_to_move(job: Job, out: Path) -> int:
 
 def _place(origin: Origin) -> Path:
     assert isinstance(origin.source, LocalSource), origin.source.shown
-    return origin.source.place(origin.tensor.file)
+    return origin.source.place(origin.first.file)
 
 
 class Unmoved:
@@ -110,7 +110,7 @@ class Unmoved:
         if origin is None:
             return False
         twin = self._job.twins[shard.file]
-        source = origin.source.open_shard(origin.tensor.file)
+        source = origin.source.open_shard(origin.first.file)
         try:
             target.parent.mkdir(exist_ok=True)
             before = Stamp.of(os.fstat(source))
@@ -128,7 +128,7 @@ class Unmoved:
                 after = Stamp.of(os.fstat(source))
                 if not after.same_content(before):
                     raise BadInput(
-                        f"{printable(origin.tensor.file)}: changed meanwhile; start again when nothing writes to it"
+                        f"{printable(origin.first.file)}: changed meanwhile; start again when nothing writes to it"
                     )
                 self._proof.take(shard, found, self._way)
             keep_digests(after, twin, found)
@@ -140,7 +140,7 @@ class Unmoved:
         """Keep the digests of originals that were copied as they are, for when they need not be moved."""
         for file, stamp in self._copied.items():
             origin, twin = self._job.unchanged[file], self._job.twins[file]
-            source = origin.source.open_shard(origin.tensor.file)
+            source = origin.source.open_shard(origin.first.file)
             try:
                 if Stamp.of(os.fstat(source)) == stamp and (found := self._proof.known(twin)) is not None:
                     keep_digests(stamp, twin, found)

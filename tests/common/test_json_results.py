@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.common.plain import plain, plain_fields
+from surgeon.common.json_results import plain, plain_fields
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 import accelerate
 import transformers
 
+from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.room import writing
-from surgeon.checkpoint.working import WorkFolder
+from surgeon.checkpoint.work_folders import WorkFolder
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.listener import Listener

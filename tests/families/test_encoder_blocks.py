@@ -9,7 +9,7 @@ import torch
 
 from surgeon.errors import BadInput
 from surgeon.families.derived import derive
-from surgeon.families.spans import encoder_composition
+from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.twin import twin_of
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.composition import ATTENTION, FFN

@@ -12,13 +12,13 @@ import torch
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.manifest.manifest import manifest_of
+from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.trainable import LayersSpec, trainable_set
 from surgeon.models.load import load_model
 from surgeon.models.stream import StreamedModel
 from surgeon.runtime.gate import DomainGate
 from surgeon.runtime.gate_rules import GateSpec
-from surgeon.train import fitting
+from surgeon.train import gate_fitting
 from surgeon.train.config import load_config
 from surgeon.train.preparing import prepare
 from tests.train.test_train import base_of, config
@@ -92,14 +92,14 @@ def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
     out = CheckpointFolder.open(made / "out")
     model = load_model(out)
     drawn = torch.Generator().manual_seed(0)
-    gate, layer = fitting._gate_of(model)
+    gate, layer = gate_fitting._gate_of(model)
     with torch.no_grad():
         for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
     ids = torch.randint(10, 100, (12, 20), generator=drawn)
-    sequences = [fitting.PackedSequence(row, row, list(range(20)), 0) for row in ids.tolist()]
-    scored = fitting._Scored.of(model, layer, sequences)
-    gate.threshold.data = fitting._threshold(gate, [scored], torch.bfloat16)
+    sequences = [gate_fitting.PackedSequence(row, row, list(range(20)), 0) for row in ids.tolist()]
+    scored = gate_fitting._Scored.of(model, layer, sequences)
+    gate.threshold.data = gate_fitting._threshold(gate, [scored], torch.bfloat16)
 
     def share() -> float:
         flow = __import__("sys").modules[type(model).__module__].Flow()
@@ -115,23 +115,23 @@ def test_what_is_asked_for_is_what_the_model_itself_does(made: Path) -> None:
 def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     """Not on all of them together: a small source beside a large one would be open to its last token."""
     model = load_model(CheckpointFolder.open(made / "out"))
-    gate, layer = fitting._gate_of(model)
+    gate, layer = gate_fitting._gate_of(model)
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in gate.buffers():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
 
-    def scored(count: int, first: int) -> fitting._Scored:
+    def scored(count: int, first: int) -> gate_fitting._Scored:
         rows = torch.randint(first, first + 40, (count, 20), generator=drawn).tolist()
-        sequences = [fitting.PackedSequence(row, row, list(range(20)), 0) for row in rows]
-        return fitting._Scored.of(model, layer, sequences)
+        sequences = [gate_fitting.PackedSequence(row, row, list(range(20)), 0) for row in rows]
+        return gate_fitting._Scored.of(model, layer, sequences)
 
     large, small = scored(200, 10), scored(4, 60)
 
     def shares() -> list[float]:
         return [float(each.open(gate)[0].double().mean()) for each in (large, small)]
 
-    chosen = [fitting._threshold(gate, each, torch.float32) for each in ([large], [small], [large, small])]
+    chosen = [gate_fitting._threshold(gate, each, torch.float32) for each in ([large], [small], [large, small])]
     assert chosen[2] == max(chosen[:2]) > min(chosen[:2])
     gate.threshold.data = chosen[2]
     assert max(shares()) <= 0.05
@@ -150,7 +150,7 @@ def test_evidence_is_a_likelihood_in_which_each_source_counts_alike(form: str) -
         return kinds.repeat_interleave(torch.tensor(counts), dim=0).half()
 
     states = [(source(4900, 0, 100), False), (source(0, 50, 0), False), (source(20, 100, 280), True)]
-    fitted = fitting._classifier(gate, [lambda: states, lambda: states], 0)
+    fitted = gate_fitting._classifier(gate, [lambda: states, lambda: states], 0)
     for name, parameter in gate.named_buffers():
         parameter.data = fitted[name]
     evidence = gate.evidence(kinds).squeeze(-1) / 2**16

@@ -16,7 +16,7 @@ import pytest
 import surgeon
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families import derived, remembered
+from surgeon.families import anatomy_cache, derived
 from tests.decoders import tiny_decoder
 
 PLAN = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n"
@@ -119,14 +119,14 @@ def test_another_config_header_version_or_code_has_another_key(base: Path, monke
     folder = surgeon.inspect(base)
     config = json.loads((base / "config.json").read_text())
     tensors = {info.name: info for layer in folder.anatomy.layers for info in layer.values()}
-    keys = {remembered._key(config, tensors)}
-    assert keys == {remembered._key(dict(config), dict(tensors))}
-    keys.add(remembered._key({**config, "rms_norm_eps": 1e-3}, tensors))
-    keys.add(remembered._key(config, dict(list(tensors.items())[1:])))
-    monkeypatch.setattr(remembered, "_code", lambda: "another")
-    keys.add(remembered._key(config, tensors))
-    monkeypatch.setattr(remembered.metadata, "version", lambda name: "0")
-    keys.add(remembered._key(config, tensors))
+    keys = {anatomy_cache._key(config, tensors)}
+    assert keys == {anatomy_cache._key(dict(config), dict(tensors))}
+    keys.add(anatomy_cache._key({**config, "rms_norm_eps": 1e-3}, tensors))
+    keys.add(anatomy_cache._key(config, dict(list(tensors.items())[1:])))
+    monkeypatch.setattr(anatomy_cache, "_code", lambda: "another")
+    keys.add(anatomy_cache._key(config, tensors))
+    monkeypatch.setattr(anatomy_cache.metadata, "version", lambda name: "0")
+    keys.add(anatomy_cache._key(config, tensors))
     assert len(keys) == 5
 
 
@@ -196,8 +196,8 @@ def test_apply_and_verify_prove_for_themselves(
     def refuse(*_args: Any) -> bytes:
         raise AssertionError("the cache was read")
 
-    monkeypatch.setattr(remembered, "read_entry", refuse)
-    monkeypatch.setattr(remembered, "write_entry", refuse)
+    monkeypatch.setattr(anatomy_cache, "read_entry", refuse)
+    monkeypatch.setattr(anatomy_cache, "write_entry", refuse)
     applied = surgeon.apply(plan, base, tmp_path / "out")
     assert KEPT_WORDS not in applied.preview.notes[0]
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds

@@ -65,7 +65,7 @@ class Beside:
             digests |= found
             held |= {file: {info.name: info for info in infos} for file, infos in in_order(adapter).items()}
             files[ADAPTER_CONFIG_FILE] = content
-        origins = {name: Origin(out.source, info) for infos in held.values() for name, info in infos.items()}
+        origins = {name: Origin.of(out.source, info) for infos in held.values() for name, info in infos.items()}
         return cls(held, digests, origins, files)
 
     def lacked_by(self, base_at: Mapping[str, StoredTensor]) -> tuple[Shard, ...]:
