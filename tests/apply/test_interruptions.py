@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, calls: int, code: int) -> None:

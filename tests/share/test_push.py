@@ -23,7 +23,7 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
-from tests.end_to_end.conftest import WITHOUT_SURGEON
+from tests.elsewhere import WITHOUT_SURGEON
 from tests.manifest.edits import edited, resealed
 from tests.test_api import check_json
 from tests.warm import warm
