@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from surgeon.cli import app
 from tests.checkpoint.stand_in_hub import Hub
+from tests.warm import warm
 
 
 def refused(*arguments: object, code: int = 2) -> str:
@@ -39,5 +41,31 @@ def run_surgeon(
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
+
+
+# `surgeon`, whose process is killed as soon as the checkpoint of a step is complete in a folder of some name.
+_KILLED_AT = """
+import os, signal, sys
+from surgeon.train.steps import trainer
+within, step = sys.argv[1], int(sys.argv[2])
+complete = trainer.complete
+
+def killed(checkpoint, reached, *more):
+    complete(checkpoint, reached, *more)
+    if reached >= step and within in str(checkpoint):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.complete = killed
+sys.argv[1:3] = []
+from surgeon.cli import main
+main()
+"""
+
+
+def killed_at(step: int, *arguments: str, within: str = "") -> None:
+    """Run the command line until the checkpoint of a step is complete (in a path with `within`), and kill it there."""
+    command = [*warm(), "-c", _KILLED_AT, within, str(step), *arguments]
+    ran = subprocess.run(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, check=False)
+    assert ran.returncode == -signal.SIGKILL, (ran.returncode, ran.stderr[-2000:])

@@ -108,7 +108,7 @@ def in_a_process(*command: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert TOKEN not in ran.stdout + ran.stderr
