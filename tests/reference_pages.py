@@ -29,9 +29,9 @@ explains its options. A key that is not listed here is refused with its line.
 PAPERS_HEAD = """\
 # Papers
 
-The papers behind the operations, for who writes about them. Model cards, and `surgeon report`, cite those that an output used;
-[CITATION.cff](../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the operations, and
-a test compares the two.
+The papers behind the operations. Model cards, and `surgeon report`, cite those that an output used;
+[CITATION.cff](../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the operations,
+and a test compares the two.
 
 | paper | operations |
 |---|---|
@@ -84,9 +84,7 @@ def _cited(paper: Paper) -> str:
 
 def _names(authors: str) -> str:
     """The authors of a BibTeX entry as people write them: given names first."""
-    plain = re.sub(
-        r"\{\\'(\w)\}", lambda accented: normalize("NFC", f"{accented[1]}\N{COMBINING ACUTE ACCENT}"), authors
-    )
+    plain = re.sub(r"\{\\'(\w)\}", lambda found: normalize("NFC", f"{found[1]}\N{COMBINING ACUTE ACCENT}"), authors)
     people = plain.split(" and ")
     names = [" ".join(reversed(person.split(", "))) for person in people if person != "others"]
     return ", ".join(names) + (" and others" if "others" in people else "")
