@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import no_room
+from surgeon.common.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.common.json_results import Result

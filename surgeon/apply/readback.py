@@ -31,7 +31,7 @@ from surgeon.checkpoint.ranges import (
 )
 from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
-from surgeon.checkpoint.work_folders import sync
+from surgeon.common.work_folders import sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.

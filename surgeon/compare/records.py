@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
-from surgeon.checkpoint.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
+from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
+from surgeon.common.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
 from surgeon.errors import BadInput, printable
 
 STUDY_FILE = "study.json"

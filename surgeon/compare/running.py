@@ -15,6 +15,7 @@ from typing import Any
 
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.devices import one_thread
 from surgeon.common.listener import Quiet
 from surgeon.common.plugins import blamed
 from surgeon.compare.configs import RECALLED, seeded_plan
@@ -24,7 +25,6 @@ from surgeon.data.specs import GenerateSpec
 from surgeon.errors import Mistakes, SurgeonError
 from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
-from surgeon.families.twin import one_thread
 from surgeon.train.config import load_config
 from surgeon.train.saved.work_folder import work_folder
 from surgeon.train.self_generated import memory_folder

@@ -18,8 +18,8 @@ import yaml
 
 from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.work_folders import write_durably
 from surgeon.common.listener import Listener
+from surgeon.common.work_folders import write_durably
 from surgeon.compare.config import GROUPS, LoadedStudy
 from surgeon.compare.configs import (
     RECALLED,

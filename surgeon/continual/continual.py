@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.preview import preview
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet

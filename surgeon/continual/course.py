@@ -19,12 +19,12 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.signed import Signed, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.staging import check_destination
-from surgeon.checkpoint.work_folders import WorkFolder, sync, working_in, write_durably
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
+from surgeon.common.signed import Signed, check_own, read_signed, write_signed
+from surgeon.common.work_folders import WorkFolder, sync, working_in, write_durably
 from surgeon.continual.config import LoadedTasks, at_line
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from surgeon.apply.linked_shards import bytes_to_move
 from surgeon.apply.write import execute
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.common.disk_space import writing
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples

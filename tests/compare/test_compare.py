@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.work_folders import parse_record, record_of
 from surgeon.cli import app
+from surgeon.common.work_folders import parse_record, record_of
 from surgeon.compare import workers
 from surgeon.compare.base_defaults import suited
 from surgeon.compare.compare import Compared

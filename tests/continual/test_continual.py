@@ -20,9 +20,9 @@ import torch
 import yaml
 
 import surgeon
-from surgeon.checkpoint import signed
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.open_files import HeldFolder
+from surgeon.common import signed
 from surgeon.common.listener import Quiet
 from surgeon.continual import course
 from surgeon.continual.continual import Continued

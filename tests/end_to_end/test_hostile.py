@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.apply.finiteness import FiniteCheck
-from surgeon.checkpoint.names import check_new_name
 from surgeon.cli import app
+from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput
 from surgeon.models.tokens import token_batches
 from tests import tiny
