@@ -23,8 +23,8 @@ from surgeon.common.formatting import count
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
-from surgeon.compare.base_defaults import suited
-from surgeon.compare.config import GROUPS, LoadedStudy, load_study
+from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study
+from surgeon.compare.config.settings import suited
 from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
 from surgeon.compare.page import render

@@ -23,7 +23,8 @@ from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import head_plan
-from surgeon.train.config import MOST_LABELS, LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.schema import MOST_LABELS
 from surgeon.train.self_generated import join
 
 

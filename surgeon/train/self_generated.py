@@ -23,7 +23,7 @@ from surgeon.common.work_folders import WorkFolder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.training_data import written_source
 
 

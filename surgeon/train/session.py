@@ -27,7 +27,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (

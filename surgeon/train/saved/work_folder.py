@@ -12,7 +12,8 @@ from surgeon._version import __version__
 from surgeon.common.signed import check_own
 from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
-from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.settings import Settings
 from surgeon.train.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.train.training_data import TrainingData
 
