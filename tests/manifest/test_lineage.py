@@ -40,7 +40,8 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
                 "tensors": {
                     f"model.layers.{layer}.norm.weight": {"dtype": "F32", "shape": [2], "sha256": f"{layer:064x}"}
                     for layer in range(layers)
-                },
+                }
+                | {"lm_head.weight": {"dtype": "F32", "shape": [2], "sha256": f"{99:064x}"}},
                 "files": {},
             },
             "plan": "surgeon: 1",
