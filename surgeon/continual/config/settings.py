@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import yaml
-
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.yaml import written_yaml
 from surgeon.continual.config.loading import SLOTS, LoadedTasks, at_line, surgery_name
 from surgeon.continual.config.schema import NOTHING, TasksConfig, TaskSource, TaskSpec
 from surgeon.data.specs import ORIGINAL, SourceSpec
@@ -79,7 +78,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
-        return parse_plan(yaml.safe_dump(plan, sort_keys=False), source=surgery_name(loaded, number))
+        return parse_plan(written_yaml(plan), source=surgery_name(loaded, number))
 
 
 def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: CheckpointFolder) -> None:

@@ -53,7 +53,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
     )
     known_keys = keys_by_section(TrainConfig)
-    given = override(data, overrides)
+    given = override(data, overrides, example="optimizer.lr=1e-4")
     config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
     return LoadedConfig(config, path, lines, given)
 
