@@ -10,8 +10,8 @@ import torch
 
 import surgeon
 from surgeon.errors import BadInput
+from tests.checkpoints import same_bytes, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import same_bytes, weights
 from tests.models.grown import edit
 from tests.own_code import pebble
 

@@ -16,8 +16,8 @@ from surgeon.cli import app
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 from tests import tiny
-from tests.end_to_end.test_refusals import refused
-from tests.end_to_end.test_revert import train
+from tests.checkpoints import train
+from tests.commands import refused
 from tests.models.test_tokens import byte_tokenizer
 
 OPERATIONS: tuple[dict[str, Any], ...] = (

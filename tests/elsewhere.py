@@ -1,76 +1,13 @@
-"""Tiny checkpoints and shipped plans, shared by the end-to-end tests."""
+"""Processes that cannot import surgeon, in which outputs are loaded and run as their users do."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from safetensors.torch import load_file
-
-from surgeon.plan import shipped
-from surgeon.plan.plan import load_plan
-from tests import tiny
 from tests.warm import warm
-
-ROOT = Path(__file__).resolve().parents[2]
-PLANS = ROOT / "plans"
-
-
-def attaches_grafts(name: str) -> bool:
-    """Whether a shipped plan attaches a graft to the base on which it is tried.
-
-    Experts do so beside an MLP that no class of transformers holds with them.
-    """
-    operations = load_plan(shipped.find_plan(name)).plan.operations
-    return any(op.grafts and (op.op != "upcycle_experts" or name.endswith("/beside")) for op in operations)
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny Llama in bf16, four shards."""
-    return tiny.checkpoint(tmp_path / "base", "llama")
-
-
-@pytest.fixture
-def plan(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a plan of one `insert_layers` (or of any operations given) and returns its path."""
-
-    def write(*operations: dict[str, Any], seed: int = 0, name: str = "plan.yaml", **insert: Any) -> Path:
-        entries = list(operations) or [{"op": "insert_layers", **insert}]
-        path = tmp_path / name
-        path.write_text(json.dumps({"surgeon": 1, "seed": seed, "operations": entries}, indent=1))
-        return path
-
-    return write
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, read by the safetensors library."""
-    found: dict[str, Any] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        found |= load_file(shard)
-    return found
-
-
-def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes."""
-    return value.contiguous().view(-1).view(torch.uint8)
-
-
-def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two checkpoints hold the same tensors, in their dtypes, bit for bit."""
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype
-        and one[name].shape == other[name].shape
-        and torch.equal(as_bytes(one[name]), as_bytes(other[name]))
-        for name in one
-    )
-
 
 WITHOUT_SURGEON = """
 import importlib.abc, json, sys

@@ -12,8 +12,8 @@ import torch
 
 import surgeon
 from tests import tiny
-from tests.end_to_end.test_refusals import refused
-from tests.end_to_end.test_revert import train
+from tests.checkpoints import train
+from tests.commands import refused
 
 Write = Callable[..., Path]
 EXPERTS: dict[str, Any] = {"op": "pmoe_experts"}

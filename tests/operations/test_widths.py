@@ -19,10 +19,9 @@ import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL
 from tests import tiny, vocabularies
+from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_any_decoder import add_letters
-from tests.end_to_end.test_vocabulary import assert_same, plan_of, train
+from tests.operations.test_grow_vocabulary import assert_same, plan_of, train
 
 FFN, ATTENTION = {"op": "widen_ffn", "by": 13}, {"op": "widen_attention", "groups": 2}
 FOLD = {"op": "fold_adapters"}

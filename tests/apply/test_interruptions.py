@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, calls: int, code: int) -> None:
@@ -115,44 +114,52 @@ def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
-SLOW_APPLY = """
+GATED_APPLY = """
 import os, signal, sys, time
+from pathlib import Path
 # A shell that starts jobs in the background has them ignore Ctrl-C, and so would this one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from surgeon.apply import write
 from surgeon.cli import main
-real = write.copy_range
-def slow(*arguments, **named):
-    time.sleep(0.1)
+real, copies = write.copy_range, 0
+def gated(*arguments, **named):
+    global copies
+    copies += 1
+    if copies == 40:
+        # Two shards are written by then, and are in the journal before it goes on.
+        while journal.read_text().count("\\n") < 2:
+            time.sleep(0.01)
+        print("begun", flush=True)
+        sys.stdin.readline()
     return real(*arguments, **named)
-write.copy_range = slow
-sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[1:]]
+write.copy_range = gated
+journal = Path(sys.argv[1])
+sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[2:]]
 main()
 """
 
 
-def begin_slow_apply(base: Path, out: Path) -> subprocess.Popen[str]:
-    """An `apply` that takes some seconds, known to have begun writing."""
+def begin_gated_apply(base: Path, out: Path) -> subprocess.Popen[str]:
+    """An `apply` that has written two shards and waits for a line of input."""
+    journal = out.parent / f".{out.name}.surgeon" / "journal.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_APPLY, str(base), str(out)],
+        [sys.executable, "-c", GATED_APPLY, str(journal), str(base), str(out)],
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    journal = out.parent / f".{out.name}.surgeon" / "journal.jsonl"
-    for _ in range(2000):
-        if journal.exists() and journal.read_text().count("\n") >= 2:
-            return process
-        time.sleep(0.01)
-    process.kill()
-    raise AssertionError(process.communicate()[1])
+    assert process.stdout is not None
+    if process.stdout.readline() != "begun\n":
+        raise AssertionError(process.communicate()[1])
+    return process
 
 
 def test_control_c(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = begin_slow_apply(base, out)
+    process = begin_gated_apply(base, out)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate()
     assert process.returncode == 130
     said = [line for line in told.splitlines() if line]
     assert said == ["surgeon: interrupted; the same command continues where it stopped"]
@@ -163,11 +170,11 @@ def test_control_c(base: Path, tmp_path: Path) -> None:
 
 def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = begin_slow_apply(base, out)
+    process = begin_gated_apply(base, out)
     second = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
     assert second.exit_code == 2
     assert str(process.pid) in second.stderr
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate("\n")
     assert process.returncode == 0, told
     assert surgeon.verify(base, out, logits=False).holds
 

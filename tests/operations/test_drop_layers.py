@@ -19,9 +19,8 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL
 from tests import tiny, vocabularies
+from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_any_decoder import add_letters
 from tests.models.grown import edit
 from tests.vocabularies import ENGLISH, write_text
 

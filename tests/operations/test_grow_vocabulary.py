@@ -30,9 +30,8 @@ from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import Tally
 from surgeon.verify.verify import verification_view
 from tests import tiny, vocabularies
+from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_any_decoder import add_letters
 from tests.vocabularies import ENGLISH, FRENCH, write_text
 
 ROWS = 320

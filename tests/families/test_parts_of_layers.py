@@ -16,9 +16,9 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.history import layer_history, parameter_budget
+from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_any_decoder import TRAINING, add_letters
+from tests.end_to_end.test_any_decoder import TRAINING
 from tests.train.texts import corpus
 
 WIDTH = 8

@@ -24,7 +24,7 @@ def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=os.environ | SETTINGS,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -22,8 +22,8 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import native_config
 from surgeon.models.load import load_model
 from surgeon.runtime.bundle import import_bundle
-from tests.end_to_end.conftest import as_bytes, same_bytes, weights
-from tests.end_to_end.test_any_decoder import TRAINING, add_letters
+from tests.checkpoints import add_letters, as_bytes, same_bytes, weights
+from tests.end_to_end.test_any_decoder import TRAINING
 from tests.quantised import quantised, tiny_quantised
 from tests.train.texts import corpus
 

@@ -24,12 +24,11 @@ from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 from surgeon.report.routing_record import read_routing
 from tests import tiny
+from tests.checkpoints import train, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_revert import train
-from tests.end_to_end.test_upcycling import trained
-from tests.end_to_end.test_vocabulary import assert_same
 from tests.models.test_tokens import byte_tokenizer
+from tests.operations.test_grow_vocabulary import assert_same
+from tests.operations.test_upcycle_experts import trained
 from tests.train.texts import add_tokenizer
 
 EXPERTS = 4

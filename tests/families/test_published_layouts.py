@@ -17,8 +17,8 @@ from surgeon.errors import BadInput
 from surgeon.families import flat
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from tests import tiny
+from tests.checkpoints import same_bytes, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import same_bytes, weights
 
 Tensors = dict[str, torch.Tensor]
 

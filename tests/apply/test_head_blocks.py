@@ -13,7 +13,7 @@ from torch import Tensor
 
 import surgeon
 from tests import tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 HIDDEN = 32
 # Groups swapped, and the query heads of the first of them.

@@ -24,10 +24,10 @@ from surgeon.rework.apply_delta import applying_job
 from surgeon.train.saved.work_folder import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
-from tests.end_to_end.conftest import ROOT
-from tests.end_to_end.test_push import hub as hub  # the fixture
-from tests.end_to_end.test_refusals import refused
-from tests.end_to_end.test_revert import ADAPTERS, CONTROL, INSERT, train, write_plan
+from tests.checkpoints import train, write_plan
+from tests.commands import refused
+from tests.rework.test_revert import ADAPTERS, CONTROL, INSERT
+from tests.share.test_push import hub as hub  # the fixture
 from tests.train.test_train import config, grown
 from tests.train.texts import add_tokenizer
 from tests.verify.test_claims import DELETE, edited, edits, field_of, places
@@ -289,7 +289,12 @@ def test_the_documented_way(
     (tmp_path / "out").rename(tmp_path / "OUT")
     (tmp_path / "base").rename(tmp_path / "BASE")
     monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs" / "sharing.md").read_text().partition("## Deltas")[2].partition("\n## ")[0]
+    section = (
+        (Path(__file__).resolve().parents[2] / "docs" / "sharing.md")
+        .read_text()
+        .partition("## Deltas")[2]
+        .partition("\n## ")[0]
+    )
     commands = re.findall(r"^    surgeon (.*)$", section, re.MULTILINE)
     assert len(commands) == 4
     for line in commands:

@@ -22,9 +22,8 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_from_the_hub import run_surgeon
-from tests.end_to_end.test_refusals import refused
+from tests.checkpoints import weights
+from tests.commands import refused, run_surgeon
 from tests.manifest.edits import edited
 
 # peft asks transformers for what transformers deprecates.

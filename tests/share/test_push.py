@@ -23,7 +23,7 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
-from tests.end_to_end.conftest import WITHOUT_SURGEON
+from tests.elsewhere import WITHOUT_SURGEON
 from tests.manifest.edits import edited, resealed
 from tests.test_api import check_json
 from tests.warm import warm
@@ -108,7 +108,7 @@ def in_a_process(*command: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert TOKEN not in ran.stdout + ran.stderr

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL
+from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_vocabulary import assert_same, plan_of, train
-from tests.end_to_end.test_widths import apply, base_of, load, same_function
+from tests.operations.test_grow_vocabulary import assert_same, plan_of, train
+from tests.operations.test_widths import apply, base_of, load, same_function
 
 TWICE = {"op": "widen_hidden", "times": 2}
 READING = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj")

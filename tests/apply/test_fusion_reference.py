@@ -10,7 +10,7 @@ import pytest
 
 import surgeon
 from tests import reference, tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 WITH_BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES = {

@@ -25,7 +25,7 @@ from tests.injection.trials import at_random, injected, killed_at
 
 # Of what runs without a model, and so in milliseconds: from which call on, and every how many. The last request of a
 # push is its commit.
-BYTES_ONLY = {"apply": (3, 83), "delta": (3, 83), "export-slot": (3, 83), "report": (3, 83), "push": (-1, 1)}
+BYTES_ONLY = {"apply": (3, 41), "delta": (3, 83), "export-slot": (3, 83), "report": (3, 83), "push": (-1, 1)}
 
 
 @pytest.fixture(scope="module")

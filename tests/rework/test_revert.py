@@ -21,9 +21,9 @@ from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from tests import tiny
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_interruptions import fail_after
-from tests.end_to_end.test_refusals import refused
+from tests.apply.test_interruptions import fail_after
+from tests.checkpoints import train, weights, write_plan
+from tests.commands import refused
 from tests.manifest.edits import edited
 
 INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [0, 3]}, "init": {"kind": "copy"}}
@@ -31,26 +31,6 @@ ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": [1, 5], "size": 8}
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4], "interpolator": {"kind": "lerp", "learnable": True}}
 # The third surgery inserts beneath what the second grafted, so that grafts move with their layers.
 SURGERIES = [[INSERT], [ADAPTERS], [INSERT | {"where": {"after": [1]}}, CONTROL]]
-
-
-def train(folder: Path, *names: str, seed: int) -> None:
-    """Other values for tensors of a checkpoint (without names: for every new one), as training would give them."""
-    chosen = set(names or surgeon.inspect(folder).manifest.new_tensors)
-    generator = torch.Generator().manual_seed(seed)
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(shard)
-        if not chosen & set(tensors):
-            continue
-        for name in sorted(chosen & set(tensors)):
-            tensors[name] = (tensors[name] + torch.randn(tensors[name].shape, generator=generator)).to(
-                tensors[name].dtype
-            )
-        save_file(tensors, shard, metadata={"format": "pt"})
-
-
-def write_plan(path: Path, operations: list[dict[str, Any]]) -> Path:
-    path.write_text(json.dumps({"surgeon": 1, "operations": operations}))
-    return path
 
 
 def chain(folder: Path, family: str, surgeries: list[list[dict[str, Any]]] = SURGERIES) -> list[Path]:

@@ -24,8 +24,8 @@ from surgeon.cli import app
 from surgeon.families import FAMILIES
 from surgeon.models.tokens import token_batches
 from tests import tiny
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_fusion_reference import relative_error
+from tests.apply.test_fusion_reference import relative_error
+from tests.checkpoints import weights
 from tests.models.test_tokens import byte_tokenizer
 
 SAMPLES, WINDOW = 150, 16

@@ -15,10 +15,10 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.verify.diff import Difference
 from tests import tiny
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_refusals import edit_config, refused
-from tests.end_to_end.test_revert import chain, train, write_plan
+from tests.checkpoints import edit_config, train, weights, write_plan
+from tests.commands import refused
 from tests.manifest.edits import edited
+from tests.rework.test_revert import chain
 
 UP = "model.layers.{}.mlp.up_proj.weight"
 

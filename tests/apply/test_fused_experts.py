@@ -22,8 +22,8 @@ from scipy.spatial.distance import cdist
 import surgeon
 from surgeon.errors import BadInput
 from tests import reference
+from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
 
 Layer = dict[str, np.ndarray]
 EXPERTS = 8

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.errors import BadInput
 from tests import tiny
+from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_vocabulary import assert_same
+from tests.operations.test_grow_vocabulary import assert_same
 from tests.train.texts import add_tokenizer, corpus
 
 OP = "upcycle_experts"
