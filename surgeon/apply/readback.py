@@ -24,7 +24,7 @@ from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
 from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
-from surgeon.checkpoint.work_folders import sync
+from surgeon.common.work_folders import sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.

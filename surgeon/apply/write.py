@@ -25,14 +25,14 @@ from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed, numel
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, header_bytes
 from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
-from surgeon.checkpoint.work_folders import write_new
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
+from surgeon.common.work_folders import write_new
 from surgeon.errors import SurgeonError, printable
 
 if TYPE_CHECKING:
