@@ -27,7 +27,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import no_room
+from surgeon.common.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.common.json_results import Result
@@ -604,7 +604,7 @@ def train(
 
     Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
     """
-    from surgeon.train.config import load_config
+    from surgeon.train.config.loading import load_config
 
     # A mistake in it is shown before anything else is even imported.
     load_config(config, overrides)
@@ -765,11 +765,11 @@ def schema(
     if len(asked) > 1:
         raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
     if study:
-        from surgeon.compare.config import json_schema
+        from surgeon.compare.config.loading import json_schema
     elif tasks:
-        from surgeon.continual.config import json_schema
+        from surgeon.continual.config.loading import json_schema
     elif training:
-        from surgeon.train.config import json_schema
+        from surgeon.train.config.loading import json_schema
     else:
         from surgeon.plan.plan import json_schema
     _print_json(json_schema())
