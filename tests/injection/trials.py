@@ -90,7 +90,7 @@ def at_random(command: Command, inputs: Path, parent: Path, trials: int, seed: i
 def on_small_disks(command: Command, inputs: Path, parent: Path, sizes: int) -> Found:
     """Run a command on file systems (tmpfs) of `sizes` sizes below what its result needs, then again with room.
 
-    Mounting takes root's rights. A run that ends well on a smaller one has found its room there, and counts as complete.
+    Mounting takes root's rights. A run that ends well on a smaller one counts as complete.
     """
     found = Found()
     with command.place(inputs, parent) as place, _mounted(place.work, _ROOMY):
