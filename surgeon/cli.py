@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import no_room
+from surgeon.common.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.common.json_results import Result
@@ -278,6 +278,14 @@ NamedTexts = Annotated[
 ]
 Window = Annotated[int, typer.Option(min=2, help="tokens in each sequence")]
 Windows = Annotated[int, typer.Option(min=0, help="sequences from each text; 0 takes the whole text")]
+PlanOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="a value in place of the plan's: seed=1, operations.0.init.reg=0.1; may be given again",
+    ),
+]
 Maps = Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")]
 
 
@@ -305,6 +313,7 @@ def _main(
 def preview(
     plan: PlanArgument,
     base: BaseArgument,
+    overrides: PlanOverrides = None,
     revision: Revision = None,
     link: Link = False,
     as_json: AsJson = False,
@@ -317,7 +326,8 @@ def preview(
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        shown = surgeon.preview(_plan(plan), base, revision=revision, link=link, trust_remote_code=trust_remote_code)
+        asked = _plan(plan, overrides)
+        shown = surgeon.preview(asked, base, revision=revision, link=link, trust_remote_code=trust_remote_code)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
@@ -326,6 +336,7 @@ def apply(
     plan: PlanArgument,
     base: BaseArgument,
     out: OutArgument,
+    overrides: PlanOverrides = None,
     revision: Revision = None,
     device: Annotated[str, typer.Option(help="device that computes new weights: auto, cpu, cuda, cuda:N")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
@@ -349,6 +360,8 @@ def apply(
     from surgeon.rework.apply_delta import applied_delta_view
 
     if delta:
+        if overrides:
+            raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
         if not Ranks.of_environment().leads:
             return
         with _listening(quiet) as listener:
@@ -359,7 +372,7 @@ def apply(
         return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = surgeon.apply(
-            _plan(plan),
+            _plan(plan, overrides),
             base,
             out,
             revision=revision,
@@ -439,7 +452,7 @@ def train(
 
     Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
     """
-    from surgeon.train.config import load_config
+    from surgeon.train.config.loading import load_config
 
     # A mistake in it is shown before anything else is even imported.
     load_config(config, overrides or ())
@@ -886,11 +899,11 @@ def schema(
     if len(asked) > 1:
         raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
     if study:
-        from surgeon.compare.config import json_schema
+        from surgeon.compare.config.loading import json_schema
     elif tasks:
-        from surgeon.continual.config import json_schema
+        from surgeon.continual.config.loading import json_schema
     elif training:
-        from surgeon.train.config import json_schema
+        from surgeon.train.config.loading import json_schema
     else:
         from surgeon.plan.plan import json_schema
     _print_json(json_schema())
@@ -1027,10 +1040,13 @@ def _named_texts(given: list[str]) -> dict[str, Path | None]:
     return named
 
 
-def _plan(given: str) -> str | LoadedPlan:
-    """The plan as it is named, or the one that stands on stdin: `-`, whose relative paths start in this folder."""
+def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
+    """The plan that is named, or the one on stdin (`-`), whose relative paths start in this folder."""
+    overrides = overrides or ()
     if given != "-":
-        return given
+        from surgeon.apply.preview import loaded_plan
+
+        return loaded_plan(given, overrides)
     from surgeon.common.yaml import LARGEST_FILE, decoded
 
     if Ranks.of_environment().size > 1:
@@ -1041,7 +1057,7 @@ def _plan(given: str) -> str | LoadedPlan:
     raw = sys.stdin.buffer.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise BadInput(f"{source}: larger than {LARGEST_FILE:,} bytes; is this a plan?")
-    return surgeon.parse_plan(decoded(raw, source), source=source)
+    return surgeon.parse_plan(decoded(raw, source), source=source, overrides=overrides)
 
 
 def _bytes(text: str) -> int:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.common.yaml import parse_yaml
-from surgeon.compare.config import load_study
+from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
 from tests.house import PACKAGE
@@ -137,7 +137,7 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     asked, _ = parse_yaml(block.text, where, what="page", needs="something")
     if "surgeon_continual" in asked:
         short = {"steps": 2, "batch": 2, "length": 16}
-        path.write_text(json.dumps(asked | {"train": asked["train"] | short, "evaluation_sequences": 2}))
+        path.write_text(json.dumps(asked | {"train": asked["train"] | short, "validation_sequences": 2}))
         return
     if "surgeon_data" in asked:
         return
@@ -244,9 +244,10 @@ def test_every_operation_has_its_page() -> None:
             assert option == "op" or f"`{option}" in text, f"{name}: {option}"
 
 
-def test_the_plan_reference_is_the_schema() -> None:
-    """`python -m tests.reference_pages` writes it."""
-    assert reference_pages.PAGE.read_text(encoding="utf-8") == reference_pages.page()
+@pytest.mark.parametrize("name", reference_pages.pages())
+def test_reference_pages_are_what_the_code_says(name: str) -> None:
+    """`python -m tests.reference_pages` writes them."""
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
 
 
 def _texts_of_the_source() -> list[str]:

@@ -18,6 +18,7 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe, Rows
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.weights import SINGLE_FILE
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
@@ -27,7 +28,7 @@ from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, twin_of
+from surgeon.families.twin import twin_of
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

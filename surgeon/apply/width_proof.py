@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, value_of
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.common.devices import one_thread
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.growth import part_of
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, shrunk, twin_of_small
+from surgeon.families.twin import shrunk, twin_of_small
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -23,18 +23,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
-from surgeon.checkpoint.names import check_new_name
-from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
+from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec

@@ -19,6 +19,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
@@ -46,7 +47,7 @@ from surgeon.families.quantised import check_stored, is_scale, left_out, packed_
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
-from surgeon.families.twin import one_thread, twin_of
+from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
 from surgeon.runtime.composition import Composition, short_name, upcycled
 from surgeon.runtime.natives import PREFIX

@@ -164,19 +164,6 @@ def twin_of_small(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
     return twin
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny products are faster on one thread, and far faster where other processes want the cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _fill(model: Any, seed: int) -> None:
     """Give every parameter random values of a size that neither vanishes nor explodes over many layers."""
     import torch

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.families.family import Part, Role, Sizes
 from surgeon.families.growth import part_of
 from surgeon.families.silence import Run, captured
 from surgeon.families.skeleton import build
-from surgeon.families.twin import one_thread, shrunk, twin_of_small
+from surgeon.families.twin import shrunk, twin_of_small
 
 if TYPE_CHECKING:
     from torch import Tensor

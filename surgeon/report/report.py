@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.files import write_text

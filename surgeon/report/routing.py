@@ -17,10 +17,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_grafted

@@ -23,9 +23,9 @@ from rich.text import Text
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.blueprint.recipes import Coupling
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect

@@ -13,18 +13,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
-from surgeon.checkpoint.work_folders import working_in, write_durably
+from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
