@@ -164,4 +164,4 @@ def _new(
             return source.index_select(axis, torch.arange(count) % source.shape[axis])
         case _:
             noise: Tensor = torch.randn(shape, generator=draws)
-            return noise * float(like.shape[-1]) ** -0.5
+            return noise.mul_(float(like.shape[-1]) ** -0.5)
