@@ -231,7 +231,7 @@ def _draw(
     """The maps between two layers, by name; None where these are of two kinds."""
     draft = Draft(dissect(folder.config, folder.tensors, folder.own), folder.config, seed=0)
     draft.layers = [draft.layers[lower], draft.layers[upper]]
-    if draft.kind_of(0) is not draft.kind_of(1):
+    if not draft.kind_of(0).is_like(draft.kind_of(1)):
         return None
     label, nothing = f"{layer}.{neighbour}", frozenset[str]()
     fuse_layers(
