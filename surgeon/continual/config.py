@@ -31,7 +31,7 @@ from surgeon.data.specs import ORIGINAL, Entry, SourceSpec
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.operations.pmoe_experts import PMoEExperts, RouterLoss
 from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
-from surgeon.plan.shipped import find_plan
+from surgeon.plan.shipped import load_named
 from surgeon.train.backends import AttentionName
 from surgeon.train.config import SHARE_TOLERANCE, LoadedConfig, OptimizerSpec, TrainConfig, first_doubled, settle
 
@@ -337,7 +337,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         if beside.is_file():
             return load_plan(beside)
         with at_line(loaded, number):
-            return load_plan(find_plan(asked))
+            return load_named(asked)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
