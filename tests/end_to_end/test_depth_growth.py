@@ -16,7 +16,8 @@ import surgeon
 from surgeon.families import FAMILIES
 from surgeon.plan.shipped import load_named
 from tests import tiny
-from tests.end_to_end.conftest import attaches_grafts, load_elsewhere, weights
+from tests.checkpoints import attaches_grafts, weights
+from tests.elsewhere import load_elsewhere
 from tests.shipped_plans import SHIPPED
 
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.

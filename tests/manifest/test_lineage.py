@@ -15,7 +15,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest, seal_of
 from surgeon.manifest.reading import parse
 from tests import tiny
-from tests.end_to_end.test_refusals import refused
+from tests.commands import refused
 from tests.manifest.edits import edited, resealed
 
 # For every layer of the output the base layer it is; None is a new one.

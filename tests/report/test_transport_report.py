@@ -15,7 +15,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.report.transport import MODULES, transport_report
 from tests import tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 
 def sinkhorn_entropy(lower: np.ndarray, upper: np.ndarray) -> float:
@@ -77,7 +77,7 @@ def test_heat_maps_are_drawn(base: Path, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     surgeon.apply("opt-deus", str(base), tmp_path / "out")
     chosen = ["3.below.query", "3.above.up"]
-    report = transport_report(tmp_path / "out", maps=chosen, pictures=tmp_path / "drawn")
+    report = transport_report(tmp_path / "out", maps=chosen, png=tmp_path / "drawn")
     assert [path.stem for path in report.pictures] == chosen
     for path in report.pictures:
         pixels = image.imread(path)

@@ -21,14 +21,14 @@ from surgeon.data.examples import batch_of_examples
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.loading import loaded_model
 from surgeon.train.opening import opened_run
 from surgeon.train.steps import trainer
 from surgeon.train.train import rehearsal_view
 from tests import tiny
+from tests.elsewhere import run_elsewhere
 from tests.encoders import tiny_encoder
-from tests.end_to_end.conftest import run_elsewhere
 from tests.train.test_train import digests
 from tests.train.texts import add_tokenizer, text
 

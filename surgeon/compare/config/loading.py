@@ -1,0 +1,254 @@
+"""study.yaml, read: values as the schema has them, the line of each, plans that methods name, texts that are there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
+from surgeon.common.yaml import where as place_of
+from surgeon.compare.config.schema import (
+    PEERS,
+    Study,
+    StudyText,
+    spelled_out,
+    study_replays,
+)
+from surgeon.data.documents import files_of
+from surgeon.data.sources import absent
+from surgeon.errors import BadInput, Mistakes, bad_input, printable
+from surgeon.operations.domain_gate import DomainGate
+from surgeon.plan.plan import LoadedPlan, load_plan
+from surgeon.plan.shipped import FoundPlan, find_plan, find_sweep, shipped_studies
+from surgeon.plan.sweep import overrides_of
+
+Group = Literal["new", "original", "replayed"]
+GROUPS = get_args(Group)
+
+_WHAT = "study"
+_NEEDS = "`surgeon_study: 1` and `methods:`"
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
+
+
+@dataclass(frozen=True)
+class LoadedStudy:
+    """A study as read; relative paths in it start at the file's folder, those of options in the current one.
+
+    `plans` are those of methods, by the methods' names; `notes` what is to be said of its base.
+    """
+
+    config: Study
+    source: Path
+    lines: Mapping[Place, int]
+    given: Mapping[Place, str]
+    plans: Mapping[str, LoadedPlan]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> frozenset[str]:
+        """Methods whose plan has a domain gate, which is fitted before the first step."""
+        operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
+        return frozenset(name for name, each in operations.items() if any(isinstance(op, DomainGate) for op in each))
+
+    def where(self, *place: str | int) -> str:
+        """How an error about a key begins: the file and line, or the option that set it."""
+        return place_of(place, self.lines, str(self.source), self.given)
+
+    def resolve(self, path: str) -> Path:
+        """A path that the file names."""
+        return self.source.parent / path
+
+    def texts(self, group: Group) -> list[StudyText]:
+        """The texts of a kind, with shares that sum to 1."""
+        texts = getattr(self.config, group)
+        given = math.fsum(text.share for text in texts if text.share is not None)
+        sizes = [0 if text.share is not None else self._size(text) for text in texts]
+        parts = [
+            text.share if text.share is not None else (1 - given) * size / sum(sizes)
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+        return [
+            text.model_copy(update={"share": part / math.fsum(parts)}) for text, part in zip(texts, parts, strict=True)
+        ]
+
+    def _size(self, text: StudyText) -> int:
+        """Bytes of a text's files; 1 where they are not here."""
+        if text.path.startswith("dataset:"):
+            return 1
+        return sum(file.stat().st_size for file in files_of(self.resolve(text.path))) or 1
+
+
+def find_study(study: str | Path) -> Path:
+    """The file a study argument means: a path, or the name of a shipped study. BadInput where it is neither."""
+    path, shipped = Path(study), shipped_studies()
+    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
+        return path
+    if str(study) in shipped:
+        return shipped[str(study)]
+    what = "a folder, not a study" if path.is_dir() else "neither a study file nor the name of a shipped study"
+    raise BadInput(f"{printable(str(study))}: {what}{did_you_mean(str(study), list(shipped))}")
+
+
+def load_study(
+    study: str | Path,
+    *,
+    new: Sequence[str | Path] = (),
+    original: Sequence[str | Path] = (),
+    replayed: Sequence[str | Path] = (),
+) -> LoadedStudy:
+    """Read and check a study; texts that are given replace the file's. BadInput names file and line."""
+    path = find_study(study)
+    text = read_text(path, what=_WHAT)
+    data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
+    _spell_out(data)
+    lines = _points_of_sweeps(data, lines, path.parent)
+    given: dict[Place, str] = {}
+    for group, files in (("new", new), ("original", original), ("replayed", replayed)):
+        if files:
+            data[group] = [_text_of(file) for file in files]
+            given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
+            given[(group,)] = f"--{group} {files[0]}"
+    config = check_yaml(Study, data, lines, str(path), what=_WHAT, known_keys=keys_by_section(Study), given=given)
+    loaded = LoadedStudy(config, path, lines, given, {})
+    wrong: list[str] = []
+    if not config.new:
+        wrong.append(f"{printable(str(path))}: no text to learn; give `new:`, or --new FILE")
+    if not config.original and not config.replayed and study_replays(config):
+        wrong.append(
+            f"{printable(str(path))}: a remedy replays text, and the study has none; give `original:` (--original"
+            " FILE), or let the remedy replay what the base writes (`source: recall`)"
+        )
+    wrong += _absent(loaded)
+    wrong += _learned_and_kept(loaded)
+    plans = _plans(loaded, wrong)
+    if wrong:
+        raise bad_input(wrong)
+    return LoadedStudy(config, path, lines, given, plans)
+
+
+def _spell_out(data: dict[str, Any]) -> None:
+    """Methods and texts that are given by a name or a path alone become entries."""
+    for key, entry_of in _SHORT.items():
+        if isinstance(data.get(key), list):
+            data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
+
+
+def _points_of_sweeps(data: dict[str, Any], lines: Mapping[Place, int], folder: Path) -> dict[Place, int]:
+    """Put methods of single points in the place of those whose plan is a sweep; return the lines of what is there now.
+
+    Raises BadInput for a sweep with mistakes in it.
+    """
+    if not isinstance(data.get("methods"), list):
+        return dict(lines)
+    methods: list[Any] = []
+    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
+    for number, entry in enumerate(data["methods"]):
+        swept = isinstance(entry, dict) and isinstance(entry.get("plan"), str)
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
+        for method in _points_of(entry, folder) if swept else [entry]:
+            moved |= {("methods", len(methods), *place): line for place, line in own.items()}
+            methods.append(method)
+    data["methods"] = methods
+    return moved
+
+
+def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The method of each point where a method's plan is a sweep; else the method alone."""
+    beside = folder / method["plan"]
+    loaded = find_sweep(beside if beside.is_file() else method["plan"])
+    if loaded is None:
+        return [method]
+    own = loaded.source.parent / loaded.sweep.plan
+    plan = str(own) if own.is_file() else loaded.sweep.plan
+    given = method.get("set")
+    found = []
+    for point in loaded.points:
+        settings = {**point.settings, **(given if isinstance(given, dict) else {})}
+        named = {key: f"{method[key]}{joined}{point.name}" for key, joined in _OF_POINT.items() if key in method}
+        found.append(method | {"name": point.name} | named | {"plan": plan} | ({"set": settings} if settings else {}))
+    return found
+
+
+# How a method's name and label go on in those of a sweep's points.
+_OF_POINT = {"name": "-", "label": ", "}
+
+
+def _entry_of_text(path: str) -> dict[str, Any]:
+    return {"path": path}
+
+
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "methods": spelled_out,
+    **dict.fromkeys(GROUPS, _entry_of_text),
+}
+
+
+def _text_of(given: str | Path) -> dict[str, Any]:
+    """What an option says: a file, or NAME=FILE; its path starts in the current folder."""
+    match = _NAMED.fullmatch(str(given))
+    if match and not Path(given).exists():
+        return {"name": match[1], "path": _absolute(match[2])}
+    return {"path": _absolute(str(given))}
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("dataset:") else str(Path(path).absolute())
+
+
+def _absent(loaded: LoadedStudy) -> list[str]:
+    """Every text that is not there, by its line or option."""
+    wrong = []
+    for group in GROUPS:
+        for number, text in enumerate(getattr(loaded.config, group)):
+            named = [("path", text.path)]
+            if isinstance(text.validation, str) and not text.validation.startswith("split:"):
+                named.append(("validation", text.validation))
+            for key, path in named:
+                if not path.startswith("dataset:") and (why := absent(loaded.resolve(path), key)):
+                    wrong.append(f"{loaded.where(group, number, key)}{why}")
+    return wrong
+
+
+def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
+    """Every file that is to be learned, and is also what must not be forgotten."""
+    new = {loaded.resolve(text.path).resolve() for text in loaded.config.new if not text.path.startswith("dataset:")}
+    return [
+        f"{loaded.where(group, number, 'path')}{printable(text.path)} is new text too, and what is learned cannot be"
+        " forgotten; give another file"
+        for group in ("original", "replayed")
+        for number, text in enumerate(getattr(loaded.config, group))
+        if loaded.resolve(text.path).resolve() in new
+    ]
+
+
+def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
+    """The plans of methods; what is no plan, or a wrong one, goes to `wrong`."""
+    found = {}
+    for number, method in enumerate(loaded.config.methods):
+        if method.plan is None:
+            continue
+        beside = loaded.resolve(method.plan)
+        try:
+            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
+        except BadInput as error:
+            peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
+            wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
+            continue
+        try:
+            found[method.called] = load_plan(plan.path, [*plan.overrides, *overrides_of(method.set or {})])
+        except BadInput as error:
+            wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
+    return found
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of studies, for editors that complete YAML by it."""
+    schema = editor_schema(Study, "surgeon study")
+    for key in _SHORT:
+        # A name or a path alone is an entry too.
+        schema["properties"][key]["items"] = {"anyOf": [{"type": "string"}, schema["properties"][key]["items"]]}
+    return schema

@@ -1,0 +1,365 @@
+"""study.yaml: the schema of what is compared (methods, and remedies against forgetting), on what text, at which rates.
+
+Strict: nothing unknown gets through, and what can be refused before the first run is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from surgeon.common.schema import Entry, check_shares, first_doubled
+from surgeon.common.yaml import did_you_mean
+from surgeon.data.specs import GenerateSpec
+from surgeon.train.config.schema import LoraSpec, PreserveSpec, RunSettings
+
+_NAME = r"^[A-Za-z0-9_.-]{1,60}$"
+
+# Every comparison has these; what a study leaves out of them is added.
+PEERS = ("full", "lora", "partial")
+# A frontier has at least so many rates, and neighbours are about this far apart.
+FEWEST_RATES = 4
+_NEAREST, _FARTHEST = 1.5, 4.0
+
+
+class StudyText(Entry):
+    """A text of a study."""
+
+    path: Annotated[
+        str,
+        Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet), folder of them, or dataset:USER/NAME"),
+    ]
+    name: Annotated[
+        str | None, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results; default: the file's")
+    ] = None
+    share: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="of its kind's sequences; default: by the files' sizes"),
+    ] = None
+    kind: Annotated[Literal["text", "chat"], Field(description="text, or chat: the assistant's words alone count")] = (
+        "text"
+    )
+    field: Annotated[str | None, Field(description="key of the text or the messages")] = None
+    validation: Annotated[
+        float | str,
+        Field(description="what losses are measured on: a share of the documents, held out, or a file of its own"),
+    ] = 0.1
+
+    @property
+    def called(self) -> str:
+        """Its name; by default the file's."""
+        return self.name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(self.path).name.partition(".")[0])[:60] or "text"
+
+    @model_validator(mode="after")
+    def _held_out(self) -> StudyText:
+        if isinstance(self.validation, float) and not 0 < self.validation < 1:
+            raise ValueError(
+                "validation must be a share above 0 and below 1, or a file: losses are compared on held-out text"
+            )
+        return self
+
+
+class ReplaySpec(Entry):
+    """Text of what the base knows, mixed into training."""
+
+    source: Annotated[
+        Literal["text", "recall"],
+        Field(description="text: `replayed`, or where there is none `original`; recall: what the base wrote itself"),
+    ] = "recall"
+    share: Annotated[float, Field(gt=0, lt=1, description="of the training sequences")] = 0.1
+
+
+def _fair(rates: list[float]) -> list[float]:
+    """The rates. Raises ValueError for those of which no fair frontier comes."""
+    ordered = sorted(rates)
+    if len(set(rates)) < FEWEST_RATES:
+        several = f"{len(set(rates))} different rate{'s' if len(set(rates)) > 1 else ''}"
+        raise ValueError(
+            f"{several} given; a frontier needs at least {FEWEST_RATES}, each two or three times the one before,"
+            " such as [1e-4, 3e-4, 1e-3, 3e-3]"
+        )
+    if len(set(rates)) < len(rates):
+        raise ValueError("a rate is given twice; give each once")
+    if ordered[0] <= 0 or ordered[-1] >= 1:
+        wrong = ordered[0] if ordered[0] <= 0 else ordered[-1]
+        raise ValueError(f"rate {wrong:g} is no learning rate; give rates above 0 and below 1")
+    for low, high in itertools.pairwise(ordered):
+        if not _NEAREST <= high / low <= _FARTHEST:
+            raise ValueError(
+                f"rates {low:g} and {high:g} are a factor {high / low:.3g} apart; give steps of 2 to 3"
+                f" ({_NEAREST:g} to {_FARTHEST:g} is allowed)"
+            )
+    return rates
+
+
+Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidator(_fair)]
+
+
+class Remedy(Entry):
+    """How forgetting is held off while a method trains; every method is tried with every remedy."""
+
+    name: Annotated[str, Field(pattern=_NAME, description="name in results")]
+    replay: Annotated[ReplaySpec | None, Field(description="default: nothing is replayed")] = None
+    preserve: Annotated[PreserveSpec | None, Field(description="the base teaches, as in a training config")] = None
+    rates: Annotated[Rates | None, Field(description="instead of the method's")] = None
+
+    @model_validator(mode="after")
+    def _has_what_it_teaches_on(self) -> Remedy:
+        if self.preserve is not None and self.preserve.on == "original" and self.replay is None:
+            raise ValueError(
+                f"remedy {self.name}: `preserve` teaches on original text, and nothing is replayed; add `replay: {{}}`,"
+                " or `on: all`"
+            )
+        return self
+
+
+class Partial(Entry):
+    """Whole layers of the base that train, all else being frozen."""
+
+    every: Annotated[int, Field(ge=1, le=1000, description="every so manyth layer, counted from the bottom")] = 4
+
+
+class TrainSettings(RunSettings):
+    """How runs train; the same for all of a study unless a method says otherwise."""
+
+    @model_validator(mode="after")
+    def _no_rate(self) -> TrainSettings:
+        if self.optimizer is not None and (self.optimizer.lr is not None or self.optimizer.min_lr is not None):
+            raise ValueError("`lr` and `min_lr` come from the study's `rates`: leave them out")
+        return self
+
+
+class MethodSpec(Entry):
+    """One way to learn: a plan whose new tensors train, or a way to train the base as it is."""
+
+    name: Annotated[
+        str | None, Field(pattern=_NAME, description="name in results; default: the plan's, or what it is")
+    ] = None
+    label: Annotated[str | None, Field(min_length=1, max_length=80, description="words in results")] = None
+    plan: Annotated[
+        str | None,
+        Field(
+            min_length=1, description="name of a shipped plan, or a plan's file; of a sweep: a method for each point"
+        ),
+    ] = None
+    set: Annotated[
+        dict[str, Any] | None,
+        Field(min_length=1, description="values in the place of the plan's, by dotted keys: {operations.0.alpha: 0.5}"),
+    ] = None
+    full: Annotated[
+        Literal[True] | None,
+        Field(description="full fine-tuning: every tensor of the base trains; with a plan, every one of what it grew"),
+    ] = None
+    lora: Annotated[LoraSpec | None, Field(description="LoRA on the base")] = None
+    partial: Annotated[Partial | None, Field(description="some layers of the base train")] = None
+    rates: Annotated[Rates | None, Field(description="default: the study's")] = None
+    remedies: Annotated[list[str] | None, Field(min_length=1, description="default: all of the study")] = None
+    seeds: Annotated[int | None, Field(ge=1, le=100, description="default: the study's")] = None
+    train: TrainSettings = TrainSettings()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MethodSpec:
+        given = [key for key in ("plan", *PEERS) if getattr(self, key) is not None]
+        if len(given) != 1 and given != ["plan", "full"]:
+            raise ValueError(
+                "a method is one of plan, full, lora and partial (or a plan with `full: true`, of which every tensor"
+                f" trains); {' and '.join(given) or 'none'} given"
+            )
+        if self.set is not None and self.plan is None:
+            raise ValueError(f"`set` gives a plan other values, and the method is `{given[0]}`; leave it out")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """`plan`, or which of PEERS."""
+        return next(key for key in ("plan", *PEERS) if getattr(self, key) is not None)
+
+    @property
+    def called(self) -> str:
+        """Its name in results."""
+        if self.name is not None:
+            return self.name
+        if self.plan is None:
+            return self.kind
+        stem = self.plan.removesuffix(".yaml").removesuffix(".yml")
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).strip("-")[-60:] or "plan"
+
+    @property
+    def words(self) -> str:
+        """What people call it."""
+        if self.label is not None:
+            return self.label
+        plain = {"full": "full fine-tuning", "lora": "LoRA", "partial": "partial tuning"}
+        return plain.get(self.kind, self.called) if self.name is None else self.name
+
+
+class Claim(Entry):
+    """A comparison that a paper makes: `better` beats `worse`, both names of methods (or `METHOD/REMEDY`)."""
+
+    says: Annotated[str, Field(min_length=1, max_length=300)]
+    better: Annotated[str, Field(min_length=1)]
+    worse: Annotated[str, Field(min_length=1)]
+    on: Annotated[
+        Literal["forgets", "learns"],
+        Field(
+            description="forgets: less original loss at equal new loss; learns: less new loss at equal original loss"
+        ),
+    ] = "forgets"
+    paper: Annotated[str, Field(max_length=80)] = ""
+
+
+class Study(Entry):
+    """What is compared."""
+
+    surgeon_study: Annotated[Literal[1], Field(description="version of this format")]
+    methods: Annotated[
+        list[MethodSpec], Field(min_length=1, max_length=200, description="full, lora, partial, a plan, or more")
+    ]
+    new: Annotated[list[StudyText], Field(max_length=50, description="text to learn; or --new")] = []  # noqa: RUF012  # pydantic copies it
+    original: Annotated[
+        list[StudyText],
+        Field(max_length=50, description="text of what must not be forgotten; without it, what the base writes itself"),
+    ] = []  # noqa: RUF012
+    replayed: Annotated[
+        list[StudyText], Field(max_length=50, description="replayed where a remedy says text; default: original")
+    ] = []  # noqa: RUF012
+    remedies: Annotated[list[Remedy], Field(min_length=1, max_length=20)] = [  # noqa: RUF012
+        Remedy(name="recalled", replay=ReplaySpec(), preserve=PreserveSpec())
+    ]
+    rates: Annotated[Rates, Field(description="peak learning rates")] = [  # noqa: RUF012
+        1e-4,
+        3e-4,
+        1e-3,
+        3e-3,
+    ]
+    most_rates: Annotated[int, Field(ge=FEWEST_RATES, le=40, description="of one method, extended ones included")] = 8
+    seeds: Annotated[int, Field(ge=1, le=100, description="runs of each point; three make an interval")] = 1
+    steps: Annotated[int | None, Field(ge=1, description="optimizer steps of every run")] = None
+    tokens: Annotated[int | None, Field(ge=1, description="tokens of every run, instead of steps")] = None
+    bytes: Annotated[
+        int | None,
+        Field(
+            ge=1, description="UTF-8 bytes of new text of every run, instead of steps: equal text whatever its tokens"
+        ),
+    ] = None
+    batch: Annotated[int, Field(ge=1, description="sequences a step")] = 8
+    length: Annotated[int, Field(ge=2, description="tokens a sequence")] = 256
+    train: TrainSettings = TrainSettings()
+    recall: Annotated[
+        GenerateSpec | None, Field(description="how the base writes text; default: as much as is used")
+    ] = None
+    documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, a text")] = 32
+    peers: Annotated[
+        bool, Field(description="add full fine-tuning, LoRA and partial tuning where they are missing")
+    ] = True
+    claims: Annotated[list[Claim], Field(max_length=500, description="what papers say, to be judged")] = []  # noqa: RUF012
+
+    @model_validator(mode="after")
+    def _fits(self) -> Study:
+        if sum(given is not None for given in (self.steps, self.tokens, self.bytes)) != 1:
+            raise ValueError("give one of `steps`, `tokens` and `bytes`: every run has the same")
+        texts = [text.called for group in (self.new, self.original, self.replayed) for text in group]
+        for what, names in (
+            ("texts", texts),
+            ("methods", [method.called for method in self.methods]),
+            ("remedies", [remedy.name for remedy in self.remedies]),
+        ):
+            if doubled := first_doubled(names):
+                raise ValueError(f"two {what} are called {doubled!r}; give one of them another `name:`")
+        for group in (self.new, self.original, self.replayed):
+            check_shares([text.share for text in group], of="the texts'")
+        known = [remedy.name for remedy in self.remedies]
+        for method in self.methods:
+            for name in method.remedies or ():
+                if name not in known:
+                    raise ValueError(f"method {method.called}: no remedy `{name}`{did_you_mean(name, known)}")
+        rows = {method.called for method in self.all_methods}
+        rows |= {f"{method.called}/{remedy.name}" for method, remedy in self.entries}
+        for claim in self.claims:
+            for name in (claim.better, claim.worse):
+                if name not in rows:
+                    raise ValueError(f"claim {claim.says!r}: no method `{name}`{did_you_mean(name, sorted(rows))}")
+        return self
+
+    @property
+    def all_methods(self) -> list[MethodSpec]:
+        """All of them, full fine-tuning first, with the peers that the file left out."""
+        there = {method.kind for method in self.methods}
+        added = [_method(kind) for kind in PEERS if self.peers and kind not in there]
+        order = {kind: number for number, kind in enumerate(PEERS)}
+        return sorted([*self.methods, *added], key=lambda method: order.get(method.kind, len(PEERS)))
+
+    @property
+    def entries(self) -> list[tuple[MethodSpec, Remedy]]:
+        """What has a frontier of its own: every method with each of its remedies."""
+        return [
+            (method, remedy)
+            for method in self.all_methods
+            for remedy in self.remedies
+            if method.remedies is None or remedy.name in method.remedies
+        ]
+
+    def rates_of(self, method: MethodSpec, remedy: Remedy) -> list[float]:
+        """The rates that an entry begins with, ascending."""
+        return sorted(remedy.rates or method.rates or self.rates)
+
+    def seeds_of(self, method: MethodSpec) -> int:
+        """How many seeds a method runs with."""
+        return method.seeds or self.seeds
+
+    @property
+    def run_steps(self) -> int | None:
+        """Optimizer steps of every run; None where runs have so many bytes, and each its own steps."""
+        if self.bytes is not None:
+            return None
+        return self.steps or math.ceil((self.tokens or 1) / (self.batch * self.length))
+
+    @property
+    def run_tokens(self) -> int | None:
+        """Tokens of every run; None where each has its own."""
+        return None if self.run_steps is None else self.run_steps * self.batch * self.length
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """What every run has."""
+        text = {"bytes": self.bytes or 0}
+        if self.run_steps is not None and self.run_tokens is not None:
+            text = {"steps": self.run_steps, "tokens": self.run_tokens}
+        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds}
+
+    @property
+    def budget_words(self) -> str:
+        """How much text a run has, in words."""
+        return f"{self.run_tokens:,} tokens" if self.bytes is None else f"{self.bytes:,} bytes of new text"
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the base has to write text."""
+        replays = [remedy.replay for _, remedy in self.entries]
+        return not self.original or any(replay is not None and replay.source == "recall" for replay in replays)
+
+
+def study_replays(study: Study) -> bool:
+    """Whether a remedy replays text that is given."""
+    replays = [remedy.replay for _, remedy in study.entries]
+    return any(replay is not None and replay.source == "text" for replay in replays)
+
+
+def _method(name: str) -> MethodSpec:
+    """A method that is given by its name alone: a peer, or a plan."""
+    return MethodSpec.model_validate(spelled_out(name))
+
+
+def spelled_out(method: str) -> dict[str, Any]:
+    """The entry of a method that is given by its name alone."""
+    match method:
+        case "full":
+            return {"full": True}
+        case "lora" | "partial":
+            return {method: {}}
+    return {"plan": method}

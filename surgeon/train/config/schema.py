@@ -1,0 +1,297 @@
+"""train.yaml: the schema of a training run. Strict: nothing unknown gets through."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from surgeon.common.schema import SHARE_TOLERANCE, Entry, first_doubled
+from surgeon.data.specs import NEW, ORIGINAL, SourceSpec
+from surgeon.manifest.trainable import LayersSpec
+from surgeon.models.templates import TemplateName
+from surgeon.train.backends import AttentionName, TrackerName
+
+# Of one classification head.
+MOST_LABELS = 1000
+
+# What several files say in the same words.
+Packing = Literal["isolated", "joined"]
+TrainingDtype = Literal["auto", "bfloat16", "float32"]
+CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
+
+# Beyond these a number is a slip: no run of this kind has them.
+_MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
+
+
+class OptimizerSpec(Entry):
+    """AdamW and its schedule; what is left out has the paper's value."""
+
+    lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
+    min_lr: Annotated[float | None, Field(ge=0, description="rate at the end of the cosine")] = None
+    schedule: Annotated[Literal["cosine", "linear", "constant"] | None, Field(description="after the warm-up")] = None
+    warmup: Annotated[float | None, Field(ge=0, description="steps, or below 1 a share of them")] = None
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]] | None, Field(min_length=2, max_length=2)] = None
+    weight_decay: Annotated[float | None, Field(ge=0, description="AdamW's; not on norms and biases")] = None
+    clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
+
+
+class TeacherSpec(Entry):
+    """Which model teaches, and whether what it says is read once, before the first step, and kept on disk."""
+
+    surgery: Annotated[
+        Literal["last"] | None,
+        Field(
+            description="last: the model as it stood when the last surgery began; default where the first base is lost"
+        ),
+    ] = None
+    cached: Annotated[
+        int | None,
+        Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token"),
+    ] = None
+
+
+class PreserveSpec(Entry):
+    """What holds the model to the base: a term of the loss, on tokens of its own domain."""
+
+    teacher: Annotated[
+        Literal["base"] | TeacherSpec | None,
+        Field(
+            description="base: the first base inside the model, grafts off, inserted layers passed over, or a frozen"
+            " copy where its own weights train; {surgery: last}: the model as it stood when the last surgery began;"
+            " {cached: 64}: what it said before the first step, kept on disk; default: the first base, or where that"
+            " is lost {surgery: last}"
+        ),
+    ] = None
+    loss: Annotated[
+        Literal["kl", "reverse_kl", "hidden_mse"],
+        Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: of what the head reads"),
+    ] = "kl"
+    on: Annotated[
+        Literal["original", "all"], Field(description="tokens of sources with the role original, or of all")
+    ] = "original"
+    weight: Annotated[float, Field(gt=0, description="of the mean over these tokens, in the loss")] = 1.0
+    temperature: Annotated[
+        float, Field(gt=0, description="both distributions are taken at this temperature τ, the KL times τ²")
+    ] = 1.0
+
+    @property
+    def cached(self) -> int | None:
+        """How many tokens are kept on disk of what the base says; None: it says it during training."""
+        return self.teacher.cached if isinstance(self.teacher, TeacherSpec) else None
+
+    @property
+    def last(self) -> bool | None:
+        """Whether the model that the last surgery began with teaches; None: where the first base is lost."""
+        if self.teacher == "base":
+            return False
+        return True if isinstance(self.teacher, TeacherSpec) and self.teacher.surgery else None
+
+    @model_validator(mode="after")
+    def _fits(self) -> PreserveSpec:
+        if self.cached is not None and self.loss == "hidden_mse":
+            raise ValueError(
+                "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or"
+                " reverse_kl, or `teacher: base`"
+            )
+        return self
+
+
+class LoraSpec(Entry):
+    """A LoRA over the frozen model, by PEFT (Hu et al., 2022): W + alpha / rank · B A, merged into RUN's weights."""
+
+    rank: Annotated[int, Field(ge=1, le=4096, description="of each product B A")] = 16
+    alpha: Annotated[
+        float | None, Field(gt=0, description="the product's factor is alpha / rank; default 2 · rank")
+    ] = None
+    dropout: Annotated[float, Field(ge=0, lt=1, description="on what A reads")] = 0.0
+    targets: Annotated[
+        Literal["ffn", "attention", "all"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)],
+        Field(
+            description="linear modules of every layer: the FFN's, attention's, both; or modules by name, as in PEFT"
+        ),
+    ] = "all"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product B A."""
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
+class RunSettings(Entry):
+    """How each of several runs trains; what is left out is as in a training config that leaves it out."""
+
+    optimizer: Annotated[OptimizerSpec | None, Field(description="as in a training config")] = None
+    micro_batch: Annotated[int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time")] = None
+    packing: Annotated[Packing | None, Field(description="whether attention stays within documents")] = None
+    dtype: Annotated[TrainingDtype | None, Field(description="of the model while it trains")] = None
+    attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
+    checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
+    cross_entropy: Annotated[CrossEntropy | None, Field(description="as in a training config")] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return what was said, without what was left out and without the optimizer's, as plain data."""
+        return self.model_dump(mode="json", exclude_none=True, exclude={"optimizer"})
+
+    def given_optimizer(self) -> dict[str, Any]:
+        """Return what was said of the optimizer, as plain data."""
+        return {} if self.optimizer is None else self.optimizer.model_dump(mode="json", exclude_none=True)
+
+
+class TrainConfig(Entry):
+    """What a training run is to do."""
+
+    surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
+    steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS, description="optimizer steps")] = None
+    epochs: Annotated[
+        float | None,
+        Field(gt=0, le=_MOST_EPOCHS, description="instead of steps: passes through the sources that are not original"),
+    ] = None
+    bytes: Annotated[
+        int | None,
+        Field(ge=1, description="instead of steps: UTF-8 bytes of text from the sources that are not original"),
+    ] = None
+    sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
+    seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
+    what: Annotated[
+        Literal["last", "added", "base", "all", "head"] | LayersSpec | list[int] | None,
+        Field(
+            description="last (default): new tensors of the last surgery; added: of all; [0, 2]: of these operations of"
+            " the last one; base: the tensors that are not new; all: every tensor; {layers: …}: all of these layers;"
+            " head: the classification head alone, which with labels trains beside all others too"
+        ),
+    ] = None
+    labels: Annotated[
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=MOST_LABELS)]
+        | Annotated[int, Field(ge=2, le=MOST_LABELS)]
+        | None,
+        Field(
+            description="of an encoder without a classification head: names of the labels by their numbers, or how many"
+            " there are; default: those of the data"
+        ),
+    ] = None
+    lora: Annotated[LoraSpec | None, Field(description="a LoRA over the frozen model, instead of `what`")] = None
+    keep_base: Annotated[
+        bool, Field(description="keep the base's own values of what trains beside RUN's weights, for `surgeon revert`")
+    ] = False
+    batch: Annotated[
+        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences a step, over all processes")
+    ] = None
+    micro_batch: Annotated[
+        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time in one process")
+    ] = None
+    length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
+    packing: Annotated[
+        Packing,
+        Field(description="isolated: no attention across documents in a sequence; joined: one text after the other"),
+    ] = "isolated"
+    chat_template: Annotated[
+        TemplateName | None,
+        Field(description="for a base without one: how sources of the kind `chat` are written; goes into the output"),
+    ] = None
+    optimizer: OptimizerSpec = OptimizerSpec()
+    preserve: Annotated[
+        PreserveSpec | None, Field(description="the base inside the model teaches it what it says to original text")
+    ] = None
+    dtype: Annotated[
+        TrainingDtype,
+        Field(description="of the model while it trains; auto: the checkpoint's"),
+    ] = "auto"
+    attention: Annotated[
+        AttentionName | None, Field(description="attention implementation; default: transformers' choice")
+    ] = None
+    checkpointing: Annotated[bool, Field(description="recompute activations in the backward pass, to save memory")] = (
+        False
+    )
+    sharding: Annotated[
+        Literal["none", "fsdp"],
+        Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
+    ] = "none"
+    cross_entropy: Annotated[
+        CrossEntropy,
+        Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
+    ] = "auto"
+    save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
+    saving: Annotated[
+        Literal["auto", "beside", "in_step"],
+        Field(
+            description="beside: checkpoints are written while training goes on, from a copy in memory; auto: where the"
+            " copy is no larger than the model"
+        ),
+    ] = "auto"
+    evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
+    validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64
+    keep_best: Annotated[
+        str | None,
+        Field(description="publish the evaluated step whose held-out loss on this source is lowest; default: the last"),
+    ] = None
+    log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
+    report_to: Annotated[
+        list[TrackerName],
+        Field(description="trackers that get the log too, as transformers names them: tensorboard, wandb, mlflow, …"),
+    ] = []  # noqa: RUF012  # pydantic copies it
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        total = math.fsum(source.share for source in self.sources)
+        if abs(total - 1) > SHARE_TOLERANCE:
+            raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
+        if doubled := first_doubled([source.name for source in self.sources]):
+            raise ValueError(f"two sources are called {doubled!r}; names must differ")
+        if sum(given is not None for given in (self.steps, self.epochs, self.bytes)) != 1:
+            raise ValueError("give `steps`, or `epochs` or `bytes` from which they are computed, and no two of them")
+        if self.keep_best is not None:
+            self._check_keep_best(self.keep_best)
+        if self.lora is not None and self.what is not None:
+            raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
+        if self.classifies:
+            self._check_classifies()
+        elif self.labels is not None or self.what == "head":
+            key = "`what: head`" if self.labels is None else "`labels`"
+            raise ValueError(f"{key} is for texts with labels; give every source `kind: labels`, or leave it out")
+        return self
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether the steps are known once the text was counted."""
+        return self.steps is None
+
+    @property
+    def classifies(self) -> bool:
+        """Whether texts with labels train a classification head, and not texts a language model."""
+        return any(source.kind == "labels" for source in self.sources)
+
+    def _check_classifies(self) -> None:
+        if other := next((source for source in self.sources if source.kind != "labels"), None):
+            raise ValueError(
+                f"source {other.name!r} is of the kind {other.kind}, others have labels; one run trains one task: give"
+                " every source `kind: labels`, or none"
+            )
+        if self.preserve is not None:
+            raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
+        if self.bytes is not None:
+            raise ValueError("`bytes` counts text that a language model predicts; with labels give `epochs` or `steps`")
+        if isinstance(self.labels, list) and (doubled := first_doubled(self.labels)):
+            raise ValueError(f"`labels` names {doubled!r} twice; names must differ")
+        for key, given in (("sharding", self.sharding != "none"), ("cross_entropy", self.cross_entropy != "auto")):
+            if given:
+                raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")
+
+    def _check_keep_best(self, wanted: str) -> None:
+        held = {source.name: bool(source.validation) for source in self.sources}
+        if not held.get(wanted):
+            known = ", ".join(name for name, out in held.items() if out) or "none"
+            raise ValueError(f"`keep_best` names {wanted!r}, no source that holds text out; those that do: {known}")
+
+    def domain_of(self, source: SourceSpec) -> int:
+        """What `domain_ids` call a source: 0 original, 1 new; tasks count from 1 in order of their first source."""
+        if source.role in (ORIGINAL, NEW):
+            return int(source.role == NEW)
+        tasks = list(dict.fromkeys(other.role for other in self.sources if other.role not in (ORIGINAL, NEW)))
+        return 1 + tasks.index(source.role)
+
+
+def originals_of(config: TrainConfig) -> list[SourceSpec]:
+    """The sources of what the base knows, those with a share of 0 too."""
+    return [source for source in config.sources if source.role == ORIGINAL]
