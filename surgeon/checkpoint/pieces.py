@@ -106,6 +106,14 @@ class Pieces:
         ]
         return Pieces.of(self.nbytes, found)
 
+    def origin_of(self, byte: int) -> tuple[str, int]:
+        """The tensor that a byte is of, and where in it."""
+        for span in self.spans:
+            run, within = divmod(byte - span.at, span.every) if span.every else (0, byte - span.at)
+            if 0 <= run < span.count and 0 <= within < span.length:
+                return span.tensor, span.offset + run * span.step + within
+        raise IndexError(byte)
+
     def is_all_of(self, info: TensorInfo) -> bool:
         """Whether it is a tensor whole, byte for byte."""
         return self == Pieces.whole(info.name, info.nbytes)
@@ -266,6 +274,13 @@ def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:
         for n, (size, begin) in enumerate(zip(sizes, begins, strict=False))
         if size and before
     ]
+
+
+def stacked(parts: Sequence[Pieces], *, before: int) -> Pieces:
+    """Tensors side by side in one, `before` times a run of each, as pieces of what they are made of."""
+    places = side_by_side([part.nbytes // before for part in parts], before=before)
+    inner = {str(nth): part for nth, part in enumerate(parts)}
+    return Pieces.of(sum(part.nbytes for part in parts), places).through(inner)
 
 
 def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequence[int]) -> Pieces:
