@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ def apply(
     base: str | Path,
     out: str | Path,
     *,
+    overrides: Sequence[str] = (),
     revision: str | None = None,
     device: str = "auto",
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
@@ -77,7 +78,7 @@ def apply(
     listener: Listener | None = None,
     ranks: Ranks | None = None,
 ) -> Applied:
-    """Grow `base` by `plan` into the new folder `out`.
+    """Grow `base` by `plan` into the new folder `out`; `overrides` (`operations.0.init.reg=0.1`) replace its values.
 
     With `read_back` what was written is read again and compared with the base on the way: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
@@ -91,7 +92,7 @@ def apply(
     listener = listener or Quiet()
     ranks = ranks or Ranks()
     target, base = Path(out), str(base)
-    loaded = loaded_plan(plan)
+    loaded = loaded_plan(plan, overrides)
     adapters = adapters_of_plan(loaded)
     if not Path(base).exists() and not any(operation.layers_out for operation in loaded.plan.operations):
         # Everything that can be refused is refused before the first weight is downloaded.

@@ -3,9 +3,9 @@
 A new one is a class derived from `Recipe`, here or in a plugin; nothing else needs to know it.
 """
 
+from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced
-from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted

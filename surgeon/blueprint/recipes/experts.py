@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.alignment import MapRef
+from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.fused import Fused
 from surgeon.blueprint.recipes.joined import Joined
 from surgeon.blueprint.recipes.layout import ExpertLayout

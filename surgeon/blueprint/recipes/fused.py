@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.alignment import Block
+from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
 
