@@ -78,7 +78,7 @@ class Joined(Recipe):
     @property
     def _before(self) -> int:
         """How many runs of each part there are."""
-        return math.prod(self.shape[: self.axis])
+        return math.prod(self.parts[0].shape[: self.axis])
 
 
 def _is_own(part: Recipe) -> bool:
