@@ -1,7 +1,7 @@
 """Calls between rooms: how often one room of surgeon calls into another while a plan is applied.
 
-Counted are calls of Python functions, in every thread, whose file lies in another room than their caller's. Where code of
-a library stands between the two (a cached property, a thread's start), the nearest caller in surgeon counts. That a
+Counted are calls of Python functions, in every thread, whose file lies in another room than their caller's. Where code
+of a library stands between the two (a cached property, a thread's start), the nearest caller in surgeon counts. That a
 module is imported, and that a generator goes on, is no call.
 """
 
@@ -62,7 +62,7 @@ def _goes_on(frame: FrameType) -> bool:
 
 
 def applied(plan: str, family: str) -> Calls:
-    """The calls of `surgeon apply` of a shipped plan to a tiny base, the second time: proofs are kept, modules there."""
+    """The calls of `apply` of a shipped plan to a tiny base, the second time: proofs are kept, modules there."""
     import surgeon
     from tests import tiny
 

@@ -24,7 +24,8 @@ from surgeon.blueprint.recipes import MapRef, Place, Predicted, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.checkpoint.pieces import Gap, Pieces, read_in_order
+from surgeon.checkpoint.piece_bytes import Gap, read_in_order
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import OpenShards
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable

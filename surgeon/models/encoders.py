@@ -40,6 +40,31 @@ class OutputComparison:
     max_abs_difference: float
 
     @property
+    def rounded(self) -> bool:
+        """Whether outputs are identical: no operation promises an encoder's to rounding."""
+        return self.identical
+
+    @property
+    def same_before_tail(self) -> bool:
+        """Whether outputs are identical: they have no tail of tokens."""
+        return self.identical
+
+    @property
+    def same(self) -> int:
+        """The positions that have the base's values, where all have; they are not counted one by one."""
+        return self.tokens if self.identical else 0
+
+    @property
+    def apart(self) -> None:
+        """None: an encoder predicts no next token."""
+        return None
+
+    @property
+    def grown(self) -> None:
+        """None: no operation adds tokens to an encoder."""
+        return None
+
+    @property
     def next_token(self) -> None:
         """None: an encoder predicts no next token."""
         return None

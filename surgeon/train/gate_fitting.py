@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surgeon.checkpoint.work_folders import read_own, sync, write_durably
+from surgeon.common.work_folders import read_own, sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, SourceStream, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.train.saved.checkpoints import RunRecord

@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from surgeon.apply.apply import apply
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.work_folders import WorkFolder
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener
+from surgeon.common.work_folders import WorkFolder
 from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import head_plan
-from surgeon.train.config import MOST_LABELS, LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.schema import MOST_LABELS
 from surgeon.train.self_generated import join
 
 

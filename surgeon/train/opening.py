@@ -25,7 +25,8 @@ from surgeon.manifest.trainable import TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import CLASSIFIER
 from surgeon.models.templates import TEMPLATES
-from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.settings import Settings
 from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.processes.launching import Sharding
 from surgeon.train.saved.work_folder import work_folder

@@ -29,7 +29,9 @@ from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.backends import missing_for_attention, missing_for_tracker
-from surgeon.train.config import LoadedConfig, Settings, originals_of, settle
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.schema import originals_of
+from surgeon.train.config.settings import Settings, settle
 from surgeon.train.processes.launching import Sharding, sharding_asked
 from surgeon.train.trainable.lora_targets import lora_set
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import accelerate
 import transformers
 
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.work_folders import WorkFolder
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.listener import Listener
+from surgeon.common.work_folders import WorkFolder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.training_data import written_source
 
 

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from surgeon.apply.linked_shards import bytes_to_move
 from surgeon.apply.write import execute
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.common.disk_space import writing
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples
@@ -27,7 +27,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (

@@ -23,7 +23,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
-from surgeon.train.config import LoadedConfig, load_config
+from surgeon.train.config.loading import LoadedConfig, load_config
 
 _MOST_LABELS = 6
 

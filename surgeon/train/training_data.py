@@ -20,7 +20,8 @@ from surgeon.data.sources import OpenedSource, open_source
 from surgeon.data.specs import ORIGINAL, SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS, unknown_marks
-from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.settings import Settings
 
 
 def written_source(memory: Path, source: SourceSpec) -> Path:

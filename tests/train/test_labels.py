@@ -21,7 +21,7 @@ from surgeon.data.examples import batch_of_examples
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.loading import loaded_model
 from surgeon.train.opening import opened_run
 from surgeon.train.steps import trainer

@@ -101,7 +101,7 @@ class Extended(Recipe):
 
 def _summed(rows: Tensor) -> Tensor:
     """The sum of a few rows in float64; threads that wait for each other would take longer than the sum."""
-    from surgeon.families.twin import one_thread
+    from surgeon.common.devices import one_thread
 
     with one_thread():
         return rows.double().sum(0)

@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surgeon.checkpoint.disk_space import writing
-from surgeon.checkpoint.signed import read_signed, write_signed
-from surgeon.checkpoint.work_folders import read_own
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, is_sharded, waiting
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener
+from surgeon.common.signed import read_signed, write_signed
+from surgeon.common.work_folders import read_own
 from surgeon.data.packing import Mixture, PackedSequence, batch_of
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.train.losses.preserving import Preserving

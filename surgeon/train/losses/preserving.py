@@ -22,7 +22,7 @@ from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import IGNORED_LABEL
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
-from surgeon.train.config import PreserveSpec
+from surgeon.train.config.schema import PreserveSpec
 from surgeon.train.losses.cross_entropy import CHUNK_BYTES, FusedHead
 from surgeon.train.losses.top_k import TopK
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.signed import Signed, read_signed, write_signed
-from surgeon.checkpoint.work_folders import read_own, sync, write_durably
+from surgeon.common.signed import Signed, read_signed, write_signed
+from surgeon.common.work_folders import read_own, sync, write_durably
 from surgeon.errors import BadInput, printable
 
 COMPLETE_FILE = "complete.json"

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from surgeon._version import __version__
-from surgeon.checkpoint.signed import check_own
-from surgeon.checkpoint.work_folders import WorkFolder, working_in
+from surgeon.common.signed import check_own
+from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
-from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.settings import Settings
 from surgeon.train.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.train.training_data import TrainingData
 

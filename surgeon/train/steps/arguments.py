@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from surgeon.train.config import Settings
+from surgeon.train.config.settings import Settings
 
 
 def training_arguments(

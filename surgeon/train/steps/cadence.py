@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from surgeon.common.listener import Listener
-from surgeon.train.config import Settings
+from surgeon.train.config.settings import Settings
 
 # In the log: what `preserve` adds to the loss, unweighted.
 PRESERVE = "loss.preserve"

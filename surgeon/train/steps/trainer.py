@@ -20,7 +20,7 @@ from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import Batches
 from surgeon.errors import SurgeonError
 from surgeon.manifest.trainable import Fixed
-from surgeon.train.config import Settings
+from surgeon.train.config.settings import Settings
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS, Preserving

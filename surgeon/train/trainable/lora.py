@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import stored_dtype
-from surgeon.train.config import LoraSpec
+from surgeon.train.config.schema import LoraSpec
 from surgeon.train.trainable.stored import StoredNames
 
 # What PEFT calls an adapter where nobody names it, and how its own model class begins all names.

@@ -11,7 +11,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.runtime.composition import ATTENTION, FFN
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 
 _WEIGHT = ".weight"
 _BLOCKS = {"attention": (ATTENTION,), "ffn": (FFN,), "all": (ATTENTION, FFN)}
