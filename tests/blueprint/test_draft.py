@@ -83,7 +83,7 @@ def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -
 
 def test_new_shards_are_filled_before_another_begins(base: CheckpointFolder) -> None:
     drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))
-    layer = sum(nbytes(output) for output in drawn.outputs if output.new) // 6
+    layer = sum(output.nbytes for output in drawn.outputs if output.new) // 6
     for fits in (1, 2, 3, 6):
         for limit in (fits * layer, (fits + 1) * layer - 1):
             shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
