@@ -239,7 +239,7 @@ def _complete_plan(incomplete: str) -> list[str]:
 def _complete_shipped(incomplete: str) -> list[str]:
     from surgeon.plan import shipped
 
-    return [name for name in shipped.names() if name.startswith(incomplete)]
+    return [name for name in shipped.shipped_plans() if name.startswith(incomplete)]
 
 
 def _complete_study(incomplete: str) -> list[str]:
@@ -546,7 +546,7 @@ def evaluate(
     trust_remote_code: RemoteCode = False,
 ) -> None:
     """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals."""
-    from surgeon.evaluate.evaluate import evaluation_view
+    from surgeon.evaluate.results import evaluation_view
 
     _run(ctx, surgeon.evaluate, evaluation_view, always=True)
 
@@ -921,7 +921,9 @@ def plans(
     from surgeon.plan import shipped
 
     if as_json:
-        _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
+        _print_json(
+            shipped.shipped_plans() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")}
+        )
     elif name is None:
         _console().print(shipped.plans_view(shipped.described()))
     else:

@@ -71,7 +71,7 @@ def cases() -> list[Case]:
     from surgeon.plan import shipped
     from tests import tiny
 
-    found: list[Case] = [("shipped", "", name) for name in shipped.names()]
+    found: list[Case] = [("shipped", "", name) for name in shipped.shipped_plans()]
     found += [("family", family, plan) for family in tiny.FAMILIES for plan in STRUCTURES]
     found += [("decoder", kind, plan) for kind in DECODERS for plan in STRUCTURES]
     found += [("image", kind, plan) for kind in IMAGE_TEXT for plan in ("copy", "fused", "branch", "adapters", "slots")]

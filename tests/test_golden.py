@@ -27,7 +27,7 @@ from tests import tiny
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SENTENCES = GOLDEN / "sentences.json"
-CASES = [(plan, "llama") for plan in shipped.names()] + [("opt-deus", f) for f in FAMILIES if f != "llama"]
+CASES = [(plan, "llama") for plan in shipped.shipped_plans()] + [("opt-deus", f) for f in FAMILIES if f != "llama"]
 
 
 def preview(plan: str, family: str, folder: Path) -> Preview:

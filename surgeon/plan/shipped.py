@@ -28,7 +28,7 @@ def folder() -> Path:
     return installed if installed.is_dir() else package.parent / "plans"
 
 
-def names() -> list[str]:
+def shipped_plans() -> list[str]:
     """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
     plans = folder()
     found = (path for path in plans.rglob("*.yaml") if path.parent != plans / _STUDIES)
@@ -55,7 +55,7 @@ def described() -> list[Described]:
     from surgeon.operations import OPERATIONS
 
     found = []
-    for name in names():
+    for name in shipped_plans():
         text = (folder() / f"{name}.yaml").read_text(encoding="utf-8")
         operations = tuple(dict.fromkeys(_OPERATION.findall(text)))
         comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -70,7 +70,7 @@ def find_plan(plan: str | Path) -> Path:
     # A folder is never a plan; an output may well be called as the plan it was made by.
     if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
         return path
-    known = names()
+    known = shipped_plans()
     if str(plan) in known:
         return folder() / f"{plan}.yaml"
     what = "a folder, not a plan" if path.is_dir() else "neither a plan file nor the name of a shipped plan"

@@ -14,7 +14,7 @@ from surgeon.compare.config.schema import PEERS
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
 from surgeon.compare.schedule import Run, rates_of, wanted
 from surgeon.errors import BadInput
-from surgeon.plan.shipped import names, shipped_studies
+from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.train.config.schema import TrainConfig
 
 SMALLEST = """\
@@ -221,7 +221,7 @@ def test_what_makes_no_fair_study_is_refused(tmp_path: Path, old: str, new: str,
 
 def test_shipped_studies_are_studies_and_no_plans(tmp_path: Path) -> None:
     for name in shipped_studies():
-        assert not any(plan.startswith("studies") for plan in names())
+        assert not any(plan.startswith("studies") for plan in shipped_plans())
         texts = [tmp_path / "new.jsonl"]
         written(tmp_path)
         loaded = load_study(name, new=texts, original=[tmp_path / "known.jsonl"])

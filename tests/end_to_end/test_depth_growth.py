@@ -23,7 +23,7 @@ from tests.elsewhere import load_elsewhere
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.
 DEPTH_PLANS = [
     name
-    for name in shipped.names()
+    for name in shipped.shipped_plans()
     if not attaches_grafts(name)
     and not any(op.op == "merge_branches" for op in load_plan(shipped.find_plan(name)).plan.operations)
 ]

@@ -34,7 +34,7 @@ from tests.runtime.test_interpolators import CLASSES
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
-GRAFT_PLANS = [name for name in shipped.names() if name not in NOT_EXACT and attaches_grafts(name)]
+GRAFT_PLANS = [name for name in shipped.shipped_plans() if name not in NOT_EXACT and attaches_grafts(name)]
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
 EXPERTS: dict[str, Any] = {"op": "pmoe_experts", "slots": 2}

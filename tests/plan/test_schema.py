@@ -45,7 +45,7 @@ def test_a_folder_called_like_a_shipped_plan_is_not_taken_for_it(
     assert shipped.find_plan("llama-pro").is_file()
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", shipped.shipped_plans())
 def test_shipped_plans_are_found_by_name_and_load(name: str) -> None:
     loaded = load_plan(shipped.find_plan(name))
     assert loaded.text.startswith("# "), "a plan begins with a line that says what it is"
