@@ -389,7 +389,8 @@ class _Part:
         if found is None:
             check_own(None, work.path, "", take_over=take_over, say=say)
             part = cls(path, fingerprint, Counts(), hashlib.sha256())
-            part.save(b"")
+            # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
+            part._record(0)
             return part
         try:
             record = found.data
@@ -410,7 +411,7 @@ class _Part:
         if digest.hexdigest() != record["sha256"]:
             raise _damaged(path, "it is not what was written")
         part = cls(path, fingerprint, counts, digest)
-        with path.open("r+b") as open_file:
+        with path.open("ab") as open_file:
             open_file.truncate(len(written))
         part.seen = {_key(line) for line in written.splitlines()}
         if not found.here:
@@ -425,6 +426,10 @@ class _Part:
             os.fsync(file.fileno())
             size = file.tell()
         self.digest.update(lines)
+        self._record(size)
+
+    def _record(self, size: int) -> None:
+        """Record that so many bytes of text are there."""
         record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
         write_signed(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
-from surgeon import Checkpoint, check_model, open_checkpoint
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon import Checkpoint, HeldOut, check_model, open_checkpoint
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
-from surgeon.errors import BadInput
-from surgeon.evaluate.open_texts import Texts, open_texts
-from surgeon.evaluate.results import Evaluation, LabelScores, SourceScores
+from surgeon.common.tables import FittedTable
+from surgeon.errors import BadInput, printable
+from surgeon.evaluate.open_texts import open_texts
+from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores
 
 # A model as `evaluate` takes it.
 Model = str | Path | Checkpoint
@@ -20,7 +24,7 @@ Model = str | Path | Checkpoint
 @overload
 def evaluate(
     models: Model | Sequence[Model],
-    data: Texts,
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
     base: Model | None = ...,
     sources: Sequence[str] | None = ...,
@@ -36,7 +40,7 @@ def evaluate(
 @overload
 def evaluate(
     models: Model | Sequence[Model],
-    data: Texts,
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
     base: Model | None = ...,
     sources: Sequence[str] | None = ...,
@@ -51,7 +55,7 @@ def evaluate(
 ) -> Evaluation[LabelScores]: ...
 def evaluate(
     models: Model | Sequence[Model],
-    data: Texts,
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
     base: Model | None = None,
     sources: Sequence[str] | None = None,
@@ -116,3 +120,23 @@ def evaluate(
     return (evaluate_labels if labels else evaluate_texts)(
         opened, texts, length=length, batch=batch, dtype=dtype, device=device, listener=listener
     )
+
+
+def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
+    """One row for each source and model: scores with intervals, and differences to the first model."""
+    cells: Sequence[Cell] = evaluation.models[0].sources
+    compared = len(evaluation.models) > 1
+    table = FittedTable("source", "model", names=2)
+    for column in cells[0].columns:
+        table.add_column(column)
+    if compared:
+        table.add_column(f"{cells[0].difference} to {printable(evaluation.models[0].model, 40)}")
+    for number, first in enumerate(cells):
+        if number and compared:
+            table.add_row()
+        for row in evaluation.models:
+            found: Cell = row.sources[number]
+            names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
+            table.add_row(*names, *found.figures(), *([found.difference_cell()] if compared else []))
+    notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=evaluation.length)}"
+    return Group(table, Text(), Text(notes, style="dim"))

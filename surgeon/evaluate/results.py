@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon import Ratio
-from surgeon.common.tables import FittedTable
-from surgeon.errors import printable
 
 # A repr names so many models and sources.
 _MOST_SHOWN = 4
@@ -236,26 +232,6 @@ class Evaluation(Generic[CellT]):
             ],
             "notes": list(self.notes),
         }
-
-
-def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
-    """One row for each source and model: scores with intervals, and differences to the first model."""
-    cells: Sequence[Cell] = evaluation.models[0].sources
-    compared = len(evaluation.models) > 1
-    table = FittedTable("source", "model", names=2)
-    for column in cells[0].columns:
-        table.add_column(column)
-    if compared:
-        table.add_column(f"{cells[0].difference} to {printable(evaluation.models[0].model, 40)}")
-    for number, first in enumerate(cells):
-        if number and compared:
-            table.add_row()
-        for row in evaluation.models:
-            found: Cell = row.sources[number]
-            names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
-            table.add_row(*names, *found.figures(), *([found.difference_cell()] if compared else []))
-    notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=evaluation.length)}"
-    return Group(table, Text(), Text(notes, style="dim"))
 
 
 def _ratio_cell(found: Ratio, form: str) -> Text:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.pieces import Pieces, Span, indices, side_by_side, turned
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked, turned
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, of_graft, renumbered
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, NewTensor, StoredTensor, Surgery
@@ -106,13 +106,11 @@ def _joined(
         raise ImpossiblePieces(whole)
     if sum(lengths) != shape[axis]:
         raise ImpossiblePieces(whole)
-    inner = {
-        str(n): _pieces(part, [*shape[:axis], size, *shape[axis + 1 :]], dtype, base)
-        for n, (part, size) in enumerate(zip(parts, lengths, strict=True))
-    }
-    width = math.prod(shape[axis + 1 :]) * DTYPE_BITS[dtype] // 8
-    spans = side_by_side([size * width for size in lengths], before=math.prod(shape[:axis]))
-    return Pieces.of(math.prod(shape) * DTYPE_BITS[dtype] // 8, spans).through(inner)
+    inner = [
+        _pieces(part, [*shape[:axis], size, *shape[axis + 1 :]], dtype, base)
+        for part, size in zip(parts, lengths, strict=True)
+    ]
+    return stacked(inner, before=math.prod(shape[:axis]))
 
 
 def kept_pieces(made: NewTensor, surgery: Surgery) -> Pieces:
