@@ -16,6 +16,7 @@ import pytest
 
 from surgeon.continual.config.loading import load_tasks
 from surgeon.errors import BadInput
+from surgeon.evaluate.open_texts import open_texts
 from surgeon.plan.plan import load_plan
 from surgeon.train.config.loading import load_config
 from tests.house import PACKAGE
