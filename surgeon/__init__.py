@@ -66,9 +66,13 @@ if TYPE_CHECKING:
     from surgeon.plan.plan import json_schema as json_schema
     from surgeon.plan.plan import load_plan as load_plan
     from surgeon.plan.plan import parse_plan as parse_plan
+    from surgeon.plan.shipped import FoundPlan as FoundPlan
     from surgeon.plan.shipped import find_plan as find_plan
+    from surgeon.plan.shipped import find_sweep as find_sweep
+    from surgeon.plan.shipped import load_named as load_named
     from surgeon.plan.shipped import shipped_plans as shipped_plans
     from surgeon.plan.shipped import shipped_studies as shipped_studies
+    from surgeon.plan.sweep import overrides_of as overrides_of
     from surgeon.report.families import families as families
     from surgeon.report.inspect import inspect as inspect
     from surgeon.report.report import report as report
@@ -107,6 +111,7 @@ _HOMES = {
     "Checkpoint": "models.checkpoint",
     "Diverged": "errors",
     "Evaluation": "evaluate.results",
+    "FoundPlan": "plan.shipped",
     "GenerateSpec": "data.specs",
     "HeldOut": "data.held_out",
     "Judged": "data.scores",
@@ -147,18 +152,21 @@ _HOMES = {
     "export_slot": "share.export_slot",
     "families": "report.families",
     "find_plan": "plan.shipped",
+    "find_sweep": "plan.shipped",
     "gguf_pattern": "share.gguf_pattern",
     "held_out_text": "data.held_out",
     "inspect": "report.inspect",
     "json_schema": "plan.plan",
     "judge": "data.scored",
     "load_config": "train.config.loading",
+    "load_named": "plan.shipped",
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
     "open_checkpoint": "models.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",
+    "overrides_of": "plan.sweep",
     "pack": "data.scored",
     "parse_plan": "plan.plan",
     "preview": "apply.preview",

@@ -109,7 +109,7 @@ def test_data_on_stdout_is_json_alone(base: Path) -> None:
     shown = CliRunner().invoke(app, ["preview", "pmoe", str(base), "--json"])
     assert json.loads(shown.stdout)["promise"] == "exact"
     named = CliRunner().invoke(app, ["plans", "--json"])
-    assert json.loads(named.stdout) == shipped.shipped_plans()
+    assert json.loads(named.stdout) == shipped.names()
     plan = CliRunner().invoke(app, ["plans", "solar", "--json"])
     assert json.loads(plan.stdout)["solar"].startswith("# SOLAR")
 
@@ -173,7 +173,7 @@ def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypat
     [
         ("surgeon verif", ["verify"]),
         ("surgeon apply sol", ["solar"]),
-        ("surgeon preview neutral-residues/extra-1", ["neutral-residues/extra-10"]),
+        ("surgeon preview mixture-of-control/li", ["mixture-of-control/linear"]),
         ("surgeon apply mine", ["mine.yaml", "mine/"]),
         ("surgeon plans sol", ["solar"]),
         ("surgeon apply --max", ["--max-shard-size"]),

@@ -14,7 +14,7 @@ from surgeon import (
     TextSpec,
     TrainConfig,
     check_source,
-    find_plan,
+    load_named,
     load_plan,
     parse_plan,
     settle,
@@ -110,7 +110,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         if beside.is_file():
             return load_plan(beside)
         with at_line(loaded, number):
-            return load_plan(find_plan(asked))
+            return load_named(asked)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
