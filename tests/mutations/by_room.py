@@ -41,7 +41,7 @@ MISTAKES = (
     ),
     _mistake(
         "blueprint",
-        "a layer's tensors are spread over two shards",
+        "new shards are filled by half",
         "shards.py",
         "        room -= size\n",
         "        room -= 2 * size\n",
@@ -62,10 +62,10 @@ MISTAKES = (
     ),
     _mistake(
         "checkpoint",
-        "a header may end behind its file",
+        "a header that changed since it was read is copied",
         "header.py",
-        "if 8 + length > file_size:",
-        "if length > file_size + 8:",
+        "if hashlib.sha256(found).hexdigest() != header.sha256:",
+        "if len(found) != header.data_begin:",
     ),
     _mistake(
         "common",
@@ -174,10 +174,10 @@ MISTAKES = (
     ),
     _mistake(
         "plan",
-        "a plan's group is searched by any plan whose name begins alike",
-        "shipped.py",
-        'plan.startswith(f"{name}/")',
-        "plan.startswith(name)",
+        "an operation that cannot be carried out is named by the line of the next",
+        "plan.py",
+        "        line = self.lines.get(place)\n",
+        '        line = self.lines.get(("operations", number + 1))\n',
     ),
     _mistake(
         "report",
