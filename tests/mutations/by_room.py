@@ -47,6 +47,20 @@ MISTAKES = (
         "        room -= 2 * size\n",
     ),
     _mistake(
+        "blueprint",
+        "a sum is taken in the dtype of its terms",
+        "recipes/fused.py",
+        "total = bench.working(self.terms[0]).mul_(self.factors[0])",
+        "total = bench.compute(self.terms[0]).mul(self.factors[0])",
+    ),
+    _mistake(
+        "blueprint",
+        "α, where it is a tensor, is no input of what it interpolates",
+        "recipes/fused.py",
+        "return both if isinstance(self.alpha, float) else (*both, self.alpha)",
+        "return both",
+    ),
+    _mistake(
         "checkpoint",
         "a header that changed since it was read is copied",
         "header.py",
