@@ -28,7 +28,6 @@ import surgeon
 from surgeon.apply.models import models_of_plan
 from surgeon.apply.preview import adapters_of_plan, open_headers, preview_of
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import leaves
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import held_of
@@ -183,7 +182,7 @@ def prove_one_plan(bases: Bases, first: str, second: str, folder: Path) -> list[
         wrong += alike(born, applied.path, exact=other == "exact", more=applied.preview.blueprint.more_rows)
     if in_two_plans(bases, first, second).promise:
         two = surgeon.apply(plan_of(entries[1]), born, folder / "two", device="cpu").path
-        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in leaves(o.recipe))}
+        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in o.recipe.leaves)}
         wrong += differing(applied.path, two, drawn=drawn)
     return wrong
 

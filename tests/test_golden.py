@@ -19,7 +19,6 @@ import pytest
 
 import surgeon
 from surgeon.apply.preview import Preview
-from surgeon.blueprint.recipes import describe
 from surgeon.common.cache import VARIABLE
 from surgeon.families import FAMILIES
 from surgeon.plan import shipped
@@ -54,7 +53,7 @@ def structure(shown: Preview) -> str:
             | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})
             for coupling in drawn.couplings.values()
         ),
-        *({"tensor": output.name, **describe(output.recipe)} for output in drawn.outputs if output.new),
+        *({"tensor": output.name, **output.recipe.describe()} for output in drawn.outputs if output.new),
     ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 

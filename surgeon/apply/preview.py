@@ -18,19 +18,8 @@ from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, pr
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
-from surgeon.blueprint.recipes import (
-    Copy,
-    Predicted,
-    Prompted,
-    Recipe,
-    Stacked,
-    Widened,
-    is_computed,
-    leaves,
-    moves,
-    numel,
-)
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, is_unchanged, lay_out, nbytes
+from surgeon.blueprint.recipes import Predicted, Prompted
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_unchanged, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
@@ -241,7 +230,7 @@ def preview_of(
     notes += [scaled] if scaled is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
-    if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in leaves(output.recipe)):
+    if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in output.recipe.leaves):
         notes.append("the base is run on the prompts of the routers")
         if not any(name.startswith("tokenizer") for name in folder.side_files):
             raise BadInput(f"{folder.source.shown}: no tokenizer, and routers are made of prompts; add its files")
@@ -251,9 +240,9 @@ def preview_of(
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)
     # Copies of old layers' parts that new layers read, and no training changes.
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
-    after = sum(numel(output.recipe) for output in outputs)
+    after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
+    sources = {name for output in outputs for name in output.recipe.sources}
     headers = twins_in(folder, shards)
     unchanged = [
         shard
@@ -274,8 +263,8 @@ def preview_of(
         parameters_trainable=after if trains_all else new - fixed,
         bytes_to_read=sum(folder.tensors[name].nbytes for name in sources)
         + sum(models[m].tensors[name].nbytes for m, taken in tensors_taken(blueprint).items() for name in taken),
-        bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
-        bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        bytes_to_write=sum(output.nbytes for output in outputs if not output.is_hole),
+        bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
         bytes_unchanged=sum(shard.nbytes for shard in unchanged),
         peak_memory=_peak_memory(blueprint, runs_twin=runs_twin),
         notes=tuple(notes),
@@ -296,15 +285,14 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
 
 def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
     """The base's tensor that an output is, as it is; None where it is something else."""
-    pieces = moves(output.recipe)
-    return origin_in(folder, pieces).whole if pieces.spans else None
+    return origin_in(folder, output.pieces).whole if output.pieces.spans else None
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
     """How many numbers of a new tensor are new. A part of a new layer is a copy of an old one's."""
     kept = output.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
-    return numel(output.recipe) - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
+    return output.numel - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
 
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
@@ -322,7 +310,7 @@ def _of_vocabularies(vocabularies: Vocabularies, folder: CheckpointFolder) -> li
 
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
     """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
-    if any(isinstance(output.recipe, Widened) for output in blueprint.outputs):
+    if blueprint.resized:
         planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
         from surgeon.families.skeleton import build
 
@@ -393,33 +381,23 @@ def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
 
 def _peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
-    computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
+    computed = [output.recipe for output in blueprint.outputs if output.computed]
     if not computed:
         return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
-    largest = max(map(_working_set, computed))
+    largest = max(recipe.working_set for recipe in computed)
     # Maps of whole heads are a number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
-    new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
-    ahead = min(2 * max(sum(map(nbytes, layer)) for layer in new), MOST_AHEAD)
-    waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
+    new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]
+    ahead = min(2 * max(sum(o.nbytes for o in layer) for layer in new), MOST_AHEAD)
+    waiting = ahead + 3 * max(o.nbytes for layer in new for o in layer)
     # U and the network of every module that is predicted are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
-    kept = sum(4 * r.shape[0] ** 2 + 12 * int(dict(r.settings)["hidden"]) * r.shape[1] for r in networks.values())
+    kept = sum(recipe.network_memory for recipe in networks.values())
     return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
-
-
-def _working_set(recipe: Recipe) -> int:
-    """Of experts in one tensor only one is at work, beside the whole result."""
-    if isinstance(recipe, Predicted):
-        # Σ W Wᵀ, its vectors and eigh's own copy in float64; V of every layer, from which the network learns.
-        return 3 * 8 * recipe.shape[0] ** 2 + 4 * (len(recipe.stack) + 4) * numel(recipe)
-    if isinstance(recipe, Stacked):
-        return _working_set(recipe.experts[0]) + 4 * numel(recipe)
-    return 4 * 4 * numel(recipe)
 
 
 def preview_view(preview: Preview, base: str) -> RenderableType:

@@ -9,7 +9,6 @@ import pytest
 
 import surgeon
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Copy, describe, leaves
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
@@ -33,8 +32,8 @@ def drawn(base: Path, init: str, where: str, **options: Any) -> Blueprint:
 
 def layers_read(blueprint: Blueprint) -> set[int]:
     """Numbers of the base's layers that new tensors are made from."""
-    ends = [end for output in blueprint.outputs if output.new for end in leaves(output.recipe)]
-    return {int(end.source.split(".")[2]) for end in ends if isinstance(end, Copy)}
+    sources = {name for output in blueprint.outputs if output.new for name in output.recipe.sources}
+    return {int(name.split(".")[2]) for name in sources}
 
 
 @pytest.mark.parametrize("kind", INITS)
@@ -79,7 +78,7 @@ def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path
     made = drawn(base, kind, "{after: [1]}", per_gap=2)
     assert [layer.base for layer in made.layers] == [0, 1, None, None, 2, 3]
     first, second = (
-        {o.name.split(".", 3)[3]: describe(o.recipe) for o in made.outputs if f"layers.{number}." in o.name}
+        {o.name.split(".", 3)[3]: o.recipe.describe() for o in made.outputs if f"layers.{number}." in o.name}
         for number in (2, 3)
     )
     assert first.keys() == second.keys() and first != second
