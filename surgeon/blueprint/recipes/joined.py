@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
 from surgeon.checkpoint.pieces import Pieces, stacked
+from surgeon.checkpoint.pieces import side_by_side as lying_side_by_side
 from surgeon.families.anatomy import of_graft
 
 if TYPE_CHECKING:
@@ -61,14 +62,29 @@ class Joined(Recipe):
 
     @property
     def pieces(self) -> Pieces:
-        """Those of the parts."""
+        """Those of the parts; what is laid otherwise than it is used holds none."""
+        if self.layout is not None:
+            return Pieces(self.nbytes, ())
         return stacked([part.pieces for part in self.parts], before=self._before)
 
     @property
     def kept(self) -> Pieces:
         """The parts that are the base's own, in the one place that they have. What a graft held is new."""
         own = [part.pieces if _is_own(part) else Pieces(part.nbytes, ()) for part in self.parts]
+        if self.layout is not None:
+            return Pieces(self.nbytes, ())
         return stacked(own, before=self._before)
+
+    @property
+    def named_values(self) -> Iterator[tuple[str, Pieces]]:
+        """Those of the parts, where they lie in the whole."""
+        if self.layout is not None:
+            return
+        sizes = [part.nbytes // self._before for part in self.parts]
+        for place in lying_side_by_side(sizes, before=self._before):
+            part = self.parts[int(place.tensor)]
+            for sha256, inner in part.named_values:
+                yield sha256, inner.through({"": Pieces(part.nbytes, (place.turned(""),))})
 
     @property
     def working_set(self) -> int:
