@@ -42,8 +42,8 @@ from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
-from surgeon.plan.plan import LoadedPlan, draw, load_plan, parse_plan
-from surgeon.plan.shipped import find_plan
+from surgeon.plan.plan import LoadedPlan, draw, parse_plan
+from surgeon.plan.shipped import load_named
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
     """The plan with `overrides` in it: a file, the name of a shipped plan, or one parsed already. Raises BadInput."""
     if not isinstance(plan, LoadedPlan):
-        return load_plan(find_plan(plan), overrides)
+        return load_named(plan, overrides)
     return parse_plan(plan.text, source=plan.source, overrides=overrides) if overrides else plan
 
 

@@ -12,9 +12,10 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
-from surgeon.plan.plan import load_plan, parse_plan
-from surgeon.plan.shipped import find_plan, names
+from surgeon.plan.plan import parse_plan
+from surgeon.plan.shipped import load_named
 from tests import tiny
+from tests.shipped_plans import SHIPPED
 
 DEPTH = 4
 
@@ -42,7 +43,7 @@ def test_an_init_is_shipped_and_cited(kind: str) -> None:
     assert init.paper in InsertLayers.papers
     assert InsertLayers.papers_for([f"{kind}, zero-init"]) == (init.paper,)
     assert InsertLayers.origin_of(f"{kind}, zero-init") == init.origin
-    shipped = [operation for name in names() for operation in load_plan(find_plan(name)).plan.operations]
+    shipped = [operation for name in SHIPPED for operation in load_named(name).plan.operations]
     assert any(isinstance(operation, InsertLayers) and operation.init.kind == kind for operation in shipped)
 
 
