@@ -236,8 +236,8 @@ def test_the_digest_of_a_state_covers_all_that_revert_writes(outputs: dict[str, 
                         assert lineage_of(changed).since(number)[0].base_digest != digest, path
                     except BadInput:
                         continue
-        for earlier in range(number):
-            changed = resealed(edited(manifest, ("lineage", earlier, "plan"), "surgeon: 1"))
+        for before in range(number):
+            changed = resealed(edited(manifest, ("lineage", before, "plan"), "surgeon: 1"))
             assert lineage_of(changed).since(number)[0].base_digest != digest
 
 
