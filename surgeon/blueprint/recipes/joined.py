@@ -62,23 +62,27 @@ class Joined(Recipe):
 
     @property
     def pieces(self) -> Pieces:
-        """Those of the parts; what is laid otherwise than it is used holds none."""
-        if self.layout is not None:
-            return Pieces(self.nbytes, ())
-        return stacked([part.pieces for part in self.parts], before=self._before)
+        """Those of the parts, unless these are turned as they are laid."""
+        return self._stacked([part.pieces for part in self.parts])
 
     @property
     def kept(self) -> Pieces:
         """The parts that are the base's own, in the one place that they have. What a graft held is new."""
         own = [part.pieces if _is_own(part) else Pieces(part.nbytes, ()) for part in self.parts]
-        if self.layout is not None:
-            return Pieces(self.nbytes, ())
-        return stacked(own, before=self._before)
+        return self._stacked(own)
+
+    def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
+        return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
+
+    @property
+    def _as_they_are(self) -> bool:
+        """Whether the parts are laid as they are used."""
+        return self.layout is None or self.layout.plain
 
     @property
     def named_values(self) -> Iterator[tuple[str, Pieces]]:
         """Those of the parts, where they lie in the whole."""
-        if self.layout is not None:
+        if not self._as_they_are:
             return
         sizes = [part.nbytes // self._before for part in self.parts]
         for place in lying_side_by_side(sizes, before=self._before):
