@@ -25,7 +25,7 @@ class Sharding:
 
 
 def requested_sharding(config: TrainConfig) -> Sharding | None:
-    """Return the sharding that the config or `accelerate launch` requests, if any. Raises BadInput where it cannot be."""
+    """Return the sharding that the config or `accelerate launch` requests, if any. Raises BadInput where it fails."""
     _check_launcher()
     if not _says_yes(USE_FSDP):
         return Sharding() if config.sharding == "fsdp" else None
