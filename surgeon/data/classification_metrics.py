@@ -21,20 +21,20 @@ from surgeon.models.load import running
 
 @dataclass(frozen=True)
 class Judged:
-    """Of each example its loss in nats, the label that was given (the largest logit's) and the wanted one: (examples,).
+    """Each example's loss in nats, the label that was given (the largest logit's) and the expected one: (examples,).
 
     `labels` is how many labels the model knows.
     """
 
     nats: NDArray[np.float64]
     given: NDArray[np.int64]
-    wanted: NDArray[np.int64]
+    expected: NDArray[np.int64]
     labels: int
 
     @property
     def right(self) -> NDArray[np.bool_]:
         """Which examples got their label."""
-        return np.asarray(self.given == self.wanted)
+        return np.asarray(self.given == self.expected)
 
     @property
     def loss(self) -> Ratio:
@@ -54,25 +54,27 @@ class Judged:
         """
         if self.labels != 2:
             return None
-        right = int(((self.given == 1) & (self.wanted == 1)).sum())
-        named = int((self.given == 1).sum() + (self.wanted == 1).sum())
+        right = int(((self.given == 1) & (self.expected == 1)).sum())
+        named = int((self.given == 1).sum() + (self.expected == 1).sum())
         return 2 * right / named if named else None
 
     @property
     def matthews(self) -> float | None:
-        """Matthews' correlation coefficient, of more than two labels Gorodkin's R_K; None where one label is alone.
+        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None where one label is alone.
 
         (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, and p_k given and t_k
-        wanted of label k (Gorodkin 2004).
+        expected of label k (Gorodkin 2004).
         """
         count = len(self.given)
-        given, wanted = (np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.wanted))
+        given, expected = (
+            np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.expected)
+        )
         right = float(self.right.sum())
-        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (wanted**2).sum()))
-        return float(right * count - (given * wanted).sum()) / spread if spread else None
+        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (expected**2).sum()))
+        return float(right * count - (given * expected).sum()) / spread if spread else None
 
     def figures(self) -> dict[str, float]:
-        """What there is of loss, accuracy, F1 and Matthews' correlation, by name."""
+        """The loss, accuracy, F1 and Matthews' correlation that there are, by name."""
         found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -103,9 +105,9 @@ def judge(
         mine = whole[process::processes]
         # Of a sharded model the others' forward needs this process's shares.
         if mine or is_sharded(model):
-            logits, wanted = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
+            logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
             if mine:
-                sums[0, mine] = F.cross_entropy(logits.float(), wanted, reduction="none").double().cpu().numpy()
+                sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
                 sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
         advance(len(whole))
     if processes > 1:
@@ -120,8 +122,8 @@ def judge(
 def _run(
     model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (examples, labels) and the wanted labels (examples)."""
+    """Logits (examples, labels) and the expected labels (examples)."""
     batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
-    wanted = batch.pop("labels")
+    expected = batch.pop("labels")
     with running(model):
-        return model(**batch).logits, wanted
+        return model(**batch).logits, expected
