@@ -275,7 +275,7 @@ _SPELLINGS = {
     "verify.streamed": _S("hold one layer of each model at a time"),
     "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
     "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
-    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config"),
+    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config", kind=Path),
     "train.to": _S("folder of the trained output", "RUN", "--to"),
     "train.overrides": _S(
         "a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
@@ -293,6 +293,7 @@ _SPELLINGS = {
     "recall.temperature": _S("of the draws; 1: as the model learned"),
     "recall.top_p": _S("draw among the likeliest tokens of this share"),
     "recall.length": _S("longest document in tokens; default: 512"),
+    "recall.once": _S("FILE may be there already, if BASE wrote it by these settings, here: nothing is done then"),
     "recall.batch": _S("documents at a time"),
     "recall.seed": _S("of the draws", least=0),
     "evaluate.models": _S("folders or Hub ids (user/name[@revision])", "MODEL…"),
