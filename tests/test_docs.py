@@ -28,6 +28,7 @@ from surgeon.cli import app
 from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
+from surgeon.plan.shipped import find_sweep, swept
 from tests import reference_pages, tiny
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
@@ -143,6 +144,13 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         return
     if "surgeon_study" in asked:
         load_study(path)
+        return
+    if "surgeon_sweep" in asked:
+        loaded = find_sweep(path)
+        assert loaded is not None
+        for point in loaded.points:
+            found = swept(loaded, point)
+            surgeon.preview(found.path, str(folder / "base-model"), overrides=found.overrides)
         return
     if "surgeon_train" in asked:
         # As it stands, but for a moment: two steps of two short sequences, or of epochs next to nothing.
