@@ -126,7 +126,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Judged:
-    """Of each example its loss in nats, the label that was given (the largest logit's) and the wanted one: (examples,).
+    """The loss of each example in nats, the label that was given (the largest logit's) and the wanted one: (examples,).
 
     `labels` is how many labels the model knows.
     """
@@ -153,7 +153,7 @@ class Judged:
 
     @property
     def f1(self) -> float | None:
-        """Of two labels, F1 of the second: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
+        """F1 of the second of two labels, 2 TP / (2 TP + FP + FN) as in GLUE; None for more labels, or for 0 / 0.
 
         Wang et al. 2018, section 3.2 (MRPC, QQP).
         """
