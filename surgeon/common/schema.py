@@ -1,4 +1,4 @@
-"""What the schemas of all YAML files share: the strict entry, words, names that differ, shares that sum to 1."""
+"""The common part of the schemas of all YAML files: the strict entry, words, distinct names, shares that sum to 1."""
 
 from __future__ import annotations
 
