@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ from surgeon.apply.job import Job
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
 from surgeon.apply.readback import Origin, ReadBack, Way
+from surgeon.blueprint.constants import constant_bytes
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed, numel
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
 from surgeon.checkpoint.disk_space import writing
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, header_bytes
+from surgeon.checkpoint.header import header_bytes
 from surgeon.checkpoint.pieces import Gap
 from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
@@ -394,22 +394,3 @@ def _copy(origin: Origin, target: int, begin: int, shards: OpenShards, progress:
             count=span.length,
             progress=progress,
         )
-
-
-def constant_bytes(recipe: Constant | Listed) -> bytes:
-    """A tensor whose values the recipe names, as little-endian bytes, without numpy or torch."""
-    if isinstance(recipe, Listed):
-        return b"".join(_element(value, recipe.dtype) for value in recipe.values)
-    if recipe.dtype not in FLOAT_DTYPES:
-        assert recipe.value == 0, recipe
-        return bytes(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
-    return _element(recipe.value, recipe.dtype) * numel(recipe)
-
-
-def _element(value: float, dtype: str) -> bytes:
-    code = FLOAT_DTYPES[dtype].packed
-    if code is not None:
-        return struct.pack(code, value)
-    # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)

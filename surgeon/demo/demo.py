@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from surgeon.apply.apply import Applied, apply
-from surgeon.apply.preview import preview_view
+from surgeon.apply.preview_view import preview_view
 from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.names import check_new_name
 from surgeon.common.formatting import count

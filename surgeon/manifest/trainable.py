@@ -14,6 +14,7 @@ from pydantic import Field
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
@@ -21,7 +22,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import kept_pieces, slices_of
 from surgeon.operations.operation import Spec
-from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+from surgeon.operations.selectors import LayerSelector, select_layers
 
 
 class LayersSpec(Spec):

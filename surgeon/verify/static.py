@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.write import constant_bytes
+from surgeon.blueprint.constants import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Constant,
@@ -41,20 +41,19 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
+from surgeon.manifest.facts import facts_of
 from surgeon.manifest.lineage import Lineage, State
 from surgeon.manifest.manifest import (
     AdapterEntry,
     Base,
     Manifest,
     StoredTensor,
-    adapters_of,
-    measured_of,
-    vocabularies_of,
 )
 from surgeon.manifest.moves import held_by, kept_as_they_are
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_beside, kept_tensors
 from surgeon.manifest.trainable import trainable_set
+from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (
@@ -74,11 +73,12 @@ _ANOTHER_BASE = "not the base this was made from; differing"
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the plan in a manifest makes of a base, by their headers alone."""
+    """What the plan in a manifest makes of a base, by headers and by the facts that the manifest keeps."""
 
     loaded: LoadedPlan
     blueprint: Blueprint
     anatomy: Anatomy
+    facts: Mapping[int, Facts]
 
     @classmethod
     def of(
@@ -92,8 +92,8 @@ class Drawn:
         """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
-        adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
-        return cls(loaded, draw(loaded, anatomy, config, adapters, grown, measured_of(manifest)), anatomy)
+        facts = facts_of(manifest, loaded.plan, file=file)
+        return cls(loaded, draw(loaded, anatomy, config, facts), anatomy, facts)
 
 
 def check_static(
@@ -117,7 +117,7 @@ def check_static(
     return [
         *described,
         Check.of("base", wrong, _ANOTHER_BASE, f"the one operated on, by {len(digests[0])} digests of tensors"),
-        check_manifest(manifest_differences(manifest, drawn.loaded, blueprint)),
+        check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         _copies(blueprint, manifest, out, *digests),
@@ -502,7 +502,7 @@ def redrawn(
         blueprint = step.blueprint
         beside = Beside.of(blueprint, claimed, manifest).names
         wrong += [f"{where}files.{name}" for name in beside ^ manifest.files.keys() if name != RECORD_FILE]
-        wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
+        wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint, step.facts)]
         drawn.append(step)
         trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
         moved = {o.name: of for o in blueprint.outputs if (of := _unchanged(o)) is not None}

@@ -252,7 +252,7 @@ from surgeon.operations.operation import Operation
 class Ends(Operation):
     "Ends Python."
     op: Literal["ends"]
-    def edit(self, draft, number):
+    def edit(self, draft, facts):
         raise SystemExit(0)
 """
 
