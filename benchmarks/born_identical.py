@@ -112,7 +112,7 @@ def grown_by(*operations: dict[str, Any], trained: bool = False) -> Callable[[st
     """The output of a plan as the base; `trained`: its new tensors have other values."""
 
     def prepare(family: str, folder: Path) -> None:
-        from tests.end_to_end.test_revert import train
+        from tests.rework.test_revert import train
 
         base = tiny.checkpoint(folder / "first", family)
         surgeon.apply(plan_in(folder / "first.yaml", list(operations)), str(base), folder / "base")

@@ -3,8 +3,9 @@
     surgeon compare frontier BASE RESULTS --new FILE … --original FILE --replayed FILE
     python -m benchmarks.frontier RESULTS
 
-RESULTS is `benchmarks/results/frontier_<base>`, of which git keeps results.json, comparison.html and, under work/, what
-the same command goes on from: records of finished runs and the recalled text. The page is RESULTS.md beside it.
+RESULTS is `benchmarks/results/frontier_<base>`, of which git keeps results.json, comparison.html and runs.jsonl.gz.
+From the last the same command goes on (with `--take-over`; the base writes its recalled text again). The page is
+RESULTS.md beside it.
 """
 
 from __future__ import annotations

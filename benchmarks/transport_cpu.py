@@ -263,7 +263,7 @@ def compare(sizes: list[int], d: int, kinds: list[str]) -> None:
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(row(one, found) for one in found),
     ]
-    write("transport_cpu", {"machine": machine(), "reg": REG, "results": found}, text)
+    write("transport_cpu", text)
 
 
 HEADER = "| rows | n | solver | cost s | sinkhorn s | total s | × | iterations | marginal error | entropy | peak MB |"
@@ -302,7 +302,7 @@ def pair(shape: str, kind: str) -> None:
         ),
     ]
     print("\n".join(text))
-    write(f"transport_cpu_pair_{shape}", {"machine": machine(), **found}, text)
+    write(f"transport_cpu_pair_{shape}", text)
 
 
 def describe(on: dict[str, Any]) -> str:
@@ -310,9 +310,8 @@ def describe(on: dict[str, Any]) -> str:
     return f"{on['cpu']}, {on['cores']} cores, {on['instructions']}, {versions}, load {on['load_average']:.1f}"
 
 
-def write(name: str, data: dict[str, Any], text: list[str]) -> None:
+def write(name: str, text: list[str]) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     (RESULTS / f"{name}.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 

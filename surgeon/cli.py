@@ -278,6 +278,14 @@ NamedTexts = Annotated[
 ]
 Window = Annotated[int, typer.Option(min=2, help="tokens in each sequence")]
 Windows = Annotated[int, typer.Option(min=0, help="sequences from each text; 0 takes the whole text")]
+PlanOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="a value in place of the plan's: seed=1, operations.0.init.reg=0.1; may be given again",
+    ),
+]
 Maps = Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")]
 
 
@@ -305,6 +313,7 @@ def _main(
 def preview(
     plan: PlanArgument,
     base: BaseArgument,
+    overrides: PlanOverrides = None,
     revision: Revision = None,
     link: Link = False,
     as_json: AsJson = False,
@@ -317,7 +326,8 @@ def preview(
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        shown = surgeon.preview(_plan(plan), base, revision=revision, link=link, trust_remote_code=trust_remote_code)
+        asked = _plan(plan, overrides)
+        shown = surgeon.preview(asked, base, revision=revision, link=link, trust_remote_code=trust_remote_code)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
@@ -326,6 +336,7 @@ def apply(
     plan: PlanArgument,
     base: BaseArgument,
     out: OutArgument,
+    overrides: PlanOverrides = None,
     revision: Revision = None,
     device: Annotated[str, typer.Option(help="device that computes new weights: auto, cpu, cuda, cuda:N")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
@@ -349,6 +360,8 @@ def apply(
     from surgeon.rework.apply_delta import applied_delta_view
 
     if delta:
+        if overrides:
+            raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
         if not Ranks.of_environment().leads:
             return
         with _listening(quiet) as listener:
@@ -359,7 +372,7 @@ def apply(
         return
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
         applied = surgeon.apply(
-            _plan(plan),
+            _plan(plan, overrides),
             base,
             out,
             revision=revision,
@@ -1027,10 +1040,13 @@ def _named_texts(given: list[str]) -> dict[str, Path | None]:
     return named
 
 
-def _plan(given: str) -> str | LoadedPlan:
-    """The plan as it is named, or the one that stands on stdin: `-`, whose relative paths start in this folder."""
+def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
+    """The plan that is named, or the one on stdin (`-`), whose relative paths start in this folder."""
+    overrides = overrides or ()
     if given != "-":
-        return given
+        from surgeon.apply.preview import loaded_plan
+
+        return loaded_plan(given, overrides)
     from surgeon.common.yaml import LARGEST_FILE, decoded
 
     if Ranks.of_environment().size > 1:
@@ -1041,7 +1057,7 @@ def _plan(given: str) -> str | LoadedPlan:
     raw = sys.stdin.buffer.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise BadInput(f"{source}: larger than {LARGEST_FILE:,} bytes; is this a plan?")
-    return surgeon.parse_plan(decoded(raw, source), source=source)
+    return surgeon.parse_plan(decoded(raw, source), source=source, overrides=overrides)
 
 
 def _bytes(text: str) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,6 +47,27 @@ settings.load_profile("surgeon")
 def _width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the terminal shows does not depend on the width that a runner of tests has been told of."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Llama in bf16, four shards."""
+    from tests import tiny
+
+    return tiny.checkpoint(tmp_path / "base", "llama")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a plan of one `insert_layers` (or of any operations given) and returns its path."""
+
+    def write(*operations: dict[str, Any], seed: int = 0, name: str = "plan.yaml", **insert: Any) -> Path:
+        entries = list(operations) or [{"op": "insert_layers", **insert}]
+        path = tmp_path / name
+        path.write_text(json.dumps({"surgeon": 1, "seed": seed, "operations": entries}, indent=1))
+        return path
+
+    return write
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,12 +1,17 @@
-"""The house in numbers: `python -m tests.house` prints files, rooms, floors and lines of the package.
+"""The house in numbers: `python -m tests.house [CHECKOUT]` prints size, rooms and ideas of the package.
 
-A room is a folder of `surgeon/`; a loose module stands beside the rooms. A floor is a level of the rooms' imports:
-what imports nothing stands on the first, everything else one above the highest that it imports.
+A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
+floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
+that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured, importable or not.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,36 +19,274 @@ import surgeon
 
 # The package that is tested: the checkout's, or an installed wheel's where the checkout has none.
 PACKAGE = Path(surgeon.__file__).resolve().parent
+RECIPES = "surgeon.blueprint.recipes"
+# By room: classes that have said "bytes of the base at another place", and the one that replaces them.
+BYTE_FORMS = {
+    "blueprint": ("Copy", "PerLayer", "Rows", "Joined", "Sliced", "Widened", "Extended", "Moved"),
+    "apply": ("Origin",),
+    "manifest": ("Piece", "JoinedPart", "Cut"),
+    "checkpoint": ("Pieces",),
+}
+MOST_LINES, MOST_PARAMETERS = 60, 10
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def module_of(file: Path) -> str:
-    """`surgeon.apply.write`; a package's `__init__` is the package."""
-    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
-    return name.removesuffix(".__init__")
+@dataclass(frozen=True)
+class Site:
+    """A place in the package: the module, the line, and what stands there."""
+
+    module: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} {self.text}"
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {module_of(file): file for file in FILES}
+@dataclass(frozen=True)
+class House:
+    """A package `surgeon`, read but never imported."""
+
+    package: Path
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        """Every module with its file; a package's `__init__` is the package."""
+        return {self.module_of(file): file for file in sorted(self.package.rglob("*.py"))}
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """Every module's syntax tree."""
+        return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in self.modules.items()}
+
+    def module_of(self, file: Path) -> str:
+        """`surgeon.apply.write`; a package's `__init__` is the package."""
+        name = ".".join(file.relative_to(self.package.parent).with_suffix("").parts)
+        return name.removesuffix(".__init__")
+
+    def imports(self, module: str) -> set[str]:
+        """Modules and names that a module imports, inside functions and for types alone too."""
+        found: set[str] = set()
+        for node in ast.walk(self.trees[module]):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                home = self._home(module, node)
+                found |= {home, *(f"{home}.{alias.name}" for alias in node.names)}
+        return found
+
+    def _home(self, module: str, node: ast.ImportFrom) -> str:
+        """The absolute name of the module that a `from … import` reads."""
+        if not node.level:
+            return node.module or ""
+        above = self.modules[module].relative_to(self.package.parent).parts[: -node.level]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+    def dependencies(self, module: str) -> set[str]:
+        """The modules of the package that a module imports."""
+        return {name for name in self.imports(module) if name in self.modules} - {module}
+
+    @cached_property
+    def rooms(self) -> dict[str, set[str]]:
+        """Every room (and every loose module) with the others that it imports."""
+        graph: dict[str, set[str]] = {}
+        for module in self.modules:
+            room = room_of(module)
+            graph.setdefault(room, set()).update(room_of(name) for name in self.dependencies(module))
+            graph[room].discard(room)
+        return graph
+
+    def floors(self) -> dict[str, int]:
+        """The floor of every room, from 1; CycleError where rooms import each other."""
+        levels: dict[str, int] = {}
+        for room in TopologicalSorter(self.rooms).static_order():
+            levels[room] = 1 + max((levels[other] for other in self.rooms[room]), default=0)
+        return levels
+
+    def functions(self) -> Iterator[tuple[str, Function]]:
+        """Every function and method, inner ones too, with its module."""
+        for module, tree in self.trees.items():
+            yield from ((module, node) for node in ast.walk(tree) if isinstance(node, Function))
+
+    @cached_property
+    def _definitions(self) -> dict[str, dict[str, ast.ClassDef | ast.expr]]:
+        """By module: its classes, and the names that are bound to an expression at its top level."""
+        found: dict[str, dict[str, ast.ClassDef | ast.expr]] = {}
+        for module, tree in self.trees.items():
+            here = found.setdefault(module, {})
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    here[node.name] = node
+                elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    here[node.targets[0].id] = node.value
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                    here[node.target.id] = node.value
+                elif isinstance(node, getattr(ast, "TypeAlias", ())):
+                    here[node.name.id] = node.value
+        return found
+
+    @cached_property
+    def _imported(self) -> dict[str, dict[str, str]]:
+        """By module: what each imported name stands for, `surgeon.module.Name` or `surgeon.module`."""
+        found: dict[str, dict[str, str]] = {}
+        for module, tree in self.trees.items():
+            here = found.setdefault(module, {})
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom):
+                    home = self._home(module, node)
+                    here |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
+                elif isinstance(node, ast.Import):
+                    here |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        return found
+
+    def resolve(self, module: str, name: str) -> str:
+        """Where a name that a module uses is defined, as `surgeon.module.Name`; "" where that is not in the package."""
+        for _ in range(len(self.modules)):
+            first, _, rest = name.partition(".")
+            if name in self._definitions.get(module, {}):
+                return f"{module}.{name}"
+            target = self._imported.get(module, {}).get(first, "")
+            target = f"{target}.{rest}" if rest else target
+            module, _, name = target.rpartition(".")
+            if module not in self.modules:
+                return ""
+        return ""
+
+    @cached_property
+    def recipe_classes(self) -> set[str]:
+        """The classes that `Recipe` stands for: members of the union of this name, and all that derive from them."""
+        found: set[str] = set()
+        for module, names in self._definitions.items():
+            if "Recipe" in names and module.startswith(RECIPES):
+                found |= self._members(module, "Recipe")
+        bases = {module: self._bases(module) for module in self.modules}
+        grown = True
+        while grown:
+            before = len(found)
+            found |= {name for classes in bases.values() for name, above in classes.items() if found & above}
+            grown = len(found) > before
+        return found
+
+    @property
+    def recipes(self) -> set[str]:
+        """The recipe classes of which there are instances: without bases that others only derive from."""
+        parents = {above for module in self.modules for bases in self._bases(module).values() for above in bases}
+        return {name for name in self.recipe_classes if not (name in parents and _is_open(self._class(name)))}
+
+    def _members(self, module: str, name: str, above: frozenset[str] = frozenset()) -> set[str]:
+        """The classes that a name stands for, those of a union one by one."""
+        found = self.resolve(module, name)
+        if not found or found in above:
+            return set()
+        home, _, last = found.rpartition(".")
+        value = self._definitions[home][last]
+        if isinstance(value, ast.ClassDef):
+            return {found}
+        return set().union(*(self._members(home, each, above | {found}) for each in _names(value)))
+
+    def _bases(self, module: str) -> dict[str, set[str]]:
+        return {
+            f"{module}.{node.name}": {self.resolve(module, name) for base in node.bases for name in _names(base)}
+            for node in self._definitions[module].values()
+            if isinstance(node, ast.ClassDef)
+        }
+
+    def _class(self, name: str) -> ast.ClassDef:
+        home, _, last = name.rpartition(".")
+        node = self._definitions[home][last]
+        assert isinstance(node, ast.ClassDef)
+        return node
+
+    def byte_forms(self) -> set[str]:
+        """The classes that BYTE_FORMS lists, as far as they are there."""
+        return {
+            f"{module}.{name}"
+            for module, names in self._definitions.items()
+            for name, node in names.items()
+            if name in BYTE_FORMS.get(room_of(module), ()) and isinstance(node, ast.ClassDef)
+        }
+
+    def matches(self, classes: set[str]) -> Iterator[Site]:
+        """Where code asks for the type of a value: `isinstance`, `type(x) is` and `case` with one of these classes."""
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                    types: ast.expr | ast.pattern = node.args[1]
+                elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+                    types = node.comparators[0]
+                elif isinstance(node, ast.match_case):
+                    types = node.pattern
+                else:
+                    continue
+                if any(classes & self._members(module, name) for name in _names(types)):
+                    yield Site(module, types.lineno, ast.unparse(types))
+
+    def forks(self) -> Iterator[Site]:
+        """Where code asks whether a type is derived: `derivation` as a condition, `isinstance(x, Composition)`."""
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                    if any(name.rpartition(".")[2] == "Composition" for name in _names(node.args[1])):
+                        yield Site(module, node.lineno, ast.unparse(node))
+                elif isinstance(node, ast.Compare):
+                    none = isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
+                    if none and _is_derivation(node.left):
+                        yield Site(module, node.lineno, ast.unparse(node))
+                yield from (Site(module, each.lineno, ast.unparse(each)) for each in _truths(node))
+
+    def long_functions(self) -> Iterator[tuple[int, str, Function]]:
+        """Functions of more lines than MOST_LINES, from `def` to the last line, docstring and all."""
+        for module, node in self.functions():
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MOST_LINES:
+                yield length, module, node
+
+    def wide_functions(self) -> Iterator[tuple[int, str, Function]]:
+        """Functions of more parameters than MOST_PARAMETERS, `self` and `cls` not counted."""
+        for module, node in self.functions():
+            arguments = node.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            count = sum(each is not None and each.arg not in ("self", "cls") for each in every)
+            if count > MOST_PARAMETERS:
+                yield count, module, node
 
 
-def imports(file: Path) -> set[str]:
-    """Modules and names that a file imports, inside functions and for types alone too."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            home = node.module or ""
-            if node.level:
-                above = [*file.relative_to(PACKAGE.parent).parts[: -node.level]]
-                home = ".".join([*above, *([home] if home else [])])
-            found |= {home, *(f"{home}.{alias.name}" for alias in node.names)}
-    return found
+def _names(node: ast.AST) -> Iterator[str]:
+    """Names in an expression of types or in a pattern, dotted ones whole: `A | B`, `(A, m.B)`, `case A(B())`."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield ast.unparse(node)
+    elif isinstance(node, ast.MatchClass):
+        yield from _names(node.cls)
+        for pattern in [*node.patterns, *node.kwd_patterns]:
+            yield from _names(pattern)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _names(child)
 
 
-def dependencies(file: Path) -> set[str]:
-    """The modules of surgeon that a file imports."""
-    return {name for name in imports(file) if name in MODULES} - {module_of(file)}
+def _is_open(node: ast.ClassDef) -> bool:
+    """Whether a class only serves as the base of others: private, a protocol, or with abstract methods."""
+    text = ast.unparse(node)
+    return node.name in ("Recipe", "Computed") or node.name.startswith("_") or "@abstractmethod" in text
+
+
+def _is_derivation(node: ast.AST) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name == "derivation"
+
+
+def _truths(node: ast.AST) -> Iterator[ast.expr]:
+    """Operands of a condition that are `derivation` itself, used as a truth value."""
+    tests: list[ast.expr] = []
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        tests = [node.test]
+    elif isinstance(node, ast.BoolOp):
+        tests = node.values
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        tests = [node.operand]
+    elif isinstance(node, ast.comprehension):
+        tests = node.ifs
+    yield from (test for test in tests if _is_derivation(test))
 
 
 def room_of(module: str) -> str:
@@ -52,34 +295,50 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def rooms() -> dict[str, set[str]]:
-    """Every room (and every loose module) with the others that it imports."""
-    graph: dict[str, set[str]] = {}
-    for module, file in MODULES.items():
-        room = room_of(module)
-        graph.setdefault(room, set()).update(room_of(name) for name in dependencies(file))
-        graph[room].discard(room)
-    return graph
+HERE = House(PACKAGE)
 
 
-def floors() -> dict[str, int]:
-    """The floor of every room, from 1; CycleError where rooms import each other."""
-    graph = rooms()
-    levels: dict[str, int] = {}
-    for room in TopologicalSorter(graph).static_order():
-        levels[room] = 1 + max((levels[other] for other in graph[room]), default=0)
-    return levels
+def report(house: House, *, sites: bool) -> Iterator[str]:
+    """Lines that say how large the house is; with `sites`, where each counted thing stands."""
+    rooms = [room for room in house.rooms if (house.package / room).is_dir()]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in house.modules.values())
+    functions = list(house.functions())
+    classes = sum(isinstance(node, ast.ClassDef) for tree in house.trees.values() for node in ast.walk(tree))
+    arrows = sum(len(others) for others in house.rooms.values())
+    yield f"{len(house.modules)} files, {lines:,} lines, {len(functions):,} functions, {classes} classes"
+    yield f"{len(rooms)} rooms, {len(house.rooms) - len(rooms)} loose modules, {arrows} arrows"
+    recipes = house.recipes
+    forms = house.byte_forms()
+    counted = {
+        f"{len(recipes)} recipe classes": sorted(recipes),
+        "{} matches on them": [*house.matches(house.recipe_classes)],
+        f"{len(forms)} forms of bytes": sorted(forms),
+        "{} forks on described and derived": [*house.forks()],
+    }
+    for title, found in counted.items():
+        files = {each.module for each in found if isinstance(each, Site)}
+        yield title.format(len(found)) + (f" in {len(files)} files" if files else "")
+        yield from (f"    {each}" for each in found if sites)
+    for what, found in (
+        (f"above {MOST_LINES} lines", [*house.long_functions()]),
+        (f"above {MOST_PARAMETERS} parameters", [*house.wide_functions()]),
+    ):
+        commands = [each for each in found if each[1] == "surgeon.cli"]
+        yield f"{len(found) - len(commands)} functions {what} ({len(commands)} more in the command line)"
+        ordered = sorted(found, key=lambda each: (each[1] == "surgeon.cli", -each[0]))
+        yield from (f"    {count} {module}:{node.lineno} {node.name}" for count, module, node in ordered if sites)
+    floors = house.floors()
+    yield f"{max(floors.values())} floors"
+    for level in range(max(floors.values()), 0, -1):
+        yield f"{level:>3}  {', '.join(sorted(room for room in floors if floors[room] == level))}"
 
 
-def main() -> None:
-    found = floors()
-    folders = [room for room in found if (PACKAGE / room).is_dir()]
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in FILES)
-    print(f"{len(FILES)} files, {lines:,} lines")
-    print(f"{len(folders)} rooms, {len(found) - len(folders)} loose modules, {max(found.values())} floors")
-    for level in range(max(found.values()), 0, -1):
-        print(f"{level:>3}  {', '.join(sorted(room for room in found if found[room] == level))}")
+def main(*arguments: str) -> None:
+    paths = [Path(each).resolve() for each in arguments if each != "--sites"]
+    package = paths[0] if paths else PACKAGE
+    package = package / "surgeon" if (package / "surgeon" / "__init__.py").is_file() else package
+    print("\n".join(report(House(package), sites="--sites" in arguments)))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

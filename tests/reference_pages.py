@@ -1,15 +1,22 @@
-"""The plan reference, docs/plans.md, written from the JSON schema of plans: `python -m tests.reference_pages`."""
+"""Reference pages, written from the code by `python -m tests.reference_pages`.
+
+docs/plans.md is the JSON schema of plans, docs/papers.md the bibliography that the operations carry.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from surgeon.operations import OPERATIONS
+from surgeon.operations.inits import INITS
+from surgeon.operations.operation import Paper
 from surgeon.plan.plan import json_schema
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "plans.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 HEAD = """\
 # Plan reference
@@ -19,9 +26,25 @@ two. [Writing plans](writing-plans.md) explains how to write a plan and what sel
 explains its options. A key that is not listed here is refused with its line.
 """
 
+PAPERS_HEAD = """\
+# Papers
 
-def page() -> str:
-    """The whole page."""
+The papers behind the operations. Model cards, and `surgeon report`, cite those that an output used;
+[CITATION.cff](../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the operations,
+and a test compares the two.
+
+| paper | operations |
+|---|---|
+"""
+
+
+def pages() -> dict[str, str]:
+    """The content of every reference page, by its file's name in docs/."""
+    return {"plans.md": plans_page(), "papers.md": papers_page()}
+
+
+def plans_page() -> str:
+    """The plan reference."""
     schema = json_schema()
     models: dict[str, Any] = schema["$defs"]
     operations = {
@@ -37,6 +60,34 @@ def page() -> str:
         if not _is_op(models[name]):
             parts += [f"### {name}\n", models[name]["description"] + "\n", _table(models[name], models)]
     return "\n".join(parts)
+
+
+def papers_page() -> str:
+    """The bibliography: which operation each paper is behind, and its BibTeX entry."""
+    users: dict[Paper, list[str]] = {}
+    for op, operation in OPERATIONS.items():
+        for paper in operation.papers_for(INITS):
+            inits = [kind for kind, init in INITS.items() if op == "insert_layers" and init.paper == paper]
+            made = f" ({', '.join(f'`{kind}`' for kind in inits)})" if inits else ""
+            users.setdefault(paper, []).append(f"[{op}](operations/{op}.md){made}")
+    rows = [f"| {_cited(paper)} | {', '.join(ops)} |" for paper, ops in users.items()]
+    entries = "\n\n".join(paper.bibtex for paper in users)
+    return PAPERS_HEAD + "\n".join(rows) + f"\n\n## BibTeX\n\n```bibtex\n{entries}\n```\n"
+
+
+def _cited(paper: Paper) -> str:
+    where = f", {paper.venue}" if paper.venue else ""
+    when = "" if str(paper.year) in where else f", {paper.year}"
+    link = f", [arXiv:{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" if paper.arxiv else ""
+    return f"{_names(paper.authors)}: *{paper.title}*{where}{when}{link}"
+
+
+def _names(authors: str) -> str:
+    """The authors of a BibTeX entry as people write them: given names first."""
+    plain = re.sub(r"\{\\'(\w)\}", lambda found: normalize("NFC", f"{found[1]}\N{COMBINING ACUTE ACCENT}"), authors)
+    people = plain.split(" and ")
+    names = [" ".join(reversed(person.split(", "))) for person in people if person != "others"]
+    return ", ".join(names) + (" and others" if "others" in people else "")
 
 
 def _is_op(model: dict[str, Any]) -> bool:
@@ -106,4 +157,5 @@ def _named(reference: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for name, content in pages().items():
+        (DOCS / name).write_text(content, encoding="utf-8")

@@ -13,7 +13,11 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.house import FILES, MODULES, PACKAGE, dependencies, floors, imports, module_of, room_of
+from tests.house import HERE, PACKAGE, room_of
+
+MODULES = HERE.modules
+FILES = sorted(MODULES.values())
+module_of, dependencies = HERE.module_of, HERE.dependencies
 
 # Top-down, in the order in which data flows; a room imports rooms that stand below it here, and nothing else.
 ORDER = (
@@ -82,9 +86,9 @@ def test_every_room_has_its_place_in_the_order() -> None:
 @pytest.mark.parametrize("room", ORDER)
 def test_imports_run_down(room: str) -> None:
     below = ORDER[ORDER.index(room) + 1 :]
-    for module, file in MODULES.items():
+    for module in MODULES:
         if room_of(module) == room:
-            up = {name for name in dependencies(file) if room_of(name) not in (room, *below)}
+            up = {name for name in dependencies(module) if room_of(name) not in (room, *below)}
             assert not up, f"{module} imports {sorted(up)}: up, or beside"
 
 
@@ -92,11 +96,11 @@ def test_imports_run_down(room: str) -> None:
 def test_imports_run_down_within_a_room_too(room: str) -> None:
     order = INNER[room]
     assert {path.name for path in (PACKAGE / room).iterdir() if any(path.glob("*.py"))} == set(order)
-    for module, file in MODULES.items():
+    for module in MODULES:
         within = inner_room_of(module)
         if room_of(module) == room and within in order:
             below = order[order.index(within) :]
-            others = {name for name in dependencies(file) if room_of(name) == room and inner_room_of(name) in order}
+            others = {name for name in dependencies(module) if room_of(name) == room and inner_room_of(name) in order}
             up = {name for name in others if inner_room_of(name) not in below}
             assert not up, f"{module} imports {sorted(up)}: up"
 
@@ -109,8 +113,8 @@ def inner_room_of(module: str) -> str:
 
 def test_no_module_and_no_room_imports_in_a_circle() -> None:
     """CycleError names the circle."""
-    TopologicalSorter({module: dependencies(file) for module, file in MODULES.items()}).prepare()
-    assert max(floors().values()) <= len(ORDER)
+    TopologicalSorter({module: dependencies(module) for module in MODULES}).prepare()
+    assert max(HERE.floors().values()) <= len(ORDER)
 
 
 def test_the_house_stays_small() -> None:
@@ -126,7 +130,7 @@ def test_what_works_on_data_alone_imports_nothing_heavy(place: str) -> None:
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     assert files
     for file in files:
-        for name in imports(file):
+        for name in HERE.imports(module_of(file)):
             for forbidden in WITHOUT[place]:
                 assert not (name == forbidden or name.startswith(f"{forbidden}.")), f"{file} imports {name}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def apply(
     base: str | Path,
     out: str | Path,
     *,
+    overrides: Sequence[str] = (),
     revision: str | None = None,
     device: str = "auto",
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
@@ -83,7 +84,7 @@ def apply(
     listener: Listener | None = None,
     ranks: Ranks | None = None,
 ) -> Applied:
-    """Grow `base` by `plan` into the new folder `out`.
+    """Grow `base` by `plan` into the new folder `out`; `overrides` (`operations.0.init.reg=0.1`) replace its values.
 
     With `read_back` what was written is read again and compared with the base on the way: the static part of
     `verify`. `device` computes new weights; `max_shard_bytes` cuts shards of new tensors, between layers. `ranks` are
@@ -97,7 +98,7 @@ def apply(
     listener = listener or Quiet()
     ranks = ranks or Ranks()
     target, base = Path(out), str(base)
-    loaded = loaded_plan(plan)
+    loaded = loaded_plan(plan, overrides)
     adapters: dict[str, AdapterFolder] = {}
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.plan.plan import LoadedPlan, draw, load_plan, prepare
+from surgeon.plan.plan import LoadedPlan, draw, load_plan, parse_plan, prepare
 from surgeon.plan.shipped import find_plan
 
 
@@ -135,16 +135,18 @@ def preview(
     plan: str | Path | LoadedPlan,
     base: str | Path,
     *,
+    overrides: Sequence[str] = (),
     revision: str | None = None,
     link: bool = False,
     trust_remote_code: bool = False,
 ) -> Preview:
     """Show what `apply` would do (with `link`: link what it can), reading headers and config only.
 
-    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text; `base` a folder or a Hub id
-    (whose weights are not downloaded). Raises BadInput for everything `apply` would refuse before writing.
+    `plan` is a file, the name of a shipped plan, or what `parse_plan` made of a text, with values of it replaced by
+    `overrides` (`operations.0.init.reg=0.1`); `base` a folder or a Hub id (whose weights are not downloaded). Raises
+    BadInput for everything `apply` would refuse before writing.
     """
-    loaded = loaded_plan(plan)
+    loaded = loaded_plan(plan, overrides)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     opened = opened_for(loaded, folder, weights=False, recall=True)
     return preview_of(loaded, opened, recall=True, link=link)
@@ -157,9 +159,11 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
     return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
 
 
-def loaded_plan(plan: str | Path | LoadedPlan) -> LoadedPlan:
-    """The plan as read: a file, the name of a shipped plan, or one that was parsed already. Raises BadInput."""
-    return plan if isinstance(plan, LoadedPlan) else load_plan(find_plan(plan))
+def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
+    """The plan with `overrides` in it: a file, the name of a shipped plan, or one parsed already. Raises BadInput."""
+    if not isinstance(plan, LoadedPlan):
+        return load_plan(find_plan(plan), overrides)
+    return parse_plan(plan.text, source=plan.source, overrides=overrides) if overrides else plan
 
 
 def opened_for(

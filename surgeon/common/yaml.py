@@ -184,12 +184,12 @@ class _Builder:
         return text
 
 
-def override(data: dict[str, Any], settings: Sequence[str]) -> dict[Place, str]:
+def override(data: dict[str, Any], settings: Sequence[str], *, example: str) -> dict[Place, str]:
     """Set values of a document by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
 
-    Returns for every place that was set the option, as errors name it. Raises BadInput for what is no such setting, and
-    where the path leads through a value or to an entry that is not there; keys that the schema does not know are found
-    with the rest of the document (`check_yaml`).
+    Returns for every place that was set the option, as errors name it. Raises BadInput for what is no such setting (it
+    shows `example`), and where the path leads through a value or to an entry that is not there; keys that the schema
+    does not know are found with the rest of the document (`check_yaml`).
     """
     given: dict[Place, str] = {}
     for setting in settings:
@@ -197,7 +197,9 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> dict[Place, str]:
         path, equals, value = setting.partition("=")
         steps = path.split(".")
         if not equals or not all(steps):
-            raise BadInput(f"{printable(option)}: give a key and a value, as in --set optimizer.lr=1e-4")
+            raise BadInput(f"{printable(option)}: give a key and a value, as in --set {example}")
+        if len(steps) > DEEPEST:
+            raise BadInput(f"{printable(option)}: nested more than {DEEPEST} deep; give a key, as in --set {example}")
         node: Any = data
         place: Place = ()
         for number, step in enumerate(steps):
@@ -221,14 +223,42 @@ def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
     if not isinstance(node, list):
         raise BadInput(f"{printable(option)}: `{printable(above)}` is a value, which has no keys; set it as it is")
     names = [str(entry.get("name", entry.get("op", ""))) if isinstance(entry, dict) else "" for entry in node]
+    if names.count(step) > 1:
+        raise BadInput(
+            f"{printable(option)}: `{printable(above)}` has {names.count(step)} entries `{printable(step)}`; give the"
+            " number of one, counted from 0"
+        )
     if step in names:
         return names.index(step)
     if step.isdecimal() and int(step) < len(node):
         return int(step)
+    named = [name for name in dict.fromkeys(names) if name]
+    counted = f"; it has {len(node)}, counted from 0"
     raise BadInput(
         f"{printable(option)}: `{printable(above)}` has no entry `{printable(step)}`"
-        f"{did_you_mean(step, [name for name in names if name]) or '; give its name or its number'}"
+        f"{did_you_mean(step, named) if named and not step.isdecimal() else counted}"
     )
+
+
+class _Writer(yaml.SafeDumper):
+    """Writes plain data, with quotes around every text that is not a plain word."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_PLAIN_WORD = re.compile(r"[A-Za-z][A-Za-z_]*")
+_Writer.add_representer(
+    str,
+    lambda writer, text: writer.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if _PLAIN_WORD.fullmatch(text) else '"'
+    ),
+)
+
+
+def written_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML that `parse_yaml` reads back as it is: to YAML 1.1, by which PyYAML writes, `6e-2` is text."""
+    return str(yaml.dump(dict(data), Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
 
 def check_yaml(
@@ -276,11 +306,13 @@ def check_given(model: type[ModelT], **given: Any) -> ModelT:
 
 
 def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[Place, str] = NOTHING_GIVEN) -> str:
-    """How an error about a place of a document begins: its file and line, or the option that set it."""
+    """The beginning of an error about a place: the option that set it, or file, line and the options inside it."""
     for cut in range(len(place), 0, -1):
         if (option := given.get(place[:cut])) is not None:
             return f"{printable(option)}: "
-    return f"{printable(source)}:{_line_of(place, lines)}: "
+    inside = dict.fromkeys(printable(option) for at, option in given.items() if at[: len(place)] == place)
+    changed = f", with {' '.join(inside)}" if inside else ""
+    return f"{printable(source)}:{_line_of(place, lines)}{changed}: "
 
 
 def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
@@ -308,6 +340,9 @@ def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
     place = _place_in(data, problem["loc"])
     if problem["type"] == "union_tag_invalid":
         place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
+    if problem["type"] == "value_error":
+        # The last step of its location is a form of a union, which is no place.
+        place = _tried_at(data, problem)
     return place
 
 

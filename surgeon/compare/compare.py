@@ -27,6 +27,7 @@ from surgeon.compare.base_defaults import suited
 from surgeon.compare.config import GROUPS, LoadedStudy, load_study
 from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
+from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
@@ -42,7 +43,7 @@ _TIMES_BASE, _A_PROCESS = 16, 1_500_000_000
 
 @dataclass(frozen=True)
 class Compared:
-    """A study's results in the folder `path`: the page, the same as JSON, and the records that it goes on from.
+    """A study's results in the folder `path`: the page, the same as JSON, and its runs, which it goes on from.
 
     `made` runs were made by this call, in `seconds` each in the mean (None: none was).
     """
@@ -95,8 +96,9 @@ def compare(
     `original` and `replayed` are texts (files, or `NAME=FILE`) in place of the study's. With `minutes` no run begins
     that would end later, and one rate of every method comes after the other. `jobs` runs are made at a time (None: as
     cores, memory and GPUs allow). The same call goes on where it was cut off, and one with more methods, rates or seeds
-    keeps what is there; what this user did not write in this place counts only with `take_over`. Trained models are
-    removed once they are measured, unless `keep`. Raises BadInput where the study, its texts or the base are not as
+    keeps what is there; what this user did not write in this place counts only with `take_over`. All runs lie in
+    runs.jsonl.gz too, from which alone the call goes on. Trained models are removed once they are measured, unless
+    `keep`. Raises BadInput where the study, its texts or the base are not as
     they must be, and what `train` raises.
     """
     listener = listener or Quiet()
@@ -157,6 +159,7 @@ def compare(
                 # Cut short or refused half-way, what is finished can be looked at.
                 if course.begun:
                     _write(findings(), target)
+                    course.records.pack()
             return Compared(
                 target,
                 findings(),
@@ -199,7 +202,8 @@ def _check_place(target: Path, base: CheckpointFolder) -> None:
     resolved, own = target.resolve(), base.path.resolve()
     if resolved == own or own in resolved.parents or resolved in own.parents:
         raise BadInput(f"{shown}: is, holds or lies in the base; choose another folder for RESULTS")
-    if target.is_dir() and not (target / WORK_FOLDER / STUDY_FILE).exists():
+    begun = (target / WORK_FOLDER / STUDY_FILE, target / RUNS_FILE)
+    if target.is_dir() and not any(file.exists() for file in begun):
         strange = {path.name for path in target.iterdir()} - {WORK_FOLDER, KEPT_FOLDER}
         if strange:
             raise BadInput(f"{shown}: holds {printable(min(strange))}, and no study; choose a new folder for RESULTS")

@@ -147,12 +147,7 @@ def recalled_by(study: Study) -> GenerateSpec:
 
 def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:
     """A plan whose random numbers are those of a run's seed."""
-    import yaml
-
-    from surgeon.common.yaml import parse_yaml
-
-    data, _ = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
-    return parse_plan(yaml.safe_dump(data | {"seed": seed}, sort_keys=False), source=source)
+    return parse_plan(text, source=source, overrides=[f"seed={seed}"])
 
 
 def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What a study has found so far, run by run, in its work folder; what belongs to another study is refused."""
+"""What a study has found so far, run by run, in its work folder; what belongs to another study is refused.
+
+A run of which the work folder has no record may have one in RESULTS/runs.jsonl.gz (packed.py).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.checkpoint.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
+from surgeon.compare.packed import RUNS_FILE, Packed, packed, read_packed
 from surgeon.errors import BadInput, printable
 
 STUDY_FILE = "study.json"
@@ -60,7 +64,7 @@ class Record:
 
 @dataclass
 class Records:
-    """The records of a work folder, each a file that is there or not.
+    """The records of a study: each a file of the work folder, or else one of those that are packed beside it.
 
     The study's own file is signed and has the digests of all that were written here. With `take_over` others count too,
     which is said.
@@ -72,20 +76,31 @@ class Records:
     found: dict[str, Record] = field(default_factory=dict)
     fingerprint: str = ""
     written: dict[str, str] = field(default_factory=dict)
+    packed: Packed | None = None
 
     @property
     def folder(self) -> Path:
         """Where they lie."""
         return self.work / RECORDS
 
+    @property
+    def packed_file(self) -> Path:
+        """The file of all of them, beside the work folder."""
+        return self.work.parent / RUNS_FILE
+
     def check_study(self, fingerprint: str) -> None:
         """Note what the records are of. Raises BadInput where those that are there are of something else."""
         file = self.work / STUDY_FILE
-        finished = sum(1 for _ in self.folder.glob("*.json"))
+        self.packed = read_packed(self.packed_file)
+        finished = len(self._names())
         try:
             signed = read_signed(file)
+            begun = signed is not None
+            if signed is None and self.packed is not None:
+                signed = replace(UNSIGNED, data={"fingerprint": self.packed.study})
             study = {} if signed is None else signed.data
             other = signed is not None and study.get("fingerprint") != fingerprint
+            other = other or (self.packed is not None and self.packed.study != fingerprint)
             written = {str(key): str(digest) for key, digest in study.get("written", {}).items()}
         except (ValueError, AttributeError) as error:
             raise _damaged(file, str(error)) from None
@@ -96,9 +111,10 @@ class Records:
             )
         if other:
             self._clear()
-            signed, written = None, {}
+            signed, written, self.packed = None, {}, None
         holds = f"this study, {finished} losses measured" if finished else "the beginning of this study"
-        check_own(signed, self.work, holds, take_over=self.take_over, say=self.say)
+        place = self.work if begun else self.packed_file
+        check_own(signed, place, holds, take_over=self.take_over, say=self.say)
         self.fingerprint, self.written = fingerprint, written
         if signed is None or not signed.here:
             self._write_study()
@@ -119,8 +135,7 @@ class Records:
         """The record of a run that is finished. Raises BadInput where one of this name was made otherwise."""
         if key in self.found:
             return self.found[key]
-        file = self.folder / f"{key}.json"
-        content = read_own(file)
+        file, content = self._content(key)
         if content is None:
             return None
         data = _parsed(file, content)
@@ -147,6 +162,24 @@ class Records:
         write_durably(self.folder / f"{key}.json", content)
         self.found[key] = record
 
+    def pack(self) -> None:
+        """Write all records into the one file beside the work folder; what is damaged is left out."""
+        contents = ((name, self._content(name)[1]) for name in self._names())
+        found = {name: content for name, content in contents if content is not None and _is_whole(content)}
+        write_durably(self.packed_file, packed(self.fingerprint, found))
+
+    def _names(self) -> set[str]:
+        """Names of the runs that there are records of, in the work folder or packed."""
+        return {file.stem for file in self.folder.glob("*.json")} | {*(self.packed.records if self.packed else ())}
+
+    def _content(self, name: str) -> tuple[Path, bytes | None]:
+        """A record's file with its content, or where there is none the packed file with what it has of this run."""
+        file = self.folder / f"{name}.json"
+        content = read_own(file)
+        if content is None and self.packed is not None and name in self.packed.records:
+            return self.packed_file, self.packed.records[name]
+        return file, content
+
     def _note(self, key: str, content: bytes) -> None:
         self.written[key] = hashlib.sha256(content).hexdigest()
         self._write_study()
@@ -160,6 +193,13 @@ def _parsed(file: Path, content: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _damaged(file, "no record")
     return data
+
+
+def _is_whole(content: bytes) -> bool:
+    try:
+        return isinstance(parse_record(content), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _damaged(file: Path, why: str) -> BadInput:

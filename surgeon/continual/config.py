@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text, where
+from surgeon.common.yaml import (
+    Place,
+    check_yaml,
+    editor_schema,
+    keys_by_section,
+    parse_yaml,
+    read_text,
+    where,
+    written_yaml,
+)
 from surgeon.data.sources import absent
 from surgeon.data.specs import ORIGINAL, Entry, SourceSpec
 from surgeon.errors import BadInput, bad_input, printable
@@ -333,7 +341,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
-        return parse_plan(yaml.safe_dump(plan, sort_keys=False), source=_name(loaded, number))
+        return parse_plan(written_yaml(plan), source=_name(loaded, number))
 
 
 def _name(loaded: LoadedTasks, number: int) -> str:

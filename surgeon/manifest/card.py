@@ -19,7 +19,7 @@ from surgeon.errors import printable
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
-from surgeon.manifest.moves import kept_pieces
+from surgeon.manifest.moves import kept_pieces, pieces_of
 from surgeon.operations import papers_of
 from surgeon.operations.grow_vocabulary import VocabularyFacts
 
@@ -348,7 +348,11 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
     grown = {name: made for name, made in manifest.new_tensors.items() if "extended" in made.recipe}
-    rows = {name: made.shape[0] - made.recipe["rows"] for name, made in grown.items()}
+    rows = {
+        name: manifest.base.tensors[of].shape[0]
+        for name, made in grown.items()
+        for of in pieces_of(made, manifest).tensors
+    }
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"

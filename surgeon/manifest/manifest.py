@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from surgeon.blueprint.draft import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
-from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.errors import printable
 from surgeon.operations.drop_layers import LayerFacts
 from surgeon.operations.grow_vocabulary import VocabularyFacts
 from surgeon.operations.imported_lora import AdapterFacts
@@ -46,10 +47,16 @@ class Tool(Entry):
     version: str
 
 
+def _known_dtype(dtype: str) -> str:
+    if dtype not in DTYPE_BITS:
+        raise ValueError(f"unknown dtype {printable(dtype)}")
+    return dtype
+
+
 class StoredTensor(Entry):
     """A tensor's value, as a file of weights has it: dtype, shape, and the digest of its bytes."""
 
-    dtype: str
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: list[Annotated[int, Field(ge=0)]]
     sha256: Sha256
 

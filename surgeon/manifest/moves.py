@@ -28,7 +28,7 @@ def pieces_of(made: NewTensor, surgery: Surgery) -> Pieces:
 
 
 def _pieces(recipe: object, shape: Sequence[int], dtype: str, base: Mapping[str, StoredTensor]) -> Pieces:
-    bits = _bits(dtype)
+    bits = DTYPE_BITS[dtype]
     nbytes = math.prod(shape) * bits // 8
     match recipe:
         case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
@@ -50,12 +50,6 @@ def _pieces(recipe: object, shape: Sequence[int], dtype: str, base: Mapping[str,
                 raise ImpossiblePieces(f"a copy of the base's {printable(name)}")
             return Pieces.whole(name, nbytes)
     return Pieces(nbytes, ())
-
-
-def _bits(dtype: str) -> int:
-    if dtype not in DTYPE_BITS:
-        raise ImpossiblePieces(f"numbers of the dtype {printable(dtype)}")
-    return DTYPE_BITS[dtype]
 
 
 def _source(name: str, dtype: str, base: Mapping[str, StoredTensor]) -> StoredTensor:
@@ -88,12 +82,12 @@ def _rows(told: Sequence[object], shape: Sequence[int], dtype: str, base: Mappin
                 of = _source(name, dtype, base)
                 if not of.shape or not 0 <= start < stop <= of.shape[0] or not math.prod(of.shape):
                     raise ImpossiblePieces(f"rows of the base's {printable(name)}")
-                row = math.prod(of.shape[1:]) * _bits(dtype) // 8
+                row = math.prod(of.shape[1:]) * DTYPE_BITS[dtype] // 8
                 spans.append(Span(name, start * row, (stop - start) * row, at))
                 at += spans[-1].length
             case _:
                 raise ImpossiblePieces("rows of the base's tensors")
-    if not spans or at != math.prod(shape) * _bits(dtype) // 8:
+    if not spans or at != math.prod(shape) * DTYPE_BITS[dtype] // 8:
         raise ImpossiblePieces("rows of the base's tensors")
     return Pieces.of(at, spans)
 
@@ -116,9 +110,9 @@ def _joined(
         str(n): _pieces(part, [*shape[:axis], size, *shape[axis + 1 :]], dtype, base)
         for n, (part, size) in enumerate(zip(parts, lengths, strict=True))
     }
-    width = math.prod(shape[axis + 1 :]) * _bits(dtype) // 8
+    width = math.prod(shape[axis + 1 :]) * DTYPE_BITS[dtype] // 8
     spans = side_by_side([size * width for size in lengths], before=math.prod(shape[:axis]))
-    return Pieces.of(math.prod(shape) * _bits(dtype) // 8, spans).through(inner)
+    return Pieces.of(math.prod(shape) * DTYPE_BITS[dtype] // 8, spans).through(inner)
 
 
 def kept_pieces(made: NewTensor, surgery: Surgery) -> Pieces:
@@ -185,9 +179,10 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     One that has a place of its own is there; else it is a part of others. Those of layers that were taken out are left
     out. Raises BadInput where the manifest does not say.
     """
-    known = {name: manifest.base.tensors[name] for name in names if name in manifest.base.tensors}
-    sizes = {name: math.prod(of.shape) * _bits(of.dtype) // 8 for name, of in known.items()}
-    homes = homes_of(manifest, known, file=file)
+    homes = homes_of(manifest, names, file=file)
+    homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
+    known = {name: manifest.base.tensors[name] for name in homes}
+    sizes = {name: math.prod(of.shape) * DTYPE_BITS[of.dtype] // 8 for name, of in known.items()}
     found = {
         home: Pieces.whole(name, sizes[name])
         for name, home in _at_home(manifest, homes).items()

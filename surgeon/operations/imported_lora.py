@@ -11,11 +11,12 @@ from pydantic import Field
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.operations.operation import Spec
+from surgeon.operations.operation import OneOf, Spec
 from surgeon.operations.prepare import Facts
 from surgeon.runtime.experts_rules import slot_name
 
@@ -38,7 +39,7 @@ class ImportedModule:
 class TensorEntry(Spec):
     """One tensor of an adapter: its dtype, its shape and the digest of its bytes."""
 
-    dtype: str
+    dtype: Annotated[str, OneOf(lambda: FLOAT_DTYPES)]
     shape: list[Annotated[int, Field(ge=0)]]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

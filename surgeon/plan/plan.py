@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
 from surgeon.blueprint.draft import Blueprint, Draft
-from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
+from surgeon.common.yaml import (
+    Place,
+    check_yaml,
+    editor_schema,
+    override,
+    parse_yaml,
+    read_text,
+    written_yaml,
+)
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
@@ -40,40 +48,52 @@ def json_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan, its text as written, and where it came from."""
+    """A plan, its text as it is carried out, where it came from, and the line there of every place in it."""
 
     plan: Plan
     text: str
     source: str
+    lines: Mapping[Place, int] = field(default_factory=dict, repr=False, compare=False)
+    # The options that changed what the source says, by the place that they set.
+    given: Mapping[Place, str] = field(default_factory=dict, repr=False, compare=False)
 
     def data(self) -> dict[str, Any]:
         """The plan as JSON data, with defaults in it."""
         operations = [operation.model_dump(mode="json") for operation in self.plan.operations]
         return {"surgeon": self.plan.surgeon, "seed": self.plan.seed, "operations": operations}
 
-    def line_of_operation(self, number: int) -> int | None:
-        """The line (from 1) on which an operation begins, for error messages."""
-        if self.text.startswith(_HEAD):
-            return None
-        _, lines = _parse(self.text, self.source)
-        return lines.get(("operations", number))
+    def operation(self, number: int) -> str:
+        """How errors name an operation: its file and line, its number and kind, and the options that changed it."""
+        place = ("operations", number)
+        line = self.lines.get(place)
+        where = f"{printable(self.source)}:{line}" if line else printable(self.source)
+        set_in_it = [printable(option) for at, option in self.given.items() if at[:2] == place]
+        changed = f", with {' '.join(dict.fromkeys(set_in_it))}" if set_in_it else ""
+        return f"{where}: operations[{number}] ({self.plan.operations[number].op}{changed})"
 
 
-def load_plan(path: Path) -> LoadedPlan:
-    """Read and check a plan file; BadInput names file and line."""
-    return parse_plan(read_text(path, what="plan"), source=str(path))
+def load_plan(path: Path, overrides: Sequence[str] = ()) -> LoadedPlan:
+    """Read and check a plan file, with `overrides` (`operations.0.alpha=0.5`) in it; BadInput names file and line."""
+    return parse_plan(read_text(path, what="plan"), source=str(path), overrides=overrides)
 
 
-def parse_plan(text: str, *, source: str = "plan") -> LoadedPlan:
-    """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start."""
-    data, lines = _parse(text, source)
+def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()) -> LoadedPlan:
+    """Check a plan given as text; `source` is its file's name in messages, and where relative paths in it start.
+
+    `overrides` replace values of it before it is checked: a dotted path, with operations by their number or kind, and a
+    value in YAML (`operations.0.init.reg=0.1`). The text of the result then has them in it. Raises BadInput.
+    """
+    data, lines = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
+    given = override(data, overrides, example="operations.0.layers=all")
 
     def known_keys(problem: ErrorDetails, place: Place) -> list[str]:
         return _known_keys(problem, data, place)
 
-    return LoadedPlan(
-        check_yaml(Plan, data, lines, source, what="plan", known_keys=known_keys, tags=_tags), text, source
-    )
+    plan = check_yaml(Plan, data, lines, source, what="plan", known_keys=known_keys, tags=_tags, given=given)
+    if overrides:
+        options = " ".join(f"--set {setting}" for setting in overrides)
+        text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"
+    return LoadedPlan(plan, text, source, lines, given)
 
 
 # The plan of a model that was trained as it is: there was no surgery.
@@ -140,11 +160,8 @@ def _placed(loaded: LoadedPlan, number: int) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        line = loaded.line_of_operation(number)
-        where = f"{printable(loaded.source)}:{line}" if line else printable(loaded.source)
-        operation = loaded.plan.operations[number]
         kind = WeightsNeeded if isinstance(error, WeightsNeeded) else BadInput
-        raise kind(f"{where}: operations[{number}] ({operation.op}): {error}") from None
+        raise kind(f"{loaded.operation(number)}: {error}") from None
 
 
 def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) -> None:
@@ -159,10 +176,6 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
     draft.records.append(operation.edit(draft, facts))
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
-
-
-def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Place, int]]:
-    return parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
 
 
 def _known_keys(problem: ErrorDetails, data: Any, place: Place) -> list[str]:

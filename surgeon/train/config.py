@@ -337,7 +337,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
             "what": LayersSpec,
         },
     )
-    given = override(data, overrides)
+    given = override(data, overrides, example="optimizer.lr=1e-4")
     config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
     return LoadedConfig(config, path, lines, given)
 

@@ -17,7 +17,6 @@ from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Constant,
     Listed,
-    Recipe,
     Widened,
     is_computed,
     moves,
@@ -120,7 +119,7 @@ def check_static(
         check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
-        _copies(blueprint, manifest, out, *digests),
+        _copies(blueprint, manifest, base, out, *digests),
         *_parts(blueprint, manifest, base, out),
         _silence(blueprint, manifest, drawn.anatomy, out),
         *_dropped(blueprint, drawn.anatomy, digests[0]),
@@ -190,7 +189,12 @@ def _same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder
 
 
 def _copies(
-    blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, base: dict[str, str], out: dict[str, str]
+    blueprint: Blueprint,
+    manifest: Manifest,
+    original: CheckpointFolder,
+    folder: CheckpointFolder,
+    base: dict[str, str],
+    out: dict[str, str],
 ) -> Check:
     """Whether every tensor that is one of the base's whole is so, byte for byte, but for those that were to train."""
     trained = manifest.trained
@@ -202,7 +206,7 @@ def _copies(
         may = set(trainable_set(folder, manifest, "added").names) if manifest.operations else set()
         if forbidden := [name for name in unasked if name not in may]:
             return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
-    copied = {o.name: of for o in blueprint.outputs if (of := _copy_of(o.recipe)) is not None}
+    copied = {o.name: of for o in blueprint.outputs if (of := _copy_of(o, original.tensors)) is not None}
     if wrong := [name for name, of in copied.items() if name in told and told[name] != base[of]]:
         return Check("base tensors", False, f"said to have begun training as others than the base's: {some(wrong)}")
     untrained = [o for o in blueprint.outputs if o.name not in trained]
@@ -214,10 +218,10 @@ def _copies(
     return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
 
 
-def _copy_of(recipe: Recipe) -> str | None:
-    """The tensor of the base that a recipe makes a copy of, whole; None where it makes another."""
-    pieces = moves(recipe)
-    return pieces.tensors[0] if pieces.spans and pieces == Pieces.whole(pieces.tensors[0], pieces.nbytes) else None
+def _copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
+    """The tensor of the base whose bytes, all of them, an output is; None where it is another."""
+    pieces = moves(output.recipe)
+    return next((name for name in pieces.tensors if pieces.is_all_of(base[name])), None)
 
 
 def changed_by_training(number: int) -> str:
@@ -237,7 +241,7 @@ def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out
             pieces = Pieces(0, ()) if trains_all or output.name in manifest.changed_of_base else output.kept
         else:
             pieces = moves(output.recipe)
-        if pieces.spans and _copy_of(output.recipe) is None:
+        if pieces.spans and _copy_of(output, base.tensors) is None:
             held[output.name] = pieces
     if not held:
         return []
@@ -505,7 +509,7 @@ def redrawn(
         wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint, step.facts)]
         drawn.append(step)
         trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
-        moved = {o.name: of for o in blueprint.outputs if (of := _unchanged(o)) is not None}
+        moved = {o.name: of for o in blueprint.outputs if (of := _unchanged(o, tensors)) is not None}
         kept = {} if trains_all else {name: kept[source] for name, source in moved.items() if source in kept}
         tensors = {o.name: _planned(o) for o in blueprint.outputs}
         config = blueprint.config
@@ -513,9 +517,10 @@ def redrawn(
     return Redrawn(drawn, wrong, trains_all)
 
 
-def _unchanged(output: Output) -> str | None:
+def _unchanged(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
     """The tensor of the base that an output is and stays while what is new trains; None where it is another."""
-    return _copy_of(output.recipe) if output.kept.covered else None
+    of = _copy_of(output, base) if output.kept.covered else None
+    return of if of is not None and base[of].shape == output.recipe.shape else None
 
 
 def _planned(output: Output) -> TensorInfo:

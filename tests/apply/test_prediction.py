@@ -16,7 +16,7 @@ from surgeon.apply.apply import applied_view
 from surgeon.apply.prediction import PredictionSettings, coordinates, learn, loss
 from surgeon.errors import BadInput
 from tests import decoders, tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 PLAN = """\
 surgeon: 1

@@ -19,7 +19,7 @@ from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.source import LocalSource
 from surgeon.errors import PromiseBroken
 from tests import tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 PLAN = "surgeon: 1\noperations:\n  - {op: upcycle_experts, experts: 4}\n"
 

@@ -81,7 +81,7 @@ def ask_all(hub: Hub, home: Path, calls: list[tuple[str, dict[str, Any]]], **env
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     told = [json.loads(line) for line in ran.stdout.splitlines()]

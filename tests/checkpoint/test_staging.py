@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -536,41 +535,60 @@ def write(out):
                 stage.done(name, {"number": number})
         stage.publish()
 
+def ended_at(calls):
+    # Each call that changes the disk counts; before call number `calls` the process is killed.
+    made = 0
+    def counted(real):
+        def call(*given, **named):
+            nonlocal made
+            made += 1
+            if made == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **named)
+        return call
+    for name in ("write", "pwrite", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    return lambda: made
+
 print("ready", flush=True)
 # A fork a request: Python's start-up is not what the kills should hit.
 for line in sys.stdin:
-    out, kill_after = line.split()
+    out, calls = line.split()
+    reads, sends = os.pipe()
     child = os.fork()
     if child == 0:
-        code = 1
+        code, made = 1, ended_at(int(calls))
         try:
             write(Path(out))
             code = 0
         finally:
+            with open(sends, "w") as told:
+                print(made(), file=told)
             os._exit(code)
-    if kill_after != "never":
-        time.sleep(float(kill_after))
-        os.kill(child, signal.SIGKILL)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.close(sends)
+    with open(reads) as told:
+        made = told.read().strip() or "0"
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), made, flush=True)
 """
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """Forty kills: out is absent or complete each time, and the run after is byte-equal to an uninterrupted one."""
+def test_killed_at_forty_moments(tmp_path: Path) -> None:
+    """Killed at a call: out is absent or complete, and the run after is byte-equal to an uninterrupted one."""
     server = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdin is not None
     assert server.stdout is not None
 
-    def write(out: Path, kill_after: float | None = None) -> int:
-        server.stdin.write(f"{out} {'never' if kill_after is None else kill_after}\n")
+    def write(out: Path, calls: int = 0) -> tuple[int, int]:
+        """The exit code, and how many calls were made; killed at call number `calls`, 0: never."""
+        server.stdin.write(f"{out} {calls}\n")
         server.stdin.flush()
-        return int(server.stdout.readline())
+        code, made = server.stdout.readline().split()
+        return int(code), int(made)
 
     try:
         assert server.stdout.readline() == "ready\n"
-        began = time.perf_counter()
-        assert write(tmp_path / "whole") == 0
-        duration = time.perf_counter() - began
+        code, whole = write(tmp_path / "whole")
+        assert code == 0 and whole > 100
         expected = content(tmp_path / "whole")
         assert len(expected) == 12
         rng = random.Random(0)
@@ -579,7 +597,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             out = tmp_path / f"out-{trial % 20}"
             if not out.exists():
                 resumed += (tmp_path / f".{out.name}.surgeon").exists()
-                assert write(out, kill_after=rng.uniform(0, duration)) in (0, -signal.SIGKILL)
+                assert write(out, rng.randint(1, whole))[0] in (0, -signal.SIGKILL)
             if out.exists():
                 assert content(out) == expected
             else:
@@ -592,9 +610,9 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             if working.exists():
                 # Killed at the very last step: all is done but for an empty folder, and `out` is there already.
                 over = out.exists() and not any(working.iterdir())
-                assert write(out) == (1 if over else 0)
+                assert write(out)[0] == (1 if over else 0)
             elif not out.exists():
-                assert write(out) == 0
+                assert write(out)[0] == 0
             assert content(out) == expected
             assert not working.exists()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ from surgeon.compare.base_defaults import suited
 from surgeon.compare.compare import Compared
 from surgeon.compare.config import load_study
 from surgeon.compare.configs import training_config
+from surgeon.compare.packed import RUNS_FILE, read_packed
+from surgeon.compare.records import Record, losses_of
 from surgeon.errors import BadInput
 from surgeon.train.config import load_config
 from surgeon.train.preparing import check_base_trains
@@ -92,7 +95,8 @@ def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
     best = min((point.new + point.original, each.label, point.rate) for each in found.rows for point in each.points)
     assert found.advice.startswith(f"For this data at this budget (144 tokens a run): {best[1]}, rate {best[2]:g}: new")
     # Models go once they are measured, and so does what they were grown from.
-    assert sorted(path.name for path in whole.told.path.iterdir()) == ["comparison.html", "results.json", "work"]
+    kept = ["comparison.html", "results.json", "runs.jsonl.gz", "work"]
+    assert sorted(path.name for path in whole.told.path.iterdir()) == kept
     for name in ("runs", "grown"):
         assert not list((whole.told.path / "work" / name).iterdir())
 
@@ -124,7 +128,7 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
         carried_out(whole.folder, str(results), jobs=1)
     for name in ("full+recalled+0.003+0", "wide+recalled+0.03+0", "wide+recalled+0.1+0"):
         (results / "work" / "records" / f"{name}.json").unlink()
-    for name in ("comparison.html", "results.json"):
+    for name in ("comparison.html", "results.json", RUNS_FILE):
         (results / name).unlink()
     monkeypatch.setattr(workers, "PYTHON", warm())
     begin = workers.Processes.begin
@@ -151,6 +155,68 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
         BadInput, match=r"full\+recalled\+0\.003\+0\.json: holds losses; this user did not write it here"
     ):
         carried_out(whole.folder, str(results), jobs=1)
+
+
+def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole, tmp_path: Path) -> None:
+    """Without the work folder: the same page without a run made anew, by whoever says that the file may count."""
+    results = tmp_path / "results"
+    results.mkdir()
+    runs = results / RUNS_FILE
+    shutil.copyfile(whole.told.path / RUNS_FILE, runs)
+    lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
+    assert len(lines) == 10 and lines[1]["run"] == "base"
+    with pytest.raises(BadInput, match=rf"{RUNS_FILE}: holds this study, 9 losses measured; this user did not write"):
+        carried_out(whole.folder, str(results), jobs=1)
+    told = carried_out(whole.folder, str(results), jobs=1, take_over=True)
+    assert told.made == 0 and told.findings == whole.told.findings
+    kept = files(whole.told.path)
+    assert (
+        files(results).items() >= {name: kept[name] for name in (RUNS_FILE, "results.json", "comparison.html")}.items()
+    )
+    # A run that the work folder has for itself, and one that nobody has.
+    (results / "work" / "records").mkdir(exist_ok=True)
+    shutil.copy(whole.told.path / "work" / "records" / "full+recalled+0.003+0.json", results / "work" / "records")
+    del lines[2]
+    runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    assert carried_out(whole.folder, str(results), jobs=1).made == 1
+    assert runs.read_bytes() == kept[RUNS_FILE]
+    # Losses that were changed since do not count by themselves, nor does anything that is none.
+    lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
+    lines[1]["record"]["measured"]["new"]["loss"] = 0.001
+    for wrong, why in (
+        (lines, f"{RUNS_FILE}: holds losses; this user did not write it here"),
+        ([{"surgeon_runs": 1, "study": "of something else"}, *lines[1:]], "holds runs of another study"),
+        ([{"surgeon_runs": 2}], "its version is 2"),
+        ([*lines, lines[1]], "stands there twice"),
+        ([*lines, {"run": "../base"}], "no name of a run"),
+        ([*lines, []], "a line is no object"),
+        ([], "empty"),
+    ):
+        runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in wrong).encode()))
+        with pytest.raises(BadInput, match=why):
+            carried_out(whole.folder, str(results), jobs=1)
+    runs.write_bytes(kept[RUNS_FILE][:-20])
+    with pytest.raises(BadInput, match="damaged or edited"):
+        carried_out(whole.folder, str(results), jobs=1)
+
+
+def test_the_committed_studies_hold_every_run_of_their_pages() -> None:
+    """What a clone has of them: as many records as results.json has points, with the same losses."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    for results in folder.glob("frontier_*/results.json"):
+        found = json.loads(results.read_text(encoding="utf-8"))
+        packed = read_packed(results.with_name(RUNS_FILE))
+        assert packed is not None
+        losses = {name: Record.parse(parse_record(content)["record"]) for name, content in packed.records.items()}
+        names = found["texts"]["new"], found["texts"]["original"]
+        points = {
+            f"{row['method']}+{row['remedy']}+{point['rate']:g}+{point['seed']}": (point["new"], point["original"])
+            for row in found["rows"]
+            for point in row["points"]
+        }
+        points["base"] = found["start"]["new"], found["start"]["original"]
+        finished = {name: losses_of(each, names, by_byte=False) for name, each in losses.items() if each.measured}
+        assert finished == points, results
 
 
 def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,12 @@ from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.share.push import hold_output, pack
-from surgeon.train.saved.checkpoints import newest_checkpoint, step_of
 from surgeon.train.saved.work_folder import work_folder as training_folder
 from tests import tiny
+from tests.commands import killed_at
 from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
-from tests.warm import kill, warm
+from tests.warm import warm
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONFIG: dict[str, Any] = {
@@ -327,14 +326,7 @@ def test_killed_in_the_middle_of_the_second_task(whole: Whole, tmp_path: Path) -
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run*"))
     given = [str(tmp_path / name) for name in ("tasks.yaml", "base", "run")]
     command = [*warm(), "-m", "surgeon", "continual", *given, "--device", "cpu"]
-    work = training_folder(course.work_folder(tmp_path / "run") / "02-b")
-    begun = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while begun.poll() is None and (
-        not work.is_dir() or (kept := newest_checkpoint(work)) is None or step_of(kept) < 8
-    ):
-        time.sleep(0.002)
-    assert begun.poll() is None
-    kill(begun)
+    killed_at(8, *command[command.index("continual") :], within=training_folder(Path("02-b")).name)
     assert not (tmp_path / "run").exists()
     ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

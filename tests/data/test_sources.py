@@ -158,7 +158,7 @@ def in_a_process(hub: Hub, home: Path, *arguments: str, **environment: str) -> s
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 

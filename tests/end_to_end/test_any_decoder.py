@@ -29,8 +29,9 @@ from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, 
 from surgeon.models.load import load_model
 from surgeon.models.tokenizer import open_processor
 from surgeon.verify.verify import Verification
+from tests.checkpoints import add_letters, same_bytes, weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import WITHOUT_SURGEON, same_bytes, weights
+from tests.elsewhere import WITHOUT_SURGEON
 from tests.pictures import add_processor
 from tests.quantised import quantised
 from tests.runtime.grafting import perturbed
@@ -148,19 +149,6 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
         yield told
         process.stdin.close()
-
-
-def add_letters(folder: Path) -> Path:
-    """A tokenizer of single letters as all byte-level ones are made: transformers has a class for some model types."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = ["</s>", *"abcdefghijklmnopqrstuvwxyz0123456789", "Ġ"]
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

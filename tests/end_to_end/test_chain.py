@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.models.load import load_model
 from tests import tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 INSERT: dict[str, Any] = {
     "op": "insert_layers",

@@ -17,7 +17,8 @@ from surgeon.families import FAMILIES
 from surgeon.plan import shipped
 from surgeon.plan.plan import load_plan
 from tests import tiny
-from tests.end_to_end.conftest import attaches_grafts, load_elsewhere, weights
+from tests.checkpoints import attaches_grafts, weights
+from tests.elsewhere import load_elsewhere
 
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.
 DEPTH_PLANS = [

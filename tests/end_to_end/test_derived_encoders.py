@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.families.skeleton import BASE
 from surgeon.models.encoders import auto_class
+from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
+from tests.elsewhere import WITHOUT_SURGEON
 from tests.encoders import tiny_encoder
-from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
-from tests.end_to_end.test_peft import load, logits, train
+from tests.share.test_peft import load, logits, train
 from tests.warm import warm
 
 STATES = "surgeon: 1\noperations:\n  - {op: mixture_of_control, rank: 4}\n"

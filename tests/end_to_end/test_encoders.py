@@ -18,7 +18,8 @@ from surgeon.plan import shipped
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.natives import NATIVES
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON, run_elsewhere, weights
+from tests.checkpoints import weights
+from tests.elsewhere import WITHOUT_SURGEON, run_elsewhere
 from tests.runtime.grafting import classes
 
 LOADER = (

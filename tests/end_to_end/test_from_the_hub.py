@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import surgeon
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
+from tests.commands import run_surgeon
 from tests.train.texts import add_tokenizer, corpus
 from tests.warm import warm
-
-
-def run_surgeon(
-    hub: Hub, home: Path, *arguments: str, command: Sequence[str] = (sys.executable,), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported.
-
-    A plain interpreter: preview and apply of such a plan import no torch, which a warm one's server would do first.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    return subprocess.run(
-        [*command, "-m", "surgeon", *arguments],
-        env=clean | settings | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
 
 
 def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:

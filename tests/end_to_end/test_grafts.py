@@ -19,21 +19,18 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
-from surgeon.errors import BadInput
 from surgeon.families import FAMILIES
 from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
-from surgeon.operations import merge_branches
 from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import AdapterSpec
-from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.control_rules import InterpolatorRule, InterpolatorSpec
+from surgeon.runtime.control_rules import InterpolatorSpec
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON, attaches_grafts, load_elsewhere, run_elsewhere, weights
+from tests.checkpoints import attaches_grafts, train, weights
+from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.runtime.test_interpolators import CLASSES
-from tests.test_api import check_json
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
@@ -202,7 +199,7 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
     """Grafts move with their layers; what an earlier surgery made does not train again; trained grafts stay exact."""
     first, second = tmp_path / "first", tmp_path / "second"
     surgeon.apply(plan(ADAPTERS | {"gate": "sigmoid"}, CONTROL, name="first.yaml"), str(base), first)
-    tell(first, list(surgeon.inspect(first).manifest.new_tensors))
+    train(first, seed=7, scale=0.1)
     chosen = plan(INSERT | {"where": {"after": [0]}}, CONTROL | {"layers": [1]}, name="second.yaml")
     applied = surgeon.apply(chosen, str(first), second)
     verification = surgeon.verify(first, second, window=24, windows=1)
@@ -216,62 +213,6 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
     assert set(ran["new"]) == set(applied.manifest.new_tensors)
     operations = [[entry.op for entry in surgery.operations] for surgery in applied.manifest.lineage]
     assert operations == [["gated_adapters", "control_llm"]]
-
-
-def tell(folder: Path, names: list[str]) -> None:
-    """Give the named tensors of a checkpoint other values, as training would."""
-    from safetensors.torch import load_file, save_file
-
-    for shard in folder.glob("*.safetensors"):
-        tensors = load_file(shard)
-        generator = torch.Generator().manual_seed(7)
-        for name in set(tensors) & set(names):
-            noise = torch.randn(tensors[name].shape, generator=generator) * 0.1
-            tensors[name] = (tensors[name].float() + noise).to(tensors[name].dtype)
-        save_file(tensors, shard, metadata={"format": "pt"})
-
-
-def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path], tmp_path: Path) -> None:
-    """Against the mean of both branches' weights in float64; a native model whose logits differ, as promised."""
-    out, merged = tmp_path / "out", tmp_path / "merged"
-    star = {"interpolator": {"kind": "lerp", "alpha": 1.0, "inference_alpha": 0.25}}
-    surgeon.apply(plan(CONTROL | star), str(base), out)
-    tell(out, list(surgeon.inspect(out).manifest.new_tensors))
-    result = surgeon.merge(out, merged, window=24, windows=1)
-    assert result.applied.manifest.native
-    assert result.measured.promise == "none"
-    assert result.measured.identical is False
-    assert result.measured.holds
-    check_json(result)
-    before, after = weights(out), weights(merged)
-    for layer in (1, 4):
-        for suffix in ("mlp.up_proj.weight", "input_layernorm.weight"):
-            name = f"model.layers.{layer}.{suffix}"
-            trunk, twin = before[name].double(), before[f"model.layers.{layer}.expanded.{suffix}"].double()
-            assert torch.equal(after[name], (0.75 * trunk + 0.25 * twin).to(torch.bfloat16))
-    assert set(after) == set(weights(base))
-    (elsewhere,) = load_elsewhere(merged, cache=tmp_path)
-    assert elsewhere["class"] == "LlamaForCausalLM"
-    config, native = (json.loads((folder / "config.json").read_text()) for folder in (merged, base))
-    assert config == native
-
-
-class Tanh(InterpolatorRule):
-    """A learned α that is no logit's sigmoid: ½ (1 + tanh c)."""
-
-    def learned(self, alpha: float) -> dict[str, Birth]:
-        return {"c": Fill((1,), math.atanh(2 * alpha - 1))}
-
-
-def test_merge_asks_for_the_share_where_a_learned_alpha_is_no_logit(
-    base: Path, plan: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    surgeon.apply(plan(CONTROL | {"interpolator": {"learnable": True}}), str(base), tmp_path / "out")
-    monkeypatch.setattr(merge_branches, "INTERPOLATORS", {"lerp": Tanh("lerp", "Lerp")})
-    with pytest.raises(BadInput, match="learns its α in another form than a logit; say which fixed share"):
-        surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=1)
-    merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=1)
-    assert merged.applied.manifest.native
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import surgeon
 from surgeon.checkpoint.trust import check_written
 from surgeon.errors import BadInput
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON, weights
-from tests.end_to_end.test_any_decoder import TRAINING, add_letters
+from tests.checkpoints import add_letters, weights
+from tests.elsewhere import WITHOUT_SURGEON
+from tests.end_to_end.test_any_decoder import TRAINING
 from tests.own_code import AUTO_MAP, pebble
 from tests.train.texts import corpus
 from tests.warm import warm

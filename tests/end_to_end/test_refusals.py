@@ -11,37 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from surgeon._version import __version__
 from surgeon.cli import app
 from surgeon.models.compare import LogitComparison
 from surgeon.verify.verify import Verification
-
-INDEX = "model.safetensors.index.json"
-
-
-def refused(*arguments: object, code: int = 2) -> str:
-    """Run the command line; it must fail with `code` and exactly one line on stderr. Returns that line."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("surgeon: ")]
-    assert len(lines) == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return lines[0]
-
-
-def edit_config(base: Path, **changes: object) -> None:
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | changes))
-
-
-def edit_tensor(base: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    file = json.loads((base / INDEX).read_text())["weight_map"][name]
-    tensors = load_file(base / file)
-    tensors[name] = change(tensors[name])
-    save_file(tensors, base / file, metadata={"format": "pt"})
+from tests.checkpoints import INDEX, edit_config, edit_tensor
+from tests.commands import refused
 
 
 def first_shard(base: Path) -> Path:

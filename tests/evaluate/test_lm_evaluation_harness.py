@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import surgeon
 from surgeon.models.load import load_model
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON
+from tests.elsewhere import WITHOUT_SURGEON
 from tests.train.texts import WORDS, add_tokenizer, json_lines, text
 from tests.warm import warm
 

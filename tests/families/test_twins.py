@@ -18,9 +18,9 @@ from surgeon.families.derived import derive
 from surgeon.families.growth import grown
 from surgeon.families.twin import fill_buffers, stored_buffers, twin_of
 from tests import tiny
+from tests.checkpoints import weights
 from tests.decoders import tiny_config, tiny_decoder
 from tests.encoders import tiny_encoder
-from tests.end_to_end.conftest import weights
 from tests.quantised import tiny_quantised
 
 # Stored buffers of one number that scales the stream, of a router, of constants and of decays made by the code.

@@ -15,7 +15,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest, seal_of
 from surgeon.manifest.reading import parse
 from tests import tiny
-from tests.end_to_end.test_refusals import refused
+from tests.commands import refused
 from tests.manifest.edits import edited, resealed
 
 # For every layer of the output the base layer it is; None is a new one.
@@ -40,7 +40,8 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
                 "tensors": {
                     f"model.layers.{layer}.norm.weight": {"dtype": "F32", "shape": [2], "sha256": f"{layer:064x}"}
                     for layer in range(layers)
-                },
+                }
+                | {"lm_head.weight": {"dtype": "F32", "shape": [2], "sha256": f"{99:064x}"}},
                 "files": {},
             },
             "plan": "surgeon: 1",

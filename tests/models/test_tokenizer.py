@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,12 @@ def children() -> set[str]:
 
 
 def refused(folder: Path, document: Any = CHAT) -> str:
-    began = time.process_time()
+    before = children()
     with pytest.raises(BadInput) as caught:
-        Encoder(folder, vocabulary=128).encode(document)
-    # The child computes, this process waits.
-    assert time.process_time() - began < 1
+        opened = Encoder(folder, vocabulary=128)
+        # A child computes, this process waits.
+        assert len(children() - before) == 1
+        opened.encode(document)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
@@ -61,7 +61,7 @@ TEMPLATES: dict[str, tuple[str, str | tuple[str, ...]]] = {
     ),
     "recurses": (
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "fails on a text (maximum recursion",
+        ("fails on a text (maximum recursion", "was stopped after 0.3 seconds"),
     ),
     "refuses": ("{{ raise_exception('roles must\nalternate') }}", "fails on a text (roles must"),
     "reaches out": ("{{ ''.__class__.__mro__ }}", "fails on a text (access to attribute '__class__' of 'str'"),

@@ -6,28 +6,23 @@ entries are nonsense that keeps every promise at birth: only tests that take the
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.house import PACKAGE
+from tests.mutations.planting import Edit, plant, run_tests
 from tests.warm import warmer
 
-ROOT = Path(__file__).resolve().parents[2]
 FAILURES = 3
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """Edits (file in the package, what stands there once, what is put in its place), and the tests that must notice."""
+    """A mistake, and the tests that must notice it."""
 
-    edits: tuple[tuple[str, str, str], ...]
+    edits: tuple[Edit, ...]
     tests: tuple[str, ...]
 
 
@@ -155,26 +150,6 @@ def python() -> Iterator[list[str]]:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_noticed_by_several_tests(name: str, python: list[str], tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    # With its byte code, which Python takes by a source's time and size: only what is edited is compiled anew.
-    shutil.copytree(PACKAGE, tmp_path / "surgeon")
-    for beside in ("tests", "plans", "docs", "pyproject.toml"):
-        (tmp_path / beside).symlink_to(ROOT / beside)
-    for file, old, new in mutation.edits:
-        path = tmp_path / "surgeon" / file
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) >= 1, f"{file} no longer has {old!r}: make this mistake where it stands now"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-    quietly = ("-q", "-n", "0", "-p", "no:cacheprovider", f"--maxfail={FAILURES}")
-    # What comes with transformers may be a plugin of pytest as well.
-    quietly += ("-W", "ignore:Module already imported so cannot be rewritten")
-    ran = subprocess.run(
-        [*python, "-m", "pytest", *quietly, *mutation.tests],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = re.search(r"(\d+) failed", ran.stdout)
-    assert ran.returncode == 1 and found is not None, ran.stdout[-2000:]
-    assert int(found[1]) >= FAILURES, ran.stdout[-2000:]
+    plant(mutation.edits, tmp_path)
+    ran = run_tests(python, tmp_path, mutation.tests, most=FAILURES)
+    assert ran.code == 1 and ran.count >= FAILURES, ran.text[-2000:]

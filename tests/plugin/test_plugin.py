@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
-from tests.end_to_end.conftest import WITHOUT_SURGEON, load_elsewhere, run_elsewhere, weights
+from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.train.test_train import CONFIG, base_of
 from tests.warm import warm
 

@@ -95,6 +95,6 @@ def _scheme(dark: bool) -> str:
 def _run(*arguments: str) -> str:
     browser = find()
     assert browser is not None
-    ran = subprocess.run([browser, *_flags(), *arguments], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run([browser, *_flags(), *arguments], capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout

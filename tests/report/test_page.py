@@ -24,12 +24,12 @@ from surgeon.report.page.document import render
 from surgeon.report.report import Reported
 from surgeon.train.steps.optimizer import MasterAdamW
 from tests import tiny
-from tests.end_to_end.conftest import weights
-from tests.end_to_end.test_refusals import edit_tensor, refused
-from tests.end_to_end.test_revert import chain, train, write_plan
+from tests.checkpoints import edit_tensor, train, weights, write_plan
+from tests.commands import refused
 from tests.manifest.edits import edited as sealed_edit
 from tests.manifest.edits import resealed
 from tests.models.test_tokens import byte_tokenizer
+from tests.rework.test_revert import chain
 
 FUSED: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2, 4]}, "init": {"kind": "ot_fusion"}}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 8}

@@ -9,7 +9,7 @@ import pytest
 
 import surgeon
 from tests import tiny
-from tests.end_to_end.test_revert import train, write_plan
+from tests.checkpoints import train, write_plan
 from tests.models.test_tokens import byte_tokenizer
 from tests.report import browser
 from tests.report.test_page import ADAPTERS, CONTROL, FUSED, SLOTS, STATES

@@ -15,7 +15,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.report.transport import MODULES, transport_report
 from tests import tiny
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 
 
 def sinkhorn_entropy(lower: np.ndarray, upper: np.ndarray) -> float:

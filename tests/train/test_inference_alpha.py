@@ -16,7 +16,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.models.load import load_model
 from surgeon.train.losses.held_out import losses_by_source
-from tests.end_to_end.conftest import weights
+from tests.checkpoints import weights
 from tests.train.test_train import CONFIG, config, grown
 
 # Interpolator in the plan → share of the expanded branch in training and in evaluation (None: what was learned).

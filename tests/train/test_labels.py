@@ -27,8 +27,8 @@ from surgeon.train.opening import opened_run
 from surgeon.train.steps import trainer
 from surgeon.train.train import rehearsal_view
 from tests import tiny
+from tests.elsewhere import run_elsewhere
 from tests.encoders import tiny_encoder
-from tests.end_to_end.conftest import run_elsewhere
 from tests.train.test_train import digests
 from tests.train.texts import add_tokenizer, text
 

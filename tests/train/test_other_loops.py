@@ -12,7 +12,8 @@ import torch
 
 import surgeon
 from tests import tiny
-from tests.end_to_end.conftest import WITHOUT_SURGEON, run_elsewhere, weights
+from tests.checkpoints import weights
+from tests.elsewhere import WITHOUT_SURGEON, run_elsewhere
 from tests.train.texts import add_tokenizer, text
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")

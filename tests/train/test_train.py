@@ -42,9 +42,10 @@ from surgeon.train.steps import trainer
 from surgeon.train.steps.trainer import TRAINED_FILE, Diverged
 from surgeon.train.train import rehearsal_view, trained_view
 from tests import tiny
+from tests.commands import killed_at
 from tests.test_api import check_json
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
-from tests.warm import kill, warm
+from tests.warm import warm
 
 CONFIG: dict[str, Any] = {
     "surgeon_train": 1,
@@ -363,13 +364,7 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     whole = surgeon.train(tmp_path / "out", path, tmp_path / "whole", device="cpu")
     assert whole is not None
     work = work_folder(tmp_path / "run")
-    begun = subprocess.Popen(command(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while begun.poll() is None and (
-        not work.is_dir() or (kept := newest_checkpoint(work)) is None or step_of(kept) < 10
-    ):
-        time.sleep(0.005)
-    assert begun.poll() is None
-    kill(begun)
+    killed_at(10, *command(tmp_path)[len(warm()) + 2 :])
     assert not (tmp_path / "run").exists()
     # What a kill may leave of a checkpoint that was being written.
     torn = work / "checkpoint-29"

@@ -1,0 +1,152 @@
+"""Checkpoints laid out as they were published, not as transformers saves them today, and what it reads all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import surgeon
+from surgeon.errors import BadInput
+from surgeon.families import flat
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from tests import tiny
+from tests.checkpoints import same_bytes, weights
+from tests.decoders import tiny_decoder
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(folder: Path, change: Callable[[str, torch.Tensor], Tensors]) -> None:
+    """Every stored tensor, as `change` has it."""
+    index = folder / "model.safetensors.index.json"
+    places: dict[str, str] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        made: Tensors = {}
+        for name, value in load_file(shard).items():
+            made |= change(name, value)
+        save_file(made, shard, metadata={"format": "pt"})
+        places |= dict.fromkeys(made, shard.name)
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def gpt2(folder: Path) -> str:
+    """Without the base model's prefix, with the masks of every layer."""
+
+    def change(name: str, value: torch.Tensor) -> Tensors:
+        bare = name.removeprefix("transformer.")
+        masks = {bare.replace("ln_1.weight", "attn.bias"): torch.ones(1, 1, 8, 8).tril()}
+        return {bare: value} | (masks if bare.endswith("ln_1.weight") else {})
+
+    rewritten(tiny_decoder(folder, "gpt2", tie_word_embeddings=True), change)
+    return CAUSAL
+
+
+def pythia(folder: Path) -> str:
+    """With masks as bytes and the frequencies of every layer's rotation."""
+
+    def change(name: str, value: torch.Tensor) -> Tensors:
+        if not name.endswith("attention.dense.weight"):
+            return {name: value}
+        block = name.removesuffix("dense.weight")
+        buffers = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "masked_bias": torch.tensor(-1e9)}
+        buffers["rotary_emb.inv_freq"] = torch.ones(2)
+        return {name: value} | {f"{block}{key}": buffer for key, buffer in buffers.items()}
+
+    rewritten(tiny_decoder(folder, "gpt_neox"), change)
+    return CAUSAL
+
+
+def llama(folder: Path) -> str:
+    """Without the base model's prefix, its head tied."""
+    tiny.checkpoint(folder, "llama", dtype="float32", tie_word_embeddings=True)
+    rewritten(folder, lambda name, value: {name.removeprefix("model."): value.clone()})
+    return CAUSAL
+
+
+def qwen2_vl(folder: Path) -> str:
+    """The text's settings at the top of config.json."""
+    tiny_decoder(folder, "qwen2_5_vl", IMAGE_TEXT)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    top = {key: value for key, value in text.items() if key not in ("model_type", "dtype", "tie_word_embeddings")}
+    (folder / "config.json").write_text(json.dumps({**top, **config}, indent=2) + "\n")
+    return IMAGE_TEXT
+
+
+PLAN = """surgeon: 1
+operations:
+  - {op: insert_layers, where: {after: [1]}, init: {kind: copy}}
+  - {op: control_llm, layers: [0, 2]}
+  - {op: gated_adapters, layers: [1], size: 8, activation: silu}
+"""
+
+
+@pytest.mark.parametrize("layout", [gpt2, pythia, llama, qwen2_vl])
+def test_a_published_layout_grows_and_comes_back(layout: Callable[[Path], str], tmp_path: Path) -> None:
+    base, out, plan = tmp_path / "base", tmp_path / "out", tmp_path / "plan.yaml"
+    auto = layout(base)
+    plan.write_text(PLAN)
+    surgeon.apply(plan, base, out, device="cpu")
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).identical
+    found: list[Any] = []
+    for folder in (base, out):
+        model, told = getattr(transformers, auto).from_pretrained(
+            folder, trust_remote_code=True, output_loading_info=True
+        )
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+        for value in model.parameters():
+            value.data = value.data.clone()
+        with torch.inference_mode():
+            found.append(model.eval()(torch.arange(5, 25).reshape(2, 10)).logits)
+    assert torch.equal(*found)
+    # What nothing reads stays with the layers that had it: none is made for new ones, which train.
+    manifest = surgeon.inspect(out).manifest
+    assert manifest is not None
+    assert not [name for name in manifest.new_tensors if name.endswith((".attn.bias", ".attention.bias", "inv_freq"))]
+    surgeon.merge(out, tmp_path / "merged", alpha=0.5)
+    plan.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [2]}, init: {kind: copy}}\n")
+    surgeon.apply(plan, out, tmp_path / "again", device="cpu")
+    assert surgeon.verify(base, tmp_path / "again", device="cpu", windows=1, window=16).identical
+    surgeon.revert(tmp_path / "again", tmp_path / "back", to=0)
+    assert same_bytes(weights(base), weights(tmp_path / "back"))
+    assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", sorted(flat.FLAT))
+def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str) -> None:
+    """What is read of the flat form is what is read of the nested one, but for how it was written."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    made = transformers.CONFIG_MAPPING[kind]
+    text = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300, "use_cache": False}
+    if kind == "glm5_next":
+        # Its own check wants as many.
+        text["num_key_value_heads"] = 4
+    top = {"model_type": kind, "image_token_id": 7, "tie_word_embeddings": True, **text}
+    moved = flat.nested(top)
+    assert moved["text_config"].keys() >= text.keys()
+    assert moved["image_token_id"] == 7 and not moved.keys() & text.keys()
+    assert flat.nested(moved) == moved
+    one, other = (made.from_dict(dict(config)).to_dict() for config in (top, moved))
+    assert one["text_config"] == other["text_config"] and one["tie_word_embeddings"] == other["tie_word_embeddings"]
+
+
+def test_another_layout_of_the_text_s_settings_is_named(tmp_path: Path) -> None:
+    """Where transformers finds them elsewhere, what surgery writes would hide them."""
+    if "unlimited_ocr" not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no type that keeps them elsewhere still")
+    base, plan = tiny_decoder(tmp_path / "base", "unlimited_ocr", IMAGE_TEXT), tmp_path / "plan.yaml"
+    config = json.loads((base / "config.json").read_text())
+    config["language_config"] = config.pop("text_config")
+    (base / "config.json").write_text(json.dumps(config))
+    plan.write_text(PLAN)
+    with pytest.raises(BadInput, match=r"do not stand in `text_config`.* save the config with transformers once"):
+        surgeon.preview(plan, base)

@@ -1,0 +1,245 @@
+"""Silent mistakes, at least one for each room, that the tests of that room alone must notice.
+
+None of them raises an error or changes a type: a sign, another default, a check that is left out, a sum in a narrower
+dtype, a wrong bound. What refuses to start is noticed anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.mutations.planting import Edit
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake in `room`, in a few words, and the edits that make it."""
+
+    room: str
+    words: str
+    edits: tuple[Edit, ...]
+
+
+def _mistake(room: str, words: str, file: str, old: str, new: str) -> Mistake:
+    return Mistake(room, words, ((f"{room}/{file}", old, new),))
+
+
+MISTAKES = (
+    _mistake(
+        "apply",
+        "negative infinity passes for a number",
+        "finiteness.py",
+        "if largest_positive >= self._infinity or largest_negative >= self._infinity:",
+        "if largest_positive >= self._infinity:",
+    ),
+    _mistake(
+        "apply",
+        "copies are not compared with their originals after the first",
+        "readback.py",
+        "elif equal_ranges(opened, original.begin, written, info.begin, original.nbytes):",
+        "elif known:",
+    ),
+    _mistake(
+        "blueprint",
+        "a layer's tensors are spread over two shards",
+        "shards.py",
+        "        room -= size\n",
+        "        room -= 2 * size\n",
+    ),
+    _mistake(
+        "checkpoint",
+        "a header may end behind its file",
+        "header.py",
+        "if 8 + length > file_size:",
+        "if length > file_size + 8:",
+    ),
+    _mistake(
+        "common",
+        "attributes are not escaped",
+        "page/markup.py",
+        "    return text(str(value))\n\n\ndef _box",
+        "    return Markup(str(value))\n\n\ndef _box",
+    ),
+    _mistake(
+        "compare",
+        "a difference of frontiers has the other sign",
+        "frontier.py",
+        "return mean_height(one, shared) - mean_height(other, shared)",
+        "return mean_height(other, shared) - mean_height(one, shared)",
+    ),
+    _mistake(
+        "compare",
+        "the variance is divided by the number of seeds",
+        "frontier.py",
+        "for value in values) / (count - 1)",
+        "for value in values) / count",
+    ),
+    _mistake(
+        "continual",
+        "backward transfer leaves the last task out",
+        "metrics.py",
+        "for i in range(t + 1)) / (t + 1)",
+        "for i in range(t)) / max(t, 1)",
+    ),
+    _mistake(
+        "continual",
+        "earlier tasks are replayed as much as the task itself",
+        "config.py",
+        "(replay if nth < number else 1.0)",
+        "(1.0 if nth < number else 1.0)",
+    ),
+    _mistake(
+        "data",
+        "an interval's lower end lies above its value",
+        "scoring.py",
+        "return float(value - reach), float(value + reach)",
+        "return float(value + reach), float(value + reach)",
+    ),
+    _mistake(
+        "data",
+        "losses are computed in the model's dtype",
+        "scoring.py",
+        "F.cross_entropy(row.float(), labels",
+        "F.cross_entropy(row, labels",
+    ),
+    _mistake(
+        "demo",
+        "the held-out documents are trained on",
+        "base.py",
+        "return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]",
+        "return documents, documents[::_HELD_OUT]",
+    ),
+    _mistake(
+        "evaluate",
+        "a difference of accuracies has the other sign",
+        "labels.py",
+        "difference(found.right, ones, first.right, ones)",
+        "difference(first.right, ones, found.right, ones)",
+    ),
+    _mistake(
+        "families",
+        "a stack repeats after one period already",
+        "periods.py",
+        "return next((p for p in range(2, len(pattern) // 2 + 1) if repeats(pattern, p)), None)",
+        "return next((p for p in range(2, len(pattern)) if repeats(pattern, p)), None)",
+    ),
+    _mistake(
+        "manifest",
+        "a base tensor that was trained between two surgeries is taken for what it was",
+        "lineage.py",
+        "if there is None or (whole and there != then):",
+        "if there is None:",
+    ),
+    _mistake(
+        "models",
+        "documents of a probe are joined without an end between them",
+        "tokens.py",
+        "if between and tokenizer.eos_token_id is not None:",
+        "if False and tokenizer.eos_token_id is not None:",
+    ),
+    _mistake(
+        "models",
+        "biases are left out where rows are zeros",
+        "stored_matrix.py",
+        "return made if bias is None else made + bias",
+        "return made",
+    ),
+    _mistake(
+        "operations",
+        "the middle of a stack ends one gap earlier",
+        "selectors.py",
+        "if n < 4 * i <= 3 * n]",
+        "if n < 4 * i < 3 * n]",
+    ),
+    _mistake(
+        "operations",
+        "LoRA's α counts whole, whatever the rank",
+        "pmoe_experts.py",
+        "scale = 1.0 if self.alpha is None else self.alpha / self.rank",
+        "scale = 1.0 if self.alpha is None else self.alpha",
+    ),
+    _mistake(
+        "plan",
+        "a plan's group is searched by any plan whose name begins alike",
+        "shipped.py",
+        'plan.startswith(f"{name}/")',
+        "plan.startswith(name)",
+    ),
+    _mistake(
+        "report",
+        "singular values are squares",
+        "measurements.py",
+        ".clamp_min(0).sqrt().flip(0)",
+        ".clamp_min(0).flip(0)",
+    ),
+    _mistake(
+        "rework",
+        "a delta's tensors are not compared with their digests",
+        "apply_delta.py",
+        "if proof.digests[name] != tensor.sha256:",
+        "if False and proof.digests[name] != tensor.sha256:",
+    ),
+    _mistake(
+        "rework",
+        "the base of a delta is not compared with its digests",
+        "apply_delta.py",
+        "if manifest.base.tensors[name] != StoredTensor.of(base.tensors[name], digest):",
+        "if name not in manifest.base.tensors:",
+    ),
+    _mistake(
+        "runtime",
+        "routers' probabilities are those of the negative scores",
+        "experts.py",
+        "F.softmax(known, dim=-1)",
+        "F.softmax(-known, dim=-1)",
+    ),
+    _mistake(
+        "share",
+        "an exported adapter takes the first slot's dropout",
+        "export_slot.py",
+        'for entry in entries if entry["slot"] == slot), 0.0)',
+        "for entry in entries), 0.0)",
+    ),
+    _mistake(
+        "share",
+        "a GGUF file with another number of layers is taken",
+        "gguf_pattern.py",
+        "if layers != len(pattern):",
+        "if layers is None:",
+    ),
+    _mistake(
+        "train",
+        "the base teaches on every token of original text and of new",
+        "losses/preserving.py",
+        'if self.spec.on == "original":',
+        'if self.spec.on == "never":',
+    ),
+    _mistake(
+        "train",
+        "parameters of which a part is fixed decay",
+        "steps/trainer.py",
+        "set(self.get_decay_parameter_names(whole)) - self.held.keys()",
+        "set(self.get_decay_parameter_names(whole))",
+    ),
+    _mistake(
+        "transport",
+        "column sums are taken in the working dtype",
+        "passes.py",
+        "column_sum_M = torch.zeros_like(v_M, dtype=torch.float64)",
+        "column_sum_M = torch.zeros_like(v_M)",
+    ),
+    _mistake(
+        "transport",
+        "the entropy has the other sign",
+        "sinkhorn.py",
+        "entropy = -float(mass_M @ sums.u_N.log() + mass_N @ state.x_N) - shared",
+        "entropy = float(mass_M @ sums.u_N.log() + mass_N @ state.x_N) + shared",
+    ),
+    _mistake(
+        "verify",
+        "files beside the base are not compared",
+        "claims.py",
+        "(claimed.files, found.files)",
+        "(found.files, found.files)",
+    ),
+)
