@@ -43,7 +43,7 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     from surgeon.manifest.trainable import trainable_set
     from surgeon.manifest.within import base_within
     from surgeon.models.load import load_model
-    from surgeon.train.config import PreserveSpec
+    from surgeon.train.config.schema import PreserveSpec
     from surgeon.train.losses.cross_entropy import FusedHead
     from surgeon.train.losses.preserving import Preserving
     from surgeon.train.trainable.trainable_set import unfreeze
@@ -119,7 +119,7 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
     from surgeon.families.dissect import dissect
     from surgeon.manifest.within import Within
     from surgeon.models.load import load_model
-    from surgeon.train.config import CachedSpec, PreserveSpec
+    from surgeon.train.config.schema import CachedSpec, PreserveSpec
     from surgeon.train.losses.cached_teacher import CachedTeacher
     from surgeon.train.losses.cross_entropy import FusedHead
     from surgeon.train.losses.preserving import NUMBERS, Preserving

@@ -7,26 +7,31 @@ Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 a bug 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import surgeon
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import no_room
+from surgeon.common.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.common.json_results import Result
+from surgeon.common.signatures import COMPUTED, Parameter, parameters_of
 from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -36,24 +41,19 @@ if TYPE_CHECKING:
     from surgeon.plan.plan import LoadedPlan
 
 
-_ResultT = TypeVar("_ResultT", bound=Result)
-
-
 class _Group(TyperGroup):
     """Commands that end every failure with one line on stderr and an exit code; their help has whole summaries."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _unknown_options_explained(ctx):
-            return super().parse_args(ctx, args)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Commands(_ENTRIES)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The list of commands, each with the first paragraph of its help, however long that is."""
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [
-            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
-            for name, command in found
-            if command is not None and not command.hidden
-        ]
+        rows = [(name, " ".join(entry.help.partition("\n\n")[0].split())) for name, entry in _ENTRIES.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
@@ -107,10 +107,6 @@ def _plugins_named() -> Iterator[None]:
 class _Command(TyperCommand):
     """A command that asks, where its arguments are refused, whether they stand in each other's places."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _unknown_options_explained(ctx):
-            return super().parse_args(ctx, args)
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -124,41 +120,6 @@ class _Command(TyperCommand):
             if "did you mean" not in str(error) and (hint := _mixed_up(ctx)):
                 raise BadInput(f"{error}; {hint}") from error
             raise
-
-
-@contextmanager
-def _unknown_options_explained(ctx: typer.Context) -> Iterator[None]:
-    """An unknown option's error says what was probably meant, in place of a list of names that share letters."""
-    try:
-        yield
-    except Exception as error:
-        # typer has a class for it, which is not public; its possibilities are what it takes for near.
-        if hasattr(error, "possibilities") and hasattr(error, "option_name"):
-            _explain(error, ctx)
-        raise
-
-
-def _explain(error: Any, ctx: typer.Context) -> None:
-    from surgeon.common.wrong_option import Asked, Option, meant
-
-    def options(of: Any) -> list[Option]:
-        named = [p for p in of.params if p.param_type_name == "option"]
-        return [Option(name, p.help or "") for p in named for name in p.opts if name.startswith("--")]
-
-    command = ctx.command
-    arguments = [p.metavar or str(p.name) for p in command.params if p.param_type_name == "argument"]
-    below = command.commands.values() if isinstance(command, TyperGroup) else ()
-    asked = Asked(
-        command=ctx.info_name or "",
-        usage=" ".join([ctx.command_path, *arguments]),
-        arguments=arguments,
-        options=options(command),
-        before=[] if ctx.parent is None else options(ctx.parent.command),
-        after=[option for one in below for option in options(one)],
-    )
-    error.possibilities = None
-    sentence = meant(error.option_name, asked) or f"`{ctx.command_path} --help` lists the options."
-    error.message = f"No such option: {printable(error.option_name)}. {sentence}"
 
 
 def _mixed_up(ctx: typer.Context) -> str:
@@ -248,45 +209,292 @@ def _complete_study(incomplete: str) -> list[str]:
     return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
 
 
-PlanArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="PLAN", help="plan file, name of a shipped plan, or - for stdin", autocompletion=_complete_plan
+@dataclass(frozen=True)
+class _Spelling:
+    """What the command line says of a parameter that its function's signature does not.
+
+    `option` is its name where that differs, or where the function has it by place; `kind` its type where a path may be
+    a name too; `convert` makes the function's value of the words; `default` is one that the signature computes; `off`
+    marks a flag that turns off what the function does by default.
+    """
+
+    help: str
+    metavar: str | None = None
+    option: str = ""
+    kind: type | None = None
+    least: float | None = None
+    most: float | None = None
+    complete: Callable[[str], list[str]] | None = None
+    convert: Callable[[Any], Any] | None = None
+    default: str | None = None
+    off: bool = False
+
+
+_S = _Spelling
+_DTYPES = "in auto (the checkpoint's), float32, bfloat16 or float16"
+# By parameter, or by command and parameter where a command means something else by it.
+_SPELLINGS = {
+    "plan": _S("plan file, name of a shipped plan, or - for stdin", "PLAN", kind=str, complete=_complete_plan),
+    "base": _S("base checkpoint: a folder or a Hub id", "BASE", kind=str),
+    "out": _S("folder of the output", "OUT"),
+    "overrides": _S(
+        "a value in place of the plan's: seed=1, operations.0.init.reg=0.1; may be given again", "KEY=VALUE", "--set"
     ),
-]
-BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id")]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output")]
-Revision = Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit) of the base")]
+    "revision": _S("Hub revision (branch, tag or commit) of the base"),
+    "device": _S("auto, cpu, cuda, cuda:N"),
+    "link": _S("hard-link shards that stay as they are; both names are read-only then"),
+    "take_over": _S("go on with a work folder that you did not begin in this place (a copy, an archive)"),
+    "trust_remote_code": _S("run and carry a base's own code (its auto_map)"),
+    "text": _S("take tokens from this text or JSON-lines file"),
+    "texts": _S(
+        "NAME=FILE: a domain and its text, to record routers and gates on; repeatable",
+        option="--text",
+        convert=lambda given: _named_texts(given),
+    ),
+    "window": _S("tokens in each sequence", least=2),
+    "windows": _S("sequences from each text; 0 takes the whole text", least=0),
+    "maps": _S("show this transport map (12.below.query); repeatable"),
+    "dtype": _S(f"run the model {_DTYPES}"),
+    "apply.device": _S("device that computes new weights: auto, cpu, cuda, cuda:N"),
+    "apply.max_shard_bytes": _S(
+        "largest shard of new tensors, cut between layers",
+        option="--max-shard-size",
+        kind=str,
+        convert=lambda given: _bytes(given),
+        default="2GB",
+    ),
+    "apply.read_back": _S("read the output again and compare it with the base", option="--read-back/--no-read-back"),
+    "verify.base": _S("the base checkpoint's folder", "BASE"),
+    "verify.logits": _S("bytes only, run no model", option="--static", off=True),
+    "verify.streamed": _S("hold one layer of each model at a time"),
+    "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
+    "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
+    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config"),
+    "train.to": _S("folder of the trained output", "RUN", "--to"),
+    "train.overrides": _S(
+        "a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
+        "KEY=VALUE",
+        "--set",
+    ),
+    "train.delta_only": _S("write only what the base lacks to RUN, for `apply --delta`"),
+    "train.device": _S("auto, cpu, cuda"),
+    "recall.tokens": _S("tokens to write, at least", least=1),
+    "recall.to": _S("new file of JSON lines, for a source of `train`", "FILE"),
+    "recall.prompts": _S(
+        "begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
+        " line  [default: template where BASE has one, else begin]"
+    ),
+    "recall.temperature": _S("of the draws; 1: as the model learned"),
+    "recall.top_p": _S("draw among the likeliest tokens of this share"),
+    "recall.length": _S("longest document in tokens; default: 512"),
+    "recall.batch": _S("documents at a time"),
+    "recall.seed": _S("of the draws", least=0),
+    "evaluate.models": _S("folders or Hub ids (user/name[@revision])", "MODEL…"),
+    "evaluate.data": _S(
+        "text file or folder, NAME=FILE, a data file (.yaml), or a training config; may be given again",
+        "DATA",
+        "--data",
+    ),
+    "evaluate.base": _S(
+        "the base, a folder or a Hub id; it is the first row, and others are compared with it", kind=str
+    ),
+    "evaluate.sources": _S("evaluate on this source only; may be given again", option="--source"),
+    "evaluate.length": _S("tokens in a window; default: the smallest context, at most 2048", least=2),
+    "evaluate.batch": _S("windows at a time", least=1),
+    "evaluate.most": _S("documents of each source; 0 takes all", least=0),
+    "evaluate.dtype": _S(f"run the models {_DTYPES}"),
+    "evaluate.labels": _S("the texts have labels, and the models a classification head"),
+    "continual.tasks": _S("the tasks, in order, and their training", "TASKS.YAML"),
+    "continual.run": _S("folder of the model after the last task", "RUN"),
+    "continual.keep": _S("keep the earlier tasks' models, in RUN-tasks"),
+    "continual.device": _S("auto, cpu, cuda"),
+    "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str, complete=_complete_study),
+    "compare.results": _S("folder of the page and the records", "RESULTS"),
+    "compare.new": _S("text to learn: FILE or NAME=FILE; may be given again"),
+    "compare.original": _S("text of what must not be forgotten; without it, the base writes some"),
+    "compare.replayed": _S("text to replay where a remedy says `text`; default: the original"),
+    "compare.minutes": _S("begin no run that would end later: fewer points, and what is missing is listed"),
+    "compare.jobs": _S("runs at a time; default: as cores, memory, GPUs allow"),
+    "compare.keep": _S("keep every trained model, in RESULTS/runs"),
+    "compare.device": _S("auto, cpu, cuda"),
+    "merge.dest": _S("folder of the merged model", "DEST"),
+    "merge.alpha": _S("share of the expanded branch; default: the one at inference", least=0, most=1),
+    "revert.dest": _S("folder of the earlier state", "DEST"),
+    "revert.to": _S("keep the first N surgeries; default: all but the last", "N"),
+    "revert.base": _S("the folder of that state: read, and refused where OUT says another of it"),
+    "revert.base_digest": _S("the state's digest, as `apply` showed it for its base; refuse any other", "HEX"),
+    "delta.dest": _S("folder of the delta", "DEST"),
+    "delta.base": _S("the base: the delta then includes side files that differ from the base's"),
+    "export-slot.slot": _S("the slot's number, as `surgeon inspect` shows it", "SLOT", least=0),
+    "export-slot.dest": _S("folder of the adapter", "DEST"),
+    "gguf-pattern.file": _S("GGUF file that llama.cpp's converter made of OUT", "FILE"),
+    "gguf-pattern.dest": _S("GGUF file to write", "DEST"),
+    "push.repo_id": _S("repository of the Hub: user/name", "REPO"),
+    "push.base": _S("verify against this base first, logits included; default: the one that OUT names"),
+    "push.public": _S("who may see the repository, if it is new  [default: private]", option="--public/--private"),
+    "push.revision": _S("branch to push to, created at need; default: main"),
+    "push.pull_request": _S("open a pull request instead of committing", option="--pr"),
+    "push.dry_run": _S("show what would be uploaded and how much is new"),
+    "push.force": _S("push although a check fails, or over a model that is not surgeon's"),
+    "push.license": _S("licence for the card, where the base's is unknown: apache-2.0, mit, …"),
+    "push.base_model": _S("the base's id on the Hub for the card, where it was a folder: user/name"),
+    "push.delta": _S("push only what the base of the last surgery lacks"),
+    "diff.a": _S("a checkpoint's folder", "A"),
+    "diff.b": _S("another checkpoint's folder", "B"),
+    "diff.exact": _S("read both, even where a manifest records one of them"),
+    "transport-report.trained": _S("the same model after training, to compare with"),
+    "transport-report.png": _S("folder for the pictures of --maps"),
+    "routing-report.to": _S("write the record to this JSON file"),
+    "report.html": _S("write the page to this file (default: OUT's name with .html)"),
+    "report.png": _S("folder for the figures as PNG (extra `report`)"),
+    "report.base": _S("the base's folder: run the static proof against it"),
+    "report.logits": _S("with --base: compare logits too", option="--verify"),
+    "report.routing": _S("a record by `routing-report --to`, instead of --text"),
+    "report.log": _S("losses as JSON lines: step, source, loss"),
+    "inspect.folder": _S("a checkpoint's folder", "DIR"),
+    "families.base": _S("base checkpoint: a folder or a Hub id; default: none", "BASE", kind=str),
+}
+_TYPES = {"bool": bool, "int": int, "float": float, "str": str, "str | Path": Path, "Path": Path}
+# What a program gives to a function, and a command line cannot.
+_FOR_PROGRAMS = ("Listener", "Ranks", "Callable[")
+
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run and carry a base's own code (its auto_map)")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
-Link = Annotated[
-    bool,
-    typer.Option("--link", help="hard-link shards that stay as they are; both names are read-only then"),
-]
-TakeOver = Annotated[
-    bool,
-    typer.Option(
-        "--take-over", help="go on with a work folder that you did not begin in this place (a copy, an archive)"
-    ),
-]
-TextFile = Annotated[Path | None, typer.Option(help="take tokens from this text or JSON-lines file")]
-NamedTexts = Annotated[
-    list[str] | None,
-    typer.Option("--text", help="NAME=FILE: a domain and its text, to record routers and gates on; repeatable"),
-]
-Window = Annotated[int, typer.Option(min=2, help="tokens in each sequence")]
-Windows = Annotated[int, typer.Option(min=0, help="sequences from each text; 0 takes the whole text")]
-PlanOverrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="a value in place of the plan's: seed=1, operations.0.init.reg=0.1; may be given again",
-    ),
-]
-Maps = Annotated[list[str] | None, typer.Option(help="show this transport map (12.below.query); repeatable")]
+# A parameter of a command that its function declares.
+Declared = Any
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A command: its help, the public function whose parameters are its options, and what runs with their values.
+
+    Parameters of `run` that are `Declared`, and all that it takes as `**given`, are the function's; others are the
+    command's own.
+    """
+
+    name: str
+    help: str
+    function: str
+    run: Callable[..., None]
+
+    def command(self) -> Any:
+        """The command as typer has it. The function's module is read for it, not imported."""
+        own = [p for p in inspect.signature(self.run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        declared = _declared(self.function) if self.function else []
+        spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
+        parameters = [_as_option(parameter, spelt[parameter.name]) for parameter in declared]
+        # The command's own stand before --trust-remote-code, which is the last one everywhere.
+        before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
+        parameters[before:before] = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own
+            if parameter.annotation is not Declared
+        ]
+
+        def called(**words: Any) -> None:
+            # What is not given has the function's default.
+            given = {name: value for name, value in words.items() if value is not None or name not in spelt}
+            for name, spelling in spelt.items():
+                if name in given and spelling.off:
+                    given[name] = not given[name]
+                elif name in given and spelling.convert is not None:
+                    given[name] = spelling.convert(given[name])
+            self.run(**given)
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        alone.command(self.name, cls=_Command, help=self.help)(called)
+        return typer.main.get_command(alone)
+
+    def _spelling(self, parameter: str) -> _Spelling:
+        return _SPELLINGS.get(f"{self.name}.{parameter}") or _SPELLINGS[parameter]
+
+
+_ENTRIES: dict[str, _Entry] = {}
+
+
+class _Commands(UserDict[str, Any]):
+    """The commands by name, each made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(found := self.data[name], _Entry):
+            found = self.data[name] = found.command()
+        return found
+
+
+def _declared(function: str) -> list[Parameter]:
+    """The parameters of a public function that a command line can give."""
+    found = parameters_of(surgeon._HOMES[function], function)
+    return [parameter for parameter in found if not parameter.annotation.startswith(_FOR_PROGRAMS)]
+
+
+def _as_option(parameter: Parameter, spelling: _Spelling) -> inspect.Parameter:
+    """A parameter as typer reads it from a signature: an argument where it has its place, else an option."""
+    plain = parameter.annotation.removesuffix(" | None")
+    repeated = "Sequence[" in plain or "Mapping[" in plain
+    kind: Any = list[str] if repeated else spelling.kind or _TYPES[plain]
+    default = spelling.default if repeated or parameter.default is COMPUTED else parameter.default
+    if spelling.off:
+        default = not default
+    details: dict[str, Any] = {
+        "help": spelling.help,
+        "metavar": spelling.metavar,
+        "min": spelling.least,
+        "max": spelling.most,
+        "autocompletion": spelling.complete,
+    }
+    if parameter.keyword or spelling.option:
+        # Without a name typer gives a flag its opposite: --no-link.
+        name = spelling.option or f"--{parameter.name.replace('_', '-')}"
+        info = typer.Option(name, **details)
+    else:
+        info = typer.Argument(**details)
+    if not parameter.required and default is None:
+        kind = kind | None
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if parameter.required else default,
+        annotation=Annotated[kind, info],
+    )
+
+
+def _command(function: str = "", *, name: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of what runs it, called as that is and with its docstring for help, for a public function."""
+
+    def added(run: Callable[..., None]) -> Callable[..., None]:
+        called = name or run.__name__
+        _ENTRIES[called] = _Entry(called, inspect.getdoc(run) or "", function, run)
+        return run
+
+    return added
+
+
+def _shown(
+    function: str,
+    view: str,
+    help: str,
+    *,
+    name: str = "",
+    always: bool = False,
+    code: Callable[[Any], int] = lambda result: 0,
+) -> None:
+    """Add a command that calls a public function with its options and shows the result by `view` of its module.
+
+    With `always` it is shown although `--quiet` is set. `code` gives the exit code.
+    """
+
+    def run(as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
+        with _listening(quiet) as listener:
+            result = getattr(surgeon, function)(**given, listener=listener)
+        module = import_module(f"surgeon.{surgeon._HOMES[function]}")
+        _show(result, getattr(module, view), as_json=as_json, quiet=quiet and not always)
+        if failed := code(result):
+            raise typer.Exit(failed)
+
+    called = name or function.replace("_", "-")
+    _ENTRIES[called] = _Entry(called, inspect.cleandoc(help), function, run)
 
 
 class _Debug:
@@ -309,16 +517,14 @@ def _main(
     _Debug.on = debug
 
 
-@app.command()
+@_command("preview")
 def preview(
-    plan: PlanArgument,
-    base: BaseArgument,
-    overrides: PlanOverrides = None,
-    revision: Revision = None,
-    link: Link = False,
+    plan: Declared,
+    base: Declared,
+    overrides: Declared = (),
     as_json: AsJson = False,
     quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
+    **given: Any,
 ) -> None:
     """Show what a plan does to a base, from headers and config alone."""
     _short()
@@ -326,125 +532,71 @@ def preview(
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        asked = _plan(plan, overrides)
-        shown = surgeon.preview(asked, base, revision=revision, link=link, trust_remote_code=trust_remote_code)
+        shown = surgeon.preview(_plan(plan, overrides), base, **given)
     _show(shown, lambda found: preview_view(found, base), as_json=as_json)
 
 
-@app.command()
+@_command("apply")
 def apply(
-    plan: PlanArgument,
-    base: BaseArgument,
-    out: OutArgument,
-    overrides: PlanOverrides = None,
-    revision: Revision = None,
-    device: Annotated[str, typer.Option(help="device that computes new weights: auto, cpu, cuda, cuda:N")] = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="largest shard of new tensors, cut between layers")] = "2GB",
-    read_back: Annotated[
-        bool, typer.Option("--read-back/--no-read-back", help="read the output again and compare it with the base")
-    ] = True,
-    link: Link = False,
+    plan: Declared,
+    base: Declared,
+    out: Declared,
+    overrides: Declared = (),
     delta: Annotated[
         bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): apply it to its base")
     ] = False,
     as_json: AsJson = False,
     quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
+    **given: Any,
 ) -> None:
     """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
 
     Under torchrun (`torchrun --nproc-per-node N --no-python surgeon apply …`) N processes share the layers to compute.
     `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
     """
-    from surgeon.apply.apply import applied_view
-    from surgeon.rework.apply_delta import applied_delta_view
-
     if delta:
+        from surgeon.rework.apply_delta import applied_delta_view
+
         if overrides:
             raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
         if not Ranks.of_environment().leads:
             return
+        kept = {name: given[name] for name in ("revision", "link", "trust_remote_code") if name in given}
         with _listening(quiet) as listener:
-            put = surgeon.apply_delta(
-                plan, base, out, revision=revision, link=link, trust_remote_code=trust_remote_code, listener=listener
-            )
+            put = surgeon.apply_delta(plan, base, out, **kept, listener=listener)
         _show(put, applied_delta_view, as_json=as_json, quiet=quiet)
         return
+    from surgeon.apply.apply import applied_view
+
     with joined() as ranks, _listening(quiet or not ranks.leads) as listener:
-        applied = surgeon.apply(
-            _plan(plan, overrides),
-            base,
-            out,
-            revision=revision,
-            device=device,
-            max_shard_bytes=_bytes(max_shard_size),
-            read_back=read_back,
-            link=link,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-            ranks=ranks,
-        )
-    if not ranks.leads:
-        return
-    _show(applied, applied_view, as_json=as_json, quiet=quiet)
+        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener, ranks=ranks)
+    if ranks.leads:
+        _show(applied, applied_view, as_json=as_json, quiet=quiet)
 
 
-@app.command()
-def verify(
-    ctx: typer.Context,
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="the base checkpoint's folder")],
-    out: OutArgument,
-    static: Annotated[bool, typer.Option("--static", help="bytes only, run no model")] = False,
-    streamed: Annotated[bool, typer.Option("--streamed", help="hold one layer of each model at a time")] = False,
-    text: TextFile = None,
-    window: Window = 128,
-    windows: Windows = 8,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="run the models in auto (the checkpoint's), float32, bfloat16 or float16; may be given again"
-        ),
-    ] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold."""
-    from surgeon.verify.verify import verification_view
-
-    given = {"logits": not static, "dtypes": dtype or ["auto"]}
-    if not _run(ctx, surgeon.verify, verification_view, always=True, without=("static", "dtype"), **given).holds:
-        raise typer.Exit(3)
+_shown(
+    "verify",
+    "verification_view",
+    "Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold.",
+    always=True,
+    code=lambda proof: 0 if proof.holds else 3,
+)
 
 
-@app.command()
+@_command("train")
 def train(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder of the output, or of a base of any kind")],
-    config: Annotated[
-        Path, typer.Option("--config", metavar="TRAIN.YAML", help="training config: data, steps, optimizer")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="folder of the trained output")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
-        ),
-    ] = None,
-    delta_only: Annotated[
-        bool, typer.Option("--delta-only", help="write only what the base lacks to RUN, for `apply --delta`")
-    ] = False,
+    out: Declared,
+    config: Declared,
+    to: Declared,
+    overrides: Declared = (),
+    device: Declared = "auto",
+    trust_remote_code: Declared = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
     ] = False,
-    link: Link = False,
-    take_over: TakeOver = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
     as_json: AsJson = False,
     quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
+    **given: Any,
 ) -> None:
     """Train what surgery added to OUT, and nothing else, into the new folder RUN; repeat the command to continue.
 
@@ -452,24 +604,24 @@ def train(
 
     Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
     """
-    from surgeon.train.config import load_config
+    from surgeon.train.config.loading import load_config
 
     # A mistake in it is shown before anything else is even imported.
-    load_config(config, overrides or ())
+    load_config(config, overrides)
 
     from surgeon.train.train import rehearsal_view, trained_view
 
     with _sigterm_interrupts(), _listening(quiet or not Ranks.of_environment().leads) as listener:
-        given: dict[str, Any] = {
-            "overrides": overrides or (),
+        both: dict[str, Any] = {
+            "overrides": overrides,
             "device": device,
             "trust_remote_code": trust_remote_code,
             "listener": listener,
         }
         if dry_run:
-            rehearsal = surgeon.rehearse(out, config, to, **given)
+            rehearsal = surgeon.rehearse(out, config, to, **both)
         else:
-            trained = surgeon.train(out, config, to, delta_only=delta_only, link=link, take_over=take_over, **given)
+            trained = surgeon.train(out, config, to, **given, **both)
     if dry_run:
         _show(rehearsal, rehearsal_view, as_json=as_json)
     elif trained is not None:
@@ -477,374 +629,101 @@ def train(
     _leave_ranks()
 
 
-@app.command()
-def recall(
-    ctx: typer.Context,
-    base: BaseArgument,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens to write, at least")],
-    to: Annotated[Path, typer.Option(metavar="FILE", help="new file of JSON lines, for a source of `train`")],
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
-            " line  [default: template where BASE has one, else begin]"
-        ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="of the draws; 1: as the model learned")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens of this share")] = 1.0,
-    length: Annotated[int | None, typer.Option(help="longest document in tokens; default: 512")] = None,
-    batch: Annotated[int, typer.Option(help="documents at a time")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
-    take_over: TakeOver = False,
-    revision: Revision = None,
-    dtype: Annotated[
-        str, typer.Option(help="run the model in auto (the checkpoint's), float32, bfloat16 or float16")
-    ] = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Have BASE write text like that it was trained on, to be replayed in training; repeat the command to continue."""
-    from surgeon.data.recall import recalled_view
-
-    _run(ctx, surgeon.recall, recalled_view)
-
-
-@app.command()
-def evaluate(
-    ctx: typer.Context,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="folders or Hub ids (user/name[@revision])")],
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="DATA",
-            help="text file or folder, NAME=FILE, a data file (.yaml), or a training config; may be given again",
-        ),
-    ],
-    base: Annotated[
-        str | None,
-        typer.Option(help="the base, a folder or a Hub id; it is the first row, and others are compared with it"),
-    ] = None,
-    sources: Annotated[
-        list[str] | None, typer.Option("--source", help="evaluate on this source only; may be given again")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="tokens in a window; default: the smallest context, at most 2048")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="windows at a time")] = 8,
-    most: Annotated[int, typer.Option(min=0, help="documents of each source; 0 takes all")] = 500,
-    labels: Annotated[
-        bool, typer.Option("--labels", help="the texts have labels, and the models a classification head")
-    ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="run the models in auto (the checkpoint's), float32, bfloat16 or float16")
-    ] = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals."""
-    from surgeon.evaluate.evaluate import evaluation_view
-
-    _run(ctx, surgeon.evaluate, evaluation_view, always=True)
-
-
-@app.command()
-def continual(
-    ctx: typer.Context,
-    tasks: Annotated[Path, typer.Argument(metavar="TASKS.YAML", help="the tasks, in order, and their training")],
-    base: BaseArgument,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the model after the last task")],
-    revision: Revision = None,
-    keep: Annotated[bool, typer.Option("--keep", help="keep the earlier tasks' models, in RUN-tasks")] = False,
-    take_over: TakeOver = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
+_shown(
+    "recall",
+    "recalled_view",
+    "Have BASE write text like that it was trained on, to be replayed in training; repeat the command to continue.",
+)
+_shown(
+    "evaluate",
+    "evaluation_view",
+    "Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals.",
+    always=True,
+)
+_shown(
+    "continual",
+    "continued_view",
     """Learn tasks one after the other, with a surgery for each, and measure all tasks after each one.
 
     The same command continues an interrupted run, between tasks and within one.
-    """
-    from surgeon.continual.continual import continued_view
-
-    _run(ctx, surgeon.continual, continued_view)
-
-
-@app.command()
-def compare(
-    ctx: typer.Context,
-    study: Annotated[
-        str,
-        typer.Argument(metavar="STUDY", help="study file, or name of a shipped study", autocompletion=_complete_study),
-    ],
-    base: BaseArgument,
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="folder of the page and the records")],
-    new: Annotated[list[str] | None, typer.Option(help="text to learn: FILE or NAME=FILE; may be given again")] = None,
-    original: Annotated[
-        list[str] | None, typer.Option(help="text of what must not be forgotten; without it, the base writes some")
-    ] = None,
-    replayed: Annotated[
-        list[str] | None, typer.Option(help="text to replay where a remedy says `text`; default: the original")
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="begin no run that would end later: fewer points, and what is missing is listed"),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(help="runs at a time; default: as cores, memory, GPUs allow")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="keep every trained model, in RESULTS/runs")] = False,
-    take_over: TakeOver = False,
-    revision: Revision = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
+    """,
+)
+_shown(
+    "compare",
+    "compared_view",
     """Compare ways of learning new text without forgetting: runs at several rates, fair frontiers, a page, advice.
 
     `surgeon compare quick BASE RESULTS --new NEW.txt --original KNOWN.txt` is all it takes. The same command goes on
     where it was cut off.
-    """
-    from surgeon.compare.compare import compared_view
-
-    given = {"new": new or (), "original": original or (), "replayed": replayed or ()}
-    _run(ctx, surgeon.compare, compared_view, always=True, without=tuple(given), **given)
-
-
-@app.command()
-def merge(
-    ctx: typer.Context,
-    out: OutArgument,
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the merged model")],
-    alpha: Annotated[
-        float | None, typer.Option(min=0, max=1, help="share of the expanded branch; default: the one at inference")
-    ] = None,
-    text: TextFile = None,
-    window: Window = 128,
-    windows: Windows = 8,
-    device: Device = "auto",
-    link: Link = False,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Merge the control blocks of OUT into one layer each, and measure how much the function changes."""
-    from surgeon.rework.merge import merged_view
-
-    _run(ctx, surgeon.merge, merged_view, always=True)
-
-
-@app.command()
-def revert(
-    ctx: typer.Context,
-    out: OutArgument,
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the earlier state")],
-    to: Annotated[
-        int | None, typer.Option("--to", metavar="N", help="keep the first N surgeries; default: all but the last")
-    ] = None,
-    base: Annotated[
-        Path | None, typer.Option(help="the folder of that state: read, and refused where OUT says another of it")
-    ] = None,
-    base_digest: Annotated[
-        str | None,
-        typer.Option(metavar="HEX", help="the state's digest, as `apply` showed it for its base; refuse any other"),
-    ] = None,
-    link: Link = False,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte."""
-    from surgeon.rework.revert import reverted_view
-
-    _run(ctx, surgeon.revert, reverted_view)
-
-
-@app.command("delta")
-def make_delta(
-    ctx: typer.Context,
-    out: OutArgument,
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the delta")],
-    base: Annotated[
-        Path | None, typer.Option(help="the base: the delta then includes side files that differ from the base's")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base."""
-    from surgeon.rework.make_delta import delta_view
-
-    _run(ctx, surgeon.make_delta, delta_view)
+    """,
+    always=True,
+)
+_shown(
+    "merge",
+    "merged_view",
+    "Merge the control blocks of OUT into one layer each, and measure how much the function changes.",
+    always=True,
+)
+_shown(
+    "revert",
+    "reverted_view",
+    "Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte.",
+)
+_shown(
+    "make_delta",
+    "delta_view",
+    "Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base.",
+    name="delta",
+)
+_shown(
+    "export_slot",
+    "exported_view",
+    "Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above.",
+)
+_shown(
+    "gguf_pattern",
+    "gguf_pattern_view",
+    "Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it.",
+)
+_shown(
+    "push",
+    "pushed_view",
+    "Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push.",
+)
+_shown(
+    "diff",
+    "difference_view",
+    "Compare A with B, tensor by tensor; exit 0 where they are the same, 1 where they differ.",
+    code=lambda difference: 0 if difference.identical else 1,
+)
+_shown(
+    "transport_report",
+    "transport_view",
+    "Report entropies of transport maps: how widely inserted layers' neurons correspond to their neighbours'.",
+    always=True,
+)
+_shown(
+    "routing_report",
+    "routing_view",
+    "Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains.",
+    always=True,
+)
 
 
-@app.command("export-slot")
-def export_slot(
-    ctx: typer.Context,
-    out: OutArgument,
-    slot: Annotated[
-        int, typer.Argument(metavar="SLOT", min=0, help="the slot's number, as `surgeon inspect` shows it")
-    ],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="folder of the adapter")],
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above."""
-    from surgeon.share.export_slot import exported_view
-
-    _run(ctx, surgeon.export_slot, exported_view)
-
-
-@app.command("gguf-pattern")
-def gguf_pattern(
-    ctx: typer.Context,
-    out: OutArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file that llama.cpp's converter made of OUT")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="GGUF file to write")],
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it."""
-    from surgeon.share.gguf_pattern import gguf_pattern_view
-
-    _run(ctx, surgeon.gguf_pattern, gguf_pattern_view)
-
-
-@app.command()
-def push(
-    ctx: typer.Context,
-    out: OutArgument,
-    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="repository of the Hub: user/name")],
-    base: Annotated[
-        Path | None,
-        typer.Option(help="verify against this base first, logits included; default: the one that OUT names"),
-    ] = None,
-    public: Annotated[
-        bool | None,
-        typer.Option("--public/--private", help="who may see the repository, if it is new  [default: private]"),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="branch to push to, created at need; default: main")] = None,
-    pr: Annotated[bool, typer.Option("--pr", help="open a pull request instead of committing")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be uploaded and how much is new")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="push although a check fails, or over a model that is not surgeon's")
-    ] = False,
-    license: Annotated[
-        str | None, typer.Option(help="licence for the card, where the base's is unknown: apache-2.0, mit, …")
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="the base's id on the Hub for the card, where it was a folder: user/name")
-    ] = None,
-    delta: Annotated[bool, typer.Option("--delta", help="push only what the base of the last surgery lacks")] = False,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
-    """Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push."""
-    from surgeon.share.push import pushed_view
-
-    _run(ctx, surgeon.push, pushed_view, without="pr", pull_request=pr)
-
-
-@app.command()
-def diff(
-    ctx: typer.Context,
-    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint's folder")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="another checkpoint's folder")],
-    exact: Annotated[
-        bool, typer.Option("--exact", help="read both, even where a manifest records one of them")
-    ] = False,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Compare A with B, tensor by tensor; exit 0 where they are the same, 1 where they differ."""
-    from surgeon.verify.diff import difference_view
-
-    if not _run(ctx, surgeon.diff, difference_view).identical:
-        raise typer.Exit(1)
-
-
-@app.command("transport-report")
-def transport_report(
-    ctx: typer.Context,
-    out: OutArgument,
-    trained: Annotated[Path | None, typer.Option(help="the same model after training, to compare with")] = None,
-    maps: Maps = None,
-    png: Annotated[Path | None, typer.Option(help="folder for the pictures of --maps")] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Report entropies of transport maps: how widely inserted layers' neurons correspond to their neighbours'."""
-    from surgeon.report.transport import transport_view
-
-    given = {"maps": maps or (), "pictures": png}
-    _run(ctx, surgeon.transport_report, transport_view, always=True, without=("maps", "png"), **given)
-
-
-@app.command("routing-report")
-def routing_report(
-    ctx: typer.Context,
-    out: OutArgument,
-    text: NamedTexts = None,
-    to: Annotated[Path | None, typer.Option(help="write the record to this JSON file")] = None,
-    window: Window = 128,
-    windows: Windows = 8,
-    device: Device = "auto",
-    as_json: AsJson = False,
-    trust_remote_code: RemoteCode = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains."""
-    from surgeon.report.routing import routing_view
-
-    _run(ctx, surgeon.routing_report, routing_view, always=True, without="text", texts=_named_texts(text or []))
-
-
-@app.command()
+@_command("report")
 def report(
-    out: OutArgument,
-    html: Annotated[
-        Path | None, typer.Option(help="write the page to this file (default: OUT's name with .html)")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="folder for the figures as PNG (extra `report`)")] = None,
-    base: Annotated[Path | None, typer.Option(help="the base's folder: run the static proof against it")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="with --base: compare logits too")] = False,
-    text: NamedTexts = None,
-    routing: Annotated[Path | None, typer.Option(help="a record by `routing-report --to`, instead of --text")] = None,
-    log: Annotated[Path | None, typer.Option(help="losses as JSON lines: step, source, loss")] = None,
-    maps: Maps = None,
-    window: Window = 128,
-    windows: Windows = 8,
-    device: Device = "auto",
+    out: Declared,
+    html: Declared = None,
+    png: Declared = None,
     as_json: AsJson = False,
-    trust_remote_code: RemoteCode = False,
     quiet: QuietOption = False,
+    **given: Any,
 ) -> None:
     """Write a report on OUT as one page that needs no network; exit 3 on a broken promise."""
     if html is None and png is None and not as_json:
         html = Path(f"{out.resolve().name}.html")
     with _listening(quiet) as listener:
-        written = surgeon.report(
-            out,
-            html=html,
-            png=png,
-            base=base,
-            logits=verify,
-            texts=_named_texts(text) if text else None,
-            routing=routing,
-            log=log,
-            maps=maps or (),
-            window=window,
-            windows=windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
+        written = surgeon.report(out, html=html, png=png, **given, listener=listener)
     if as_json:
         _print_json(written.to_json())
     elif not quiet:
@@ -854,40 +733,27 @@ def report(
         raise typer.Exit(3)
 
 
-@app.command()
-def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint's folder")],
-    as_json: AsJson = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
+@_command("inspect", name="inspect")
+def _inspect(folder: Declared, as_json: AsJson = False, **given: Any) -> None:
     """Show a checkpoint's family and sizes, its surgeries and its new tensors."""
     _short()
     from surgeon.report.inspect import inspection_view
 
-    inspection = surgeon.inspect(folder, trust_remote_code=trust_remote_code)
-    _show(inspection, inspection_view, as_json=as_json)
+    _show(surgeon.inspect(folder, **given), inspection_view, as_json=as_json)
 
 
-@app.command()
-def families(
-    base: Annotated[
-        str | None, typer.Argument(metavar="BASE", help="base checkpoint: a folder or a Hub id; default: none")
-    ] = None,
-    revision: Revision = None,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    trust_remote_code: RemoteCode = False,
-) -> None:
+@_command("families")
+def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
     """List the model families; with BASE what is known or found out about it, and which operations it takes."""
     from surgeon.report.families import families_view
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
-        found = surgeon.families(base, revision=revision, trust_remote_code=trust_remote_code)
+        found = surgeon.families(base, **given)
     _show(found, families_view, as_json=as_json)
 
 
-@app.command()
+@_command()
 def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
@@ -899,17 +765,17 @@ def schema(
     if len(asked) > 1:
         raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
     if study:
-        from surgeon.compare.config import json_schema
+        from surgeon.compare.config.loading import json_schema
     elif tasks:
-        from surgeon.continual.config import json_schema
+        from surgeon.continual.config.loading import json_schema
     elif training:
-        from surgeon.train.config import json_schema
+        from surgeon.train.config.loading import json_schema
     else:
         from surgeon.plan.plan import json_schema
     _print_json(json_schema())
 
 
-@app.command()
+@_command()
 def plans(
     name: Annotated[
         str | None, typer.Argument(help="print this shipped plan", autocompletion=_complete_shipped)
@@ -928,7 +794,7 @@ def plans(
         print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
 
 
-@app.command()
+@_command()
 def demo(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="new folder; default: surgeon-demo")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="seconds to train the small base")] = 25,
@@ -942,10 +808,6 @@ def demo(
     _console().print(demo_view(shown))
     if not shown.holds:
         raise typer.Exit(3)
-
-
-for _registered in app.registered_commands:
-    _registered.cls = _Command
 
 
 def _short() -> None:
@@ -994,28 +856,7 @@ def _listening(quiet: bool) -> Iterator[ProgressListener]:
         yield listener
 
 
-def _run(
-    ctx: typer.Context,
-    function: Callable[..., _ResultT],
-    view: Callable[[_ResultT], RenderableType],
-    *,
-    always: bool = False,
-    without: str | tuple[str, ...] = (),
-    **given: Any,
-) -> _ResultT:
-    """Call `function` with a command's options, which have the names of its parameters, and show its result.
-
-    `given` are passed in place of the options `without`; with `always` the result is shown although `--quiet` is set.
-    """
-    left_out = {"as_json", "quiet", *([without] if isinstance(without, str) else without)}
-    options = {name: value for name, value in ctx.params.items() if name not in left_out}
-    with _listening(ctx.params["quiet"]) as listener:
-        result = function(**options, **given, listener=listener)
-    _show(result, view, as_json=ctx.params["as_json"], quiet=ctx.params["quiet"] and not always)
-    return result
-
-
-def _show(result: _ResultT, view: Callable[[_ResultT], RenderableType], *, as_json: bool, quiet: bool = False) -> None:
+def _show(result: Result, view: Callable[[Any], RenderableType], *, as_json: bool, quiet: bool = False) -> None:
     if as_json:
         _print_json(result.to_json())
     elif not quiet:
@@ -1027,8 +868,6 @@ def _print_json(data: Any) -> None:
 
 
 def _named_texts(given: list[str]) -> dict[str, Path | None]:
-    if not given:
-        return {"probe": None}
     named: dict[str, Path | None] = {}
     for entry in given:
         name, equals, file = entry.partition("=")

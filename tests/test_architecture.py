@@ -51,7 +51,7 @@ ORDER = (
 
 # A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
 # or below, as their imports say.
-INNER = {"train": ("steps", "losses", "saved", "trainable", "processes")}
+INNER = {"train": ("steps", "losses", "saved", "trainable", "processes", "config")}
 
 # What rooms that work on bytes and data alone never import, not even inside a function, and where else that holds.
 WITHOUT = {
@@ -68,10 +68,10 @@ WITHOUT = {
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
-    **{f"train/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "backends")},
+    **{f"{room}/config": ("torch", "numpy", "transformers") for room in ("train", "continual", "compare")},
+    "train/backends.py": ("torch", "numpy", "transformers"),
     **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "processes/launching", "train")},
-    "continual/config.py": ("torch", "numpy", "transformers"),
-    **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("config", "configs", "schedule", "page")},
+    **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("schedule", "page")},
     "compare/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
     "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
     "common/yaml.py": ("torch", "numpy", "transformers"),

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.common.yaml import parse_yaml
-from surgeon.compare.config import load_study
+from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
 from tests import reference_pages, tiny
 from tests.house import PACKAGE
@@ -137,7 +137,7 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     asked, _ = parse_yaml(block.text, where, what="page", needs="something")
     if "surgeon_continual" in asked:
         short = {"steps": 2, "batch": 2, "length": 16}
-        path.write_text(json.dumps(asked | {"train": asked["train"] | short, "evaluation_sequences": 2}))
+        path.write_text(json.dumps(asked | {"train": asked["train"] | short, "validation_sequences": 2}))
         return
     if "surgeon_data" in asked:
         return

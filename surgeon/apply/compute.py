@@ -63,10 +63,10 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.common.devices import one_thread
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
-from surgeon.families.twin import one_thread
 from surgeon.models.load import running, stored_dtype
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches

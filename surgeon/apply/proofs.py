@@ -115,10 +115,15 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own
 def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
     if anatomy.derivation is not None:
         prove_derived(blueprint, anatomy)
-    if blueprint.promise != "exact":
+    if blueprint.promise == "none":
         return
     # Imports torch and transformers, which a plan that promises nothing does without.
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
+    from surgeon.apply.width_proof import prove_widths
+
+    if blueprint.promise == "rounding":
+        prove_widths(blueprint, anatomy, config)
+        return
 
     if anatomy.derivation is None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -19,24 +19,16 @@ from surgeon.blueprint.shards import Shard, is_hole
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
-from surgeon.checkpoint.pieces import Gap, Pieces, Span, read_in_order
-from surgeon.checkpoint.ranges import (
-    compare_ranges,
-    equal_ranges,
-    fill,
-    pieces_of,
-    sha256_pieces,
-    sha256_range,
-    zeros_sha256,
-)
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, read_in_order
+from surgeon.checkpoint.pieces import Pieces, Span
+from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
 from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
-from surgeon.checkpoint.work_folders import sync
+from surgeon.common.work_folders import sync
 from surgeon.errors import PromiseBroken, printable
 
 # One for each core that copying leaves free, and one more for when copying is done.
 _READERS = 2
-_BUFFER = 8 * 1024 * 1024
 
 # How a shard came to be: written, or without moving a byte.
 Way = Literal["copy", "reflink", "link"]
@@ -65,9 +57,10 @@ class Origin:
         """The tensor that it is, byte for byte; None where it is made of parts."""
         return self.first if self.pieces.is_all_of(self.first) else None
 
-    def read(self, shards: OpenShards) -> Iterator[memoryview | Gap]:
-        """The bytes in order, and gaps where the output has its own. Raises BadInput where a shard ends early."""
-        return read_in_order(self.pieces, self.tensors, shards.of(self.source))
+    def copy(self, shards: OpenShards, target: int, begin: int, progress: Callable[[int], None]) -> None:
+        """Lay the bytes at `begin` of the open file `target`. Raises BadInput where a shard ends early."""
+        opened = shards.of(self.source)
+        copy_pieces(self.pieces, self.tensors, opened, target=target, begin=begin, progress=progress)
 
     def key(self, tensor: TensorInfo) -> tuple[int, str, str]:
         """What distinguishes a tensor from the others that are read: its source, and its file and name there.
@@ -186,65 +179,41 @@ class ReadBack:
             self._staging.done(shard.file, record)
 
     def _digest(self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
-        """A copy's digest, which is its original's; each original is hashed and looked at once, however many copies.
+        """The digest of a tensor that holds bytes of others, which are compared with theirs; `look` gets those.
 
-        Copies are compared all the same. Raises PromiseBroken where one has other bytes.
+        Each original is hashed and looked at once, however many copies there are; copies are compared all the same.
+        Where a tensor begins with all of another, as one with more rows does, that one's digest is kept too. Without
+        `compare` what is all of others is taken on trust. Raises PromiseBroken where one has other bytes.
         """
-        original = origin.whole
-        if original is None:
-            return self._digest_of_parts(written, info, shards, origin, look)
-        key, opened = origin.key(original), shards.opened(origin.source, original.file)
-        known = self._originals.get(key)
-        if not self._compare:
-            digest = known or sha256_range(opened, original.begin, original.end, look)
-        elif known is None:
-            found = compare_ranges(opened, original.begin, written, info.begin, original.nbytes, look)
-            if found is None:
-                raise _other_bytes(info, origin)
-            digest = found
-        elif equal_ranges(opened, original.begin, written, info.begin, original.nbytes):
-            digest = known
-        else:
-            raise _other_bytes(info, origin)
-        with self._lock:
-            self._originals[key] = digest
-        return digest
-
-    def _digest_of_parts(
-        self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck
-    ) -> str:
-        """The digest of what is made of parts, each compared with its original; what lies between them is hashed.
-
-        Without `compare` what is all parts is taken on trust. Where a tensor begins with all of another, as one with
-        more rows does, that one's digest is kept too.
-        """
-        if not self._compare and origin.pieces.covered:
-            return sha256_pieces((piece for piece in origin.read(shards) if not isinstance(piece, Gap)), look)
-        whole, original, first = hashlib.sha256(), hashlib.sha256(), origin.first
-        begin = info.begin
-        for piece in origin.read(shards):
-            if isinstance(piece, Gap):
-                for made in pieces_of(written, begin, begin + piece.length, _BUFFER):
-                    whole.update(made)
-                begin += piece.length
-                continue
-            theirs = bytearray(len(piece))
-            fill(written, theirs, begin)
-            if theirs != piece:
-                raise _other_bytes(info, origin)
-            begin += len(piece)
-            if begin <= info.begin + first.nbytes:
-                original.update(piece)
-            whole.update(piece)
-            look(piece)
-        if origin.pieces.spans[0] == Span(first.name, 0, first.nbytes):
+        first, original = origin.first, origin.whole
+        known = None if original is None else self._originals.get(origin.key(original))
+        digest, at, of_first = hashlib.sha256(), 0, None
+        try:
+            for piece, copied in self._compared(written, info, shards, origin, trusted=known):
+                if known is None:
+                    digest.update(piece)
+                    if copied:
+                        look(piece)
+                at += len(piece)
+                if at == first.nbytes:
+                    of_first = known or digest.hexdigest()
+        except OtherBytes:
+            raise PromiseBroken(
+                f"{printable(info.name)} ({info.file}): what was read back is not what {printable(first.name)} holds;"
+                " disk failing, or the base changed meanwhile?"
+            ) from None
+        if of_first is not None and origin.pieces.spans[0] == Span(first.name, 0, first.nbytes):
             with self._lock:
-                self._originals[origin.key(first)] = original.hexdigest()
-        return whole.hexdigest()
+                self._originals[origin.key(first)] = of_first
+        return known or digest.hexdigest()
 
-
-def _other_bytes(info: TensorInfo, origin: Origin) -> PromiseBroken:
-    return PromiseBroken(
-        f"{printable(info.name)} ({info.file}): what was read back is not what {printable(origin.first.name)}"
-        " holds; disk failing, or the base changed meanwhile?"
-    )
+    def _compared(
+        self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, *, trusted: str | None
+    ) -> Iterator[tuple[bytearray | memoryview, bool]]:
+        """What was written, in order, with whether others hold it; nothing where it is taken on trust and `trusted`."""
+        if self._compare or not origin.pieces.covered:
+            yield from compared(origin.pieces, origin.tensors, shards.of(origin.source), written, info.begin)
+        elif trusted is None:
+            for piece in read_in_order(origin.pieces, origin.tensors, shards.of(origin.source)):
+                assert not isinstance(piece, Gap), origin
+                yield piece, True

@@ -18,6 +18,7 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe, Rows
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.weights import SINGLE_FILE
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
@@ -27,14 +28,14 @@ from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, twin_of
+from surgeon.families.twin import twin_of
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 # As few as a model's code can run with.
 _HEADS = (2, 4, 8, 3, 1)
-_SEED, _NEW_SEED = 3, 7
+SEEDS = 3, 7
 # Ids of a twin before its vocabulary grows, and the most that it grows by.
 _WORDS, _MORE_WORDS = 240, 16
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
@@ -61,8 +62,8 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = after["head_dim"]
     with one_thread():
-        heads, base = _running_twin(before)
-        result = _twin(after, heads, _NEW_SEED)
+        heads, base = running_twin(before)
+        result = _twin(after, heads, SEEDS[1])
         with torch.no_grad():
             if is_grafted(before):
                 _train(base, native_config(before), heads)
@@ -83,7 +84,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             except BadInput:
                 # A class that fuses other projections multiplies matrices of other widths, which on a model as small as
                 # a twin kernels sum in another order; `verify` compares the bits of the real ones.
-                if after["model_type"] == before["model_type"] or not _agree(base, result):
+                if after["model_type"] == before["model_type"] or not agree(base, result):
                     raise
         else:
             check_grafts(base, result)
@@ -100,8 +101,8 @@ def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnC
     before = with_vocabulary(native, anatomy, words)
     after = with_vocabulary(native, anatomy, words + min(more, _MORE_WORDS))
     with one_thread():
-        heads, base = _running_twin(before)
-        result = _twin(after, heads, _NEW_SEED)
+        heads, base = running_twin(before)
+        result = _twin(after, heads, SEEDS[1])
         held = base.model.state_dict()
         for name, value in result.model.state_dict().items():
             old = held[name]
@@ -112,14 +113,14 @@ def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnC
         _check_old_words(base, result, words)
 
 
-def _running_twin(config: Mapping[str, Any]) -> tuple[int, Skeleton]:
+def running_twin(config: Mapping[str, Any]) -> tuple[int, Skeleton]:
     """A twin that runs, and how many heads it has. Raises BadInput where none of these numbers will do."""
     import torch
 
     failed: Exception | None = None
     for heads in _HEADS:
         try:
-            twin = _twin(config, heads, _SEED)
+            twin = _twin(config, heads, SEEDS[0])
             with torch.no_grad():
                 twin.model(input_ids=some_tokens(twin))
             return heads, twin
@@ -155,8 +156,8 @@ def _train(base: Skeleton, trunk: Mapping[str, Any], heads: int) -> None:
     """Give matrices of a base's own grafts values that training may have left: newborn, they would hide much."""
     import torch
 
-    native = twin_of(trunk, seed=_SEED, heads=heads).model.state_dict().keys()
-    draws = torch.Generator().manual_seed(_SEED)
+    native = twin_of(trunk, seed=SEEDS[0], heads=heads).model.state_dict().keys()
+    draws = torch.Generator().manual_seed(SEEDS[0])
     for name, value in base.model.named_parameters():
         if name not in native and value.ndim > 1:
             value.copy_(torch.randn(value.shape, generator=draws) * value.shape[-1] ** -0.5)
@@ -167,7 +168,7 @@ def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
     held = base.model.state_dict()
     for layer in (layer for dropped in blueprint.dropped.values() for layer in dropped):
         for suffix, value in anatomy.kinds[anatomy.kind_of[layer]].silence.items():
-            place = _place(anatomy.layer_name(layer, suffix), held, base)
+            place = place_in(anatomy.layer_name(layer, suffix), held, base)
             if place is not None:
                 held[place].fill_(value)
 
@@ -179,18 +180,18 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
     """
     import torch
 
-    draws = torch.Generator().manual_seed(_NEW_SEED)
+    draws = torch.Generator().manual_seed(SEEDS[1])
     held, wanted = base.model.state_dict(), result.model.state_dict()
     made: set[str] = set()
     for output in blueprint.outputs:
-        place = _place(output.name, wanted, result)
+        place = place_in(output.name, wanted, result)
         if place is None:
             if output.new and _is_of_layer(output.name, result):
                 raise BadInput(
                     f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
                 )
             continue
-        value = _value(output.recipe, base, held, wanted[place], draws)
+        value = value_of(output.recipe, base, held, wanted[place], draws)
         if value.shape != wanted[place].shape:
             raise BadInput(
                 f"{printable(output.name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers'"
@@ -214,14 +215,14 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> N
     """
     import torch
 
-    draws = torch.Generator().manual_seed(_NEW_SEED)
+    draws = torch.Generator().manual_seed(SEEDS[1])
     held, stored = _saved(base), _saved(result)
     made: dict[str, Tensor] = {}
     for output in blueprint.outputs:
-        place = _place(output.name, stored, result)
+        place = place_in(output.name, stored, result)
         if place is not None:
-            made[place] = _value(output.recipe, base, held, stored[place], draws)
-        elif output.new and _place(_of_first_expert(output.name), stored, result) is None:
+            made[place] = value_of(output.recipe, base, held, stored[place], draws)
+        elif output.new and place_in(_of_first_expert(output.name), stored, result) is None:
             raise BadInput(
                 f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
             )
@@ -251,13 +252,13 @@ def _saved(twin: Skeleton) -> dict[str, Tensor]:
         return dict(load_file(Path(folder) / SINGLE_FILE))
 
 
-def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
+def value_of(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
     """What a recipe makes of a twin's tensors; random where it computes, as nothing exact may depend on that."""
     import torch
 
     match recipe:
         case Copy(source):
-            return _held(source, base, held)
+            return held_tensor(source, base, held)
         case Joined(pieces, still=still) if still or all(_is_whole(piece) for piece in pieces):
             return torch.cat([_rows(piece, base, held) for piece in pieces]).reshape(like.shape)
         case Constant(value):
@@ -265,16 +266,16 @@ def _value(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Ten
         case Listed(values) if like.numel() == len(values):
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Extended(of):
-            old = _value(of, base, held, like, draws)
+            old = value_of(of, base, held, like, draws)
             more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
             return torch.cat([old, more * old.std()])
     noise = torch.randn(like.shape, generator=draws)
     return (0.5 + 0.1 * noise if like.ndim < 2 else noise * like.shape[-1] ** -0.5).to(like.dtype)
 
 
-def _held(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+def held_tensor(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
     """The twin's tensor that stands for the base's of this name."""
-    place = _place(source, held, base)
+    place = place_in(source, held, base)
     if place is None:
         raise BadInput(f"{printable(source)}: transformers' class has no place for this tensor of the base")
     return held[place]
@@ -286,7 +287,7 @@ def _is_whole(piece: Rows) -> bool:
 
 def _rows(piece: Rows, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
     """The same share of the rows of a twin's tensor as `piece` is of the base's."""
-    source, count = _held(piece.of.source, base, held), piece.of.shape[0]
+    source, count = held_tensor(piece.of.source, base, held), piece.of.shape[0]
     bounds = [divmod(edge * len(source), count) for edge in (piece.start, piece.stop)]
     if any(rest for _, rest in bounds):
         raise BadInput(
@@ -296,7 +297,7 @@ def _rows(piece: Rows, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
     return source[bounds[0][0] : bounds[1][0]]
 
 
-def _place(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
+def place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
     """What the model calls a tensor: checkpoints of a base model alone lack its prefix, and old ones have old words."""
     old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
     present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
@@ -323,7 +324,7 @@ def _check_encoded(base: Skeleton, result: Skeleton) -> None:
         raise BadInput("on a twin of this model the states of tokens are not the base's")
 
 
-def _agree(base: Skeleton, result: Skeleton) -> bool:
+def agree(base: Skeleton, result: Skeleton) -> bool:
     """Whether two models' logits differ by no more than sums in another order do, with and without a cache."""
     import torch
 

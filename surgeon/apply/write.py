@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,20 +20,19 @@ from typing import TYPE_CHECKING, Any
 from surgeon.apply.job import Job
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
-from surgeon.apply.readback import Origin, ReadBack, Way
+from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.constants import constant_bytes
 from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.header import header_bytes
-from surgeon.checkpoint.pieces import Gap
-from surgeon.checkpoint.ranges import WriteBehind, copy_range, reserve, write_all
+from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
-from surgeon.checkpoint.work_folders import write_new
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
+from surgeon.common.work_folders import write_new
 from surgeon.errors import SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -356,9 +355,8 @@ def _write_tensor(
 ) -> None:
     match output.recipe:
         case Copy() | Moved() | PerLayer() | Joined():
-            origin = run.job.origins[output.name]
             with run.stopwatch.stage("copy"):
-                _copy(origin, target, begin, shards, run.listener.advance)
+                run.job.origins[output.name].copy(shards, target, begin, run.listener.advance)
         case Constant() | Listed():
             if not is_hole(output):
                 write_all(target, constant_bytes(output.recipe), begin)
@@ -373,24 +371,3 @@ def _write_tensor(
             made = run.workshop.make(output)
             with run.stopwatch.stage("wait for writing"):
                 behind.write(made, begin)
-
-
-def _copy(origin: Origin, target: int, begin: int, shards: OpenShards, progress: Callable[[int], None]) -> None:
-    """Lay the bytes of an output, all of which lie elsewhere, at `begin`: by the kernel where they lie in one run."""
-    if any(span.count > 1 for span in origin.pieces.spans):
-        for piece in origin.read(shards):
-            assert not isinstance(piece, Gap), origin
-            write_all(target, piece, begin)
-            begin += len(piece)
-            progress(len(piece))
-        return
-    for span in origin.pieces.spans:
-        info = origin.tensors[span.tensor]
-        copy_range(
-            shards.opened(origin.source, info.file),
-            target,
-            source_offset=info.begin + span.offset,
-            target_offset=begin + span.at,
-            count=span.length,
-            progress=progress,
-        )

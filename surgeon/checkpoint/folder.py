@@ -12,8 +12,9 @@ from typing import Any
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
-from surgeon.checkpoint.pieces import Gap, Pieces, read_in_order
-from surgeon.checkpoint.ranges import fill, sha256_pieces, sha256_range
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, read_in_order
+from surgeon.checkpoint.pieces import Pieces
+from surgeon.checkpoint.ranges import sha256_pieces, sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, OpenShards, Source, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.trust import (
@@ -226,18 +227,13 @@ def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: Checkp
     Raises BadInput where a shard has changed or was truncated.
     """
     info = folder.tensors[name]
-    begin = info.begin
     with OpenShards() as shards:
         written = shards.opened(folder.source, info.file)
-        for piece in read_in_order(pieces, of.tensors, shards.of(of.source)):
-            if isinstance(piece, Gap):
-                begin += piece.length
-                continue
-            theirs = bytearray(len(piece))
-            fill(written, theirs, begin)
-            if theirs != piece:
-                return False
-            begin += len(piece)
+        try:
+            for _ in compared(pieces, of.tensors, shards.of(of.source), written, info.begin):
+                pass
+        except OtherBytes:
+            return False
     return True
 
 

@@ -41,7 +41,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # Request timeout in seconds: how long the client waits for the next bytes.
 TIMEOUT = 20.0
-# How long a header or a small file may take as a whole, in seconds, and for how many bytes a second more.
+# How long a header, a small file or a whole download may take, in seconds, and for how many bytes a second more.
 PATIENCE, SLOWEST = 60.0, 32_000
 # A list of ten thousand files.
 _ANSWER = 2_000_000
@@ -146,7 +146,9 @@ def _at_one_commit(repo_id: str, revision: str | None, wanted: Callable[[_Reposi
     """
     for _ in range(_MOVES):
         repository = _Repository.ask(repo_id, revision)
-        found = _snapshot(repo_id, revision, wanted(repository))
+        names = wanted(repository)
+        seconds = _seconds_for(sum(repository.files.get(name, 0) for name in names))
+        found = _snapshot(repo_id, revision, names, within=seconds)
         if found.revision == repository.commit:
             return found
     raise BadInput(
@@ -363,7 +365,9 @@ def _cached(repo_id: str, revision: str | None) -> Located:
     return _snapshot(repo_id, revision, [CONFIG_FILE, *weights.files], offline=True)
 
 
-def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False) -> Located:
+def _snapshot(
+    repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False, within: float | None = None
+) -> Located:
     from huggingface_hub import snapshot_download
 
     with bars_on_terminals_only():
@@ -376,6 +380,7 @@ def _snapshot(repo_id: str, revision: str | None, wanted: list[str], *, offline:
             ),
             repo_id,
             revision,
+            within=within,
         )
     path = Path(found)
     return Located(path, repo_id, path.name)

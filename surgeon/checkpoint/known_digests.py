@@ -11,8 +11,8 @@ import time
 from dataclasses import astuple, dataclass
 
 from surgeon.checkpoint.header import Header
-from surgeon.checkpoint.work_folders import parse_record, record_of
 from surgeon.common.cache import cache_folder, read_entry, write_entry
+from surgeon.common.work_folders import parse_record, record_of
 
 # Raised whenever entries mean something else.
 _FORMAT = 1

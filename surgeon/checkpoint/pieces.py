@@ -6,17 +6,13 @@ turned round (`turned`), so where a base lies in an output of many surgeries is 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.ranges import fill, pieces_of
-
-_BUFFER = 8 * 1024 * 1024
-# Runs of at most so many numbers are copied number by number, all runs at once, which is then faster.
-_SHORT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +38,11 @@ class Span:
     def nbytes(self) -> int:
         """Bytes of all runs together."""
         return self.length * self.count
+
+    @property
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Where its runs lie in what holds it, as (from, to)."""
+        return ((at, at + self.length) for at in (self.at + run * self.every for run in range(self.count)))
 
     def runs(self, first: int, stop: int) -> Span:
         """The runs from `first` to before `stop`."""
@@ -96,6 +97,14 @@ class Pieces:
     def tensors(self) -> tuple[str, ...]:
         """The tensors whose bytes it holds, each once, in their order."""
         return tuple(dict.fromkeys(span.tensor for span in self.spans))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a byte of another tensor lies at more than one place in it."""
+        by_tensor: dict[str, list[Span]] = {}
+        for span in self.spans:
+            by_tensor.setdefault(span.tensor, []).append(span.turned(""))
+        return not all(map(_apart, by_tensor.values()))
 
     def through(self, maps: Mapping[str, Pieces]) -> Pieces:
         """The same bytes as pieces of what the tensors are made of, as `maps` says; one of no map is made otherwise."""
@@ -226,38 +235,24 @@ def _assembled(nbytes: int, held: Sequence[list[Span]]) -> Pieces:
 
 def _apart(spans: Sequence[Span]) -> bool:
     """Whether no two spans of one tensor lie over each other."""
-    runs = sorted(_places(spans))
+    runs = sorted(place for span in spans for place in span.places)
     return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
 
 
-def _places(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
-    for span in spans:
-        for run in range(span.count):
-            begin = span.at + run * span.every
-            yield begin, begin + span.length
-
-
-def _first_of_each(spans: Iterable[Span]) -> list[Span]:
+def _first_of_each(spans: Iterable[Span]) -> Iterator[Span]:
     """Spans without the bytes that one before them has."""
-    taken: list[Span] = []
+    # The places that are taken, in order, none over another.
+    taken: list[tuple[int, int]] = []
     for span in spans:
         for run in (span.runs(number, number + 1) for number in range(span.count)):
-            left = [run]
-            for other in taken:
-                left = [part for each in left for part in _without(each, other)]
-            taken.extend(left)
-    return taken
-
-
-def _without(run: Span, other: Span) -> Iterator[Span]:
-    """What is left of one run where another has its bytes."""
-    begin, end = max(run.at, other.at), min(run.at + run.length, other.at + other.length)
-    if begin >= end:
-        yield run
-        return
-    for start, stop in ((run.at, begin), (end, run.at + run.length)):
-        if start < stop:
-            yield replace(run, offset=run.offset + start - run.at, at=start, length=stop - start)
+            at, end = run.at, run.at + run.length
+            first = bisect.bisect_right(taken, at, key=lambda place: place[1])
+            last = bisect.bisect_left(taken, end, lo=first, key=lambda place: place[0])
+            edges = [at, *(edge for place in taken[first:last] for edge in place), end]
+            for begin, stop in zip(edges[::2], edges[1::2], strict=True):
+                if begin < stop:
+                    yield replace(run, offset=run.offset + begin - at, at=begin, length=stop - begin)
+            taken[first:last] = [(min(edges), max(edges))]
 
 
 def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:
@@ -268,6 +263,13 @@ def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:
         for n, (size, begin) in enumerate(zip(sizes, begins, strict=False))
         if size and before
     ]
+
+
+def stacked(parts: Sequence[Pieces], *, before: int) -> Pieces:
+    """Tensors side by side in one, `before` times a run of each."""
+    places = side_by_side([part.nbytes // before if before else 0 for part in parts], before=before)
+    inner = {str(nth): part for nth, part in enumerate(parts)}
+    return Pieces.of(sum(part.nbytes for part in parts), places).through(inner)
 
 
 def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequence[int]) -> Pieces:
@@ -285,114 +287,3 @@ def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequ
         spans.append(Span(tensor, members[0] * width, length, at, before, *pitch).merged())
         at += length
     return Pieces.of(before * len(order) * width, spans)
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """So many bytes that are of no other tensor."""
-
-    length: int
-
-
-Opened = Callable[[str], int]
-
-
-def read_in_order(pieces: Pieces, infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview | Gap]:
-    """The bytes of a tensor, from the first to the last; `opened` gives the descriptor of a file.
-
-    `infos` says where the tensors lie that it is made of. Raises BadInput where a file ends early.
-    """
-    at = 0
-    for band in _bands(pieces.spans):
-        if band[0].at > at:
-            yield Gap(band[0].at - at)
-        yield from _read_band(band, infos, opened)
-        at = band[0].at + sum(span.nbytes for span in band)
-    if at < pieces.nbytes:
-        yield Gap(pieces.nbytes - at)
-
-
-def _bands(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Spans in the order of their bytes: one of a single run, or several whose runs make up rows without holes."""
-    left = list(spans)
-    while left:
-        first = left[0]
-        band = [span for span in left if span.at < first.at + first.every] if first.count > 1 else [first]
-        alike = all((span.count, span.every) == (first.count, first.every) for span in band)
-        ends = [first.at, *(span.at + span.length for span in band)]
-        tiled = all(span.at == end for span, end in zip(band, ends, strict=False))
-        if first.count > 1 and not (alike and tiled and ends[-1] == first.at + first.every):
-            # No rows: run after run of all that lie between each other.
-            end = max(span.at + (span.count - 1) * span.every + span.length for span in band)
-            band = [span for span in left if span.at < end]
-            for run in sorted((s.runs(n, n + 1) for s in band for n in range(s.count)), key=lambda run: run.at):
-                yield [run]
-        else:
-            yield band
-        left = left[len(band) :]
-
-
-def _read_band(band: Sequence[Span], infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview]:
-    first = band[0]
-    if first.count == 1 or first.every > _BUFFER:
-        for run in range(first.count):
-            for span in band:
-                info = infos[span.tensor]
-                begin = info.begin + span.offset + run * span.step
-                yield from pieces_of(opened(info.file), begin, begin + span.length, _BUFFER)
-        return
-    at_once = max(1, _BUFFER // first.every)
-    for begin in range(0, first.count, at_once):
-        yield _gathered(band, begin, min(begin + at_once, first.count), infos, opened)
-
-
-def _gathered(
-    band: Sequence[Span], begin: int, end: int, infos: Mapping[str, TensorInfo], opened: Opened
-) -> memoryview:
-    """Runs `begin` to before `end` of spans, in memory; what several read of the same rows is read once."""
-    count, first = end - begin, band[0]
-    rows = memoryview(bytearray(count * first.every))
-    for (tensor, step), group in itertools.groupby(band, key=lambda span: (span.tensor, span.step)):
-        spans = list(group)
-        low = min(span.offset for span in spans)
-        width = max(span.offset + span.length for span in spans) - low
-        groups = [spans] if width <= step else [[span] for span in spans]
-        for each in groups:
-            low = min(span.offset for span in each)
-            width = max(span.offset + span.length for span in each) - low
-            table = memoryview(bytearray(count * step))
-            info = infos[tensor]
-            fill(opened(info.file), table[: (count - 1) * step + width], info.begin + low + begin * step)
-            for span in each:
-                moved = replace(span, offset=span.offset - low, at=span.at - first.at, count=count)
-                _lay(moved, table, rows)
-    return rows
-
-
-def _lay(span: Span, source: memoryview, into: memoryview) -> None:
-    """Copy the runs of a span from one buffer into another: run by run, or short ones number by number, all at once."""
-    every_number = (span.at, span.every, span.offset, span.step, span.length)
-    size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in every_number))
-    at, every, offset, step, length = (number // size for number in every_number)
-    source, into = _numbers(source, size), _numbers(into, size)
-    if length > _SHORT:
-        for run in range(span.count):
-            begin, read = at + run * every, offset + run * step
-            into[begin : begin + length] = source[read : read + length]
-    else:
-        to, end = (span.count - 1) * every + 1, (span.count - 1) * step + 1
-        for nth in range(length):
-            into[at + nth : at + nth + to : every] = source[offset + nth : offset + nth + end : step]
-
-
-def _numbers(data: memoryview, size: int) -> memoryview:
-    """Bytes as numbers of `size` bytes each."""
-    match size:
-        case 8:
-            return data.cast("Q")
-        case 4:
-            return data.cast("I")
-        case 2:
-            return data.cast("H")
-        case _:
-            return data

@@ -1,4 +1,4 @@
-"""Ranges of bytes in open files: hashed, compared, copied by the kernel where it can, written behind computations.
+"""Ranges of bytes in open files: hashed, copied by the kernel where it can, written behind computations.
 
 Reading and hashing release the interpreter's lock, so that another thread copies meanwhile.
 """
@@ -17,7 +17,7 @@ from typing import Self
 
 from surgeon.errors import BadInput, printable
 
-# Two of them fit a core's cache, so that a block is still there when it is hashed and compared.
+# It fits a core's cache, so that a block is still there when it is hashed and looked at.
 _CHUNK = 512 * 1024
 # A model's zero tensors have only a few sizes.
 _KNOWN_ZEROS = 256
@@ -71,41 +71,6 @@ def sha256_range(fd: int, begin: int, end: int, look: Look = _no_look) -> str:
         digest.update(piece)
         look(piece)
     return digest.hexdigest()
-
-
-def compare_ranges(
-    fd: int, begin: int, other_fd: int, other_begin: int, count: int, look: Look = _no_look
-) -> str | None:
-    """Hex sha256 of `count` bytes at `begin` if the other file holds the same bytes at `other_begin`, else None.
-
-    One pass over both; `look` gets the bytes piece by piece. Raises BadInput when a file ends early.
-    """
-    digest = hashlib.sha256()
-    same = _same(fd, begin, other_fd, other_begin, count, digest.update, look)
-    return digest.hexdigest() if same else None
-
-
-def equal_ranges(fd: int, begin: int, other_fd: int, other_begin: int, count: int) -> bool:
-    """Whether two files hold the same `count` bytes. Raises BadInput when a file ends early."""
-    return _same(fd, begin, other_fd, other_begin, count)
-
-
-def _same(fd: int, begin: int, other_fd: int, other_begin: int, count: int, *looks: Look) -> bool:
-    """Whether two files hold the same `count` bytes; each of `looks` gets them piece by piece."""
-    size = min(_CHUNK, count)
-    ours, theirs = bytearray(size), bytearray(size)
-    while count:
-        if count < size:
-            size = count
-            ours, theirs = bytearray(size), bytearray(size)
-        fill(fd, ours, begin)
-        fill(other_fd, theirs, other_begin)
-        if ours != theirs:
-            return False
-        for look in looks:
-            look(ours)
-        begin, other_begin, count = begin + size, other_begin + size, count - size
-    return True
 
 
 def sha256_pieces(pieces: Iterable[memoryview], look: Look = _no_look) -> str:

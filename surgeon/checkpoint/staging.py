@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.checkpoint.disk_space import check_room
-from surgeon.checkpoint.names import check_new_name
-from surgeon.checkpoint.work_folders import LOCK_FILE, WorkFolder, read_own, sync
+from surgeon.common.disk_space import check_room
+from surgeon.common.names import check_new_name
+from surgeon.common.work_folders import LOCK_FILE, WorkFolder, read_own, sync
 from surgeon.errors import BadInput, printable
 
 _JOURNAL = "journal.jsonl"

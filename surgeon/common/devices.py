@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 from surgeon.errors import BadInput, printable
 
@@ -31,3 +33,19 @@ def resolve(device: str) -> str:
     if int(found[1] or 0) >= count:
         raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0; use one of them")
     return device
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside: tiny products are faster so, and far faster where other processes want the cores.
+
+    Results then do not depend on the number of cores either.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,7 +1,8 @@
 """Tables of the terminal that fit its width: no number is cut, no word is broken.
 
-Columns stand side by side where they can, the prose among them folded at words. In a narrower terminal each row is a
-small block of its own: the first cell, then the others with their headings.
+Columns are side by side where they fit, the prose among them folded at words; rich draws them so. In a narrower
+terminal, where rich folds numbers and breaks words, each row is a small block: the first cell, then the others with
+their headings.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -319,16 +319,24 @@ def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
     return next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
 
 
-def keys_by_section(
-    whole: type[BaseModel], sections: Mapping[str, type[BaseModel]]
-) -> Callable[[ErrorDetails, Place], list[str]]:
-    """The `known_keys` of a file whose entries are `sections` by the key under which they stand."""
+def keys_by_section(whole: type[BaseModel]) -> Callable[[ErrorDetails, Place], list[str]]:
+    """Return the `known_keys` of a file whose sections are the models in the annotations of `whole`."""
 
     def known_keys(_problem: ErrorDetails, place: Place) -> list[str]:
-        within = [step for step in place[:-1] if isinstance(step, str)]
-        return list((sections[within[-1]] if within else whole).model_fields)
+        models = [whole]
+        for key in (step for step in place[:-1] if isinstance(step, str)):
+            fields = [model.model_fields[key] for model in models if key in model.model_fields]
+            models = [inner for each in fields for inner in _models_in(each.annotation)]
+        return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
     return known_keys
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a value of this type may be, or that a list of them holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.preview import preview
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
-from surgeon.checkpoint.work_folders import working_in, write_durably
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.compare.base_defaults import suited
-from surgeon.compare.config import GROUPS, LoadedStudy, load_study
+from surgeon.common.work_folders import working_in, write_durably
+from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study
+from surgeon.compare.config.settings import suited
 from surgeon.compare.findings import Findings, Remedied, find
 from surgeon.compare.frontier import Interval
 from surgeon.compare.packed import RUNS_FILE

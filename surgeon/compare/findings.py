@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.common.json_results import plain_fields
-from surgeon.compare.config import LoadedStudy
+from surgeon.compare.config.loading import LoadedStudy
+from surgeon.compare.config.schema import Claim, MethodSpec, Remedy, Study
 from surgeon.compare.frontier import (
     Interval,
     Pair,
@@ -25,7 +26,6 @@ from surgeon.compare.frontier import (
 )
 from surgeon.compare.records import Record, losses_of
 from surgeon.compare.schedule import Run, rates_of, wanted
-from surgeon.compare.specs import Claim, MethodSpec, Remedy, Study
 
 # A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
 _LEARNED = 0.1

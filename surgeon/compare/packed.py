@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.work_folders import parse_record, read_own, record_of
+from surgeon.common.work_folders import parse_record, read_own, record_of
 from surgeon.errors import BadInput, printable
 
 RUNS_FILE = "runs.jsonl.gz"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
-from surgeon.checkpoint.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
+from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
+from surgeon.common.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
 from surgeon.compare.packed import RUNS_FILE, Packed, packed, read_packed
 from surgeon.errors import BadInput, printable
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.devices import one_thread
 from surgeon.common.listener import Quiet
 from surgeon.common.plugins import blamed
-from surgeon.compare.configs import RECALLED, seeded_plan
+from surgeon.compare.config.settings import RECALLED, seeded_plan
 from surgeon.data.recall import recalled
 from surgeon.data.sources import HeldOut, open_source
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import Mistakes, SurgeonError
 from surgeon.evaluate.models import Candidate, evaluate_models
 from surgeon.evaluate.sources import open_sources
-from surgeon.families.twin import one_thread
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.saved.work_folder import work_folder
 from surgeon.train.self_generated import memory_folder
 from surgeon.train.steps.trainer import Diverged

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from surgeon.compare.config.schema import MethodSpec, Remedy, Study
 from surgeon.compare.frontier import Pair
-from surgeon.compare.specs import MethodSpec, Remedy, Study
 
 # Extended rates stay between these.
 _LOWEST, _HIGHEST = 1e-8, 1.0

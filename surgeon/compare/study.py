@@ -18,10 +18,11 @@ import yaml
 
 from surgeon._version import __version__
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.work_folders import write_durably
 from surgeon.common.listener import Listener
-from surgeon.compare.config import GROUPS, LoadedStudy
-from surgeon.compare.configs import (
+from surgeon.common.work_folders import write_durably
+from surgeon.compare.config.loading import GROUPS, LoadedStudy
+from surgeon.compare.config.schema import MethodSpec, Remedy
+from surgeon.compare.config.settings import (
     RECALLED,
     measured_names,
     recalled_by,
@@ -30,14 +31,13 @@ from surgeon.compare.configs import (
 )
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
 from surgeon.compare.schedule import Run, wanted
-from surgeon.compare.specs import MethodSpec, Remedy
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.data.documents import files_of
 from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.manifest.reading import manifest_of
 from surgeon.models.templates import template_of
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.preparing import check_base_trains
 
 SECONDS_FILE = "seconds.jsonl"

@@ -11,15 +11,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.preview import preview
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.continual.config import at_line, check_tasks, check_texts, load_tasks, plans_of
+from surgeon.continual.config.loading import at_line, check_texts, load_tasks
+from surgeon.continual.config.settings import check_tasks, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
 

@@ -19,13 +19,14 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.apply import apply
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.signed import Signed, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.staging import check_destination
-from surgeon.checkpoint.work_folders import WorkFolder, sync, working_in, write_durably
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
-from surgeon.continual.config import LoadedTasks, at_line
+from surgeon.common.signed import Signed, check_own, read_signed, write_signed
+from surgeon.common.work_folders import WorkFolder, sync, working_in, write_durably
+from surgeon.continual.config.loading import LoadedTasks, at_line
+from surgeon.continual.config.settings import training_of
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
@@ -33,7 +34,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor
 from surgeon.manifest.moves import held_by
 from surgeon.manifest.reading import manifest_of, written_manifest
 from surgeon.plan.plan import LoadedPlan
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.session import run_training
 
 STATE_FILE = "course.json"
@@ -264,7 +265,7 @@ class _Course:
         run_training(
             out,
             manifest_of(out),
-            LoadedConfig(self.config.training(number), asked.loaded.source),
+            LoadedConfig(training_of(self.config, number), asked.loaded.source),
             run,
             device=asked.device,
             listener=asked.listener,

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.continual.config import GeneralSource, LoadedTasks, TaskSource
+from surgeon.continual.config.loading import LoadedTasks
+from surgeon.continual.config.schema import GeneralSource, TaskSource
+from surgeon.continual.config.settings import training_of
 from surgeon.continual.metrics import Measured
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
@@ -36,7 +38,7 @@ class Measure:
         if any(source.kind == "chat" for source in sources):
             encoder.check_chat()
         for number, task in enumerate(config.tasks):
-            length = config.training(number).length or _context(base)
+            length = training_of(config, number).length or _context(base)
             for name, source, _ in task.named_sources():
                 documents = self._documents(loaded, source, source.path)
                 if documents.blank:
@@ -72,7 +74,7 @@ class Measure:
         length: int,
     ) -> None:
         packer = Packer(length, loaded.config.train.packing or "isolated", 0)
-        sequences = held_out(documents, list(numbers), encoder, packer, most=loaded.config.evaluation_sequences)
+        sequences = held_out(documents, list(numbers), encoder, packer, most=loaded.config.validation_sequences)
         if not sequences:
             raise BadInput(
                 f"{printable(str(loaded.source))}: the held-out part of source {name} has fewer than two tokens"

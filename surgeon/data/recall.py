@@ -23,18 +23,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
-from surgeon.checkpoint.names import check_new_name
-from surgeon.checkpoint.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
+from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
@@ -368,7 +368,8 @@ class _Part:
         if found is None:
             check_own(None, work.path, "", take_over=take_over, say=say)
             part = cls(path, fingerprint, Counts(), hashlib.sha256())
-            part.save(b"")
+            # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
+            part._record(0)
             return part
         try:
             record = found.data
@@ -389,7 +390,7 @@ class _Part:
         if digest.hexdigest() != record["sha256"]:
             raise _damaged(path, "it is not what was written")
         part = cls(path, fingerprint, counts, digest)
-        with path.open("r+b") as open_file:
+        with path.open("ab") as open_file:
             open_file.truncate(len(written))
         part.seen = {_key(line) for line in written.splitlines()}
         if not found.here:
@@ -404,6 +405,10 @@ class _Part:
             os.fsync(file.fileno())
             size = file.tell()
         self.digest.update(lines)
+        self._record(size)
+
+    def _record(self, size: int) -> None:
+        """Record that so many bytes of text are there."""
         record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
         write_signed(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from surgeon.checkpoint.hub import REPO_ID
+from surgeon.common.schema import Entry
 
 ORIGINAL, NEW = "original", "new"
 # Of a text that a model writes: what it begins with, where that is no file.
 BEGIN, TEMPLATE = "begin", "template"
 _DATASET, _SPLIT = "dataset:", "split:"
-
-
-class Entry(BaseModel):
-    """A part of a config; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class TextSpec(Entry):

@@ -7,8 +7,7 @@ import math
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import find_tokenizer, load_model
@@ -198,21 +198,6 @@ def _untrained(tokenizer: Any) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One torch thread inside.
-
-    At this size two threads gain little on idle cores and are ten times slower on busy ones, where each step
-    waits for the slower of them; and so the base does not depend on the number of cores.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -15,12 +15,13 @@ from rich.text import Text
 
 from surgeon.apply.apply import Applied, apply
 from surgeon.apply.preview_view import preview_view
-from surgeon.checkpoint.disk_space import writing
-from surgeon.checkpoint.names import check_new_name
+from surgeon.common.devices import one_thread
+from surgeon.common.disk_space import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
+from surgeon.common.names import check_new_name
 from surgeon.data.recall import LENGTH, recall
-from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, one_thread, sample, split
+from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, sample, split
 from surgeon.errors import BadInput, printable
 from surgeon.train.publishing import Trained
 from surgeon.train.train import train

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from surgeon.common.schema import Entry
 from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text, where
 from surgeon.data.documents import Corpus
 from surgeon.data.packing import generator, split
 from surgeon.data.sources import HeldOut, Naming, check_there, open_source
-from surgeon.data.specs import Entry, SourceSpec, TextSpec
+from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 _CONFIGS = (".yaml", ".yml")
@@ -120,7 +121,7 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: b
         config = load_config(path)
         _check_kinds(config.config.sources, path, labels)
         return [(spec.name, _opener(_held_by_training, spec, config, say)) for spec in config.config.sources]
-    known_keys = keys_by_section(DataConfig, {"sources": TextSpec})
+    known_keys = keys_by_section(DataConfig)
     texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
     _check_kinds(texts.sources, path, labels)
     wrong = [

@@ -110,6 +110,13 @@ class Derivation(ABC):
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
 
+    @abstractmethod
+    def whole_heads(self, layer: int) -> bool:
+        """Whether whole heads of attention can change places in base layer `layer`, as tried on a twin.
+
+        Then they lie in its tensors one after the other.
+        """
+
     @property
     @abstractmethod
     def activation(self) -> str:
@@ -199,6 +206,13 @@ class LayerKind:
             silence={self.name_opened(suffix): value for suffix, value in self.silence.items()},
             packed={},
         )
+
+    def is_like(self, other: LayerKind) -> bool:
+        """Whether layers of both kinds hold the same tensors and are silent by the same values.
+
+        They may differ in a setting, as layers with sliding and with full attention do.
+        """
+        return (self.parts, self.silence, self.expert_groups) == (other.parts, other.silence, other.expert_groups)
 
     def name_opened(self, suffix: str) -> str:
         """What a tensor is called in full precision."""

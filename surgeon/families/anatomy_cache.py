@@ -112,6 +112,10 @@ class Remembered(Derivation):
         """As `Derivation` says."""
         return self._asked(dict[str, str], lambda own: dict(own.blocks(layer)), "blocks", layer)
 
+    def whole_heads(self, layer: int) -> bool:
+        """As `Derivation` says."""
+        return self._asked(bool, lambda own: own.whole_heads(layer), "heads", layer)
+
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[int, ...]], lambda own: dict(own.linear(layer)), "linear", layer)

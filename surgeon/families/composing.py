@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.encoder_blocks import heads_of, told_class
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
-from surgeon.families.twin import one_thread
 from surgeon.runtime.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass
 
 if TYPE_CHECKING:

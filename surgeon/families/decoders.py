@@ -6,6 +6,8 @@ most; any other layer has a function of its own (`phi3_layer`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from surgeon.errors import BadInput, printable
@@ -119,6 +121,27 @@ def phi3_layer(config: Config, sizes: Sizes) -> tuple[Part, ...]:
         *projection("mlp.down_proj", "down", sizes.hidden, sizes.intermediate),
     )
 
+
+@dataclass(frozen=True)
+class Hint:
+    """What no probe finds out about a model type.
+
+    `roles` are those of modules that go by other names than most (roles.py), by their path in a layer: the modules
+    that the matrix holds, from the top row down.
+    """
+
+    model_type: str
+    roles: Mapping[str, tuple[Role, ...]] = field(default_factory=dict)
+
+
+# Most types need none.
+HINTS: dict[str, Hint] = {
+    hint.model_type: hint
+    for hint in (
+        # Phi-3 and Phi-4 text models.
+        Hint("phi3", {"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")}),
+    )
+}
 
 DECODERS: tuple[Family, ...] = (
     # Llama 1 to 3.x, and the many models saved under its name.

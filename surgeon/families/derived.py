@@ -19,6 +19,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families import family_of
@@ -32,6 +33,7 @@ from surgeon.families.anatomy import (
     owner_of,
 )
 from surgeon.families.composing import composition_of
+from surgeon.families.decoders import HINTS
 from surgeon.families.encoder_blocks import encoder_composition, told_class
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
 from surgeon.families.grafting import prove_grafts
@@ -45,7 +47,8 @@ from surgeon.families.quantised import check_stored, is_scale, left_out, packed_
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
-from surgeon.families.twin import one_thread, twin_of
+from surgeon.families.twin import twin_of
+from surgeon.families.whole_heads import heads_move
 from surgeon.runtime.composition import Composition, short_name, upcycled
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.states_rules import BANK
@@ -187,6 +190,7 @@ class _Found(Derivation):
     derived: Derived
     names: Names
     packed: tuple[Mapping[str, Packed], ...]
+    parts: tuple[tuple[Part, ...], ...]
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
@@ -231,6 +235,19 @@ class _Found(Derivation):
             if block is not None and told_class(type(block)) == site.native:
                 found.setdefault(site.role, site.block)
         return found
+
+    def whole_heads(self, layer: int) -> bool:
+        """As `Derivation` says."""
+        kind = self.derived.kind_of[layer]
+        first = self.derived.kind_of.index(kind)
+        stem = f"{self.names.stem}{first}."
+        places = {
+            part.suffix: targets[0]
+            for part in self.parts[kind]
+            if len(targets := self.names.layers[first][part.suffix]) == 1
+            and f"{stem}{part.suffix}" not in self.names.converted
+        }
+        return heads_move(self.config, first, self.parts[kind], places, _sizes(self.derived))
 
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """As `Derivation` says."""
@@ -531,6 +548,10 @@ def anatomy_of(
     # What stands beside the layers, as a decoder's control states do, begins as their names do.
     prefix, stem = _parted(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
+    kinds = tuple(
+        _kind(found, kind, first, names, _without_scales(names.layers[first], config), layers[first], packed[kind])
+        for kind, first in enumerate(firsts)
+    )
     return Anatomy(
         family=Family(
             str(config["model_type"]),
@@ -540,10 +561,7 @@ def anatomy_of(
             encoder=found.skeleton.encoder,
         ),
         sizes=sizes,
-        kinds=tuple(
-            _kind(found, kind, first, names, _without_scales(names.layers[first], config), layers[first], packed[kind])
-            for kind, first in enumerate(firsts)
-        ),
+        kinds=kinds,
         kind_of=found.kind_of,
         prefix=prefix,
         layers=layers,
@@ -557,7 +575,7 @@ def anatomy_of(
             {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
             for index, suffixes in names.beyond.items()
         ),
-        derivation=_Found(config, found, names, packed),
+        derivation=_Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
     )
 
 
@@ -674,7 +692,9 @@ def _kind(
         )
     values, reason = _on_disk(silence.values, stored)
     # What is quantised cannot be aligned.
-    known = parts if packed else with_roles(parts, _sizes(found), values, _in_memory(found, kind, first, names))
+    hint = HINTS.get(str(found.skeleton.model.config.model_type))
+    hinted = hint.roles if hint is not None else {}
+    known = parts if packed else with_roles(parts, _sizes(found), values, _in_memory(found, kind, first, names), hinted)
     refusal, groups = silence.reason or reason, groups_of(found.skeleton.text)
     return LayerKind(tuple(known), values, refusal, found.titles[kind], packed, groups)
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import BASE, Skeleton, classes_of
-from surgeon.families.twin import one_thread
 from surgeon.runtime.composition import (
     ATTENTION,
     ENCODER_AUTOS,

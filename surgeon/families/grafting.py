@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.errors import BadInput
 from surgeon.families.proof import run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, shrunk, stored_buffers, twin_of
+from surgeon.families.twin import shrunk, stored_buffers, twin_of
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.gate_rules import GATE
 from surgeon.runtime.rules import BRANCH

@@ -11,12 +11,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
-from surgeon.families.twin import one_thread, stored_buffers, twin_of
+from surgeon.families.twin import stored_buffers, twin_of
 
 if TYPE_CHECKING:
     from torch import Tensor

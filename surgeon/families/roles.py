@@ -68,20 +68,52 @@ class InMemory:
     mixture: Mixture | None
 
 
-def with_roles(parts: Sequence[Part], sizes: Sizes, silent: Collection[str], memory: InMemory) -> tuple[Part, ...]:
+def with_roles(
+    parts: Sequence[Part],
+    sizes: Sizes,
+    silent: Collection[str],
+    memory: InMemory,
+    hinted: Mapping[str, tuple[Role, ...]],
+) -> tuple[Part, ...]:
     """The parts, those with their roles that have one.
 
-    `silent` are the suffixes that are null in a silenced layer: a norm among them stands behind a block, not before it.
+    Args:
+        parts: The tensors of a layer.
+        sizes: The sizes of the model.
+        silent: The suffixes that are null in a silenced layer: a norm among them stands behind a block, not before it.
+        memory: The layer as it is in memory.
+        hinted: The roles of modules that go by other names than most, from the top row down (decoders.py).
+
+    Returns:
+        The parts in their order.
     """
     weights = {part.suffix: part for part in parts if part.kind == "weight"}
-    known: dict[str, tuple[Role, ...]] = {}
+    known: dict[str, tuple[tuple[Role, int], ...]] = {}
     for suffix, part in weights.items():
-        roles = _roles_of(suffix.removesuffix(".weight"), part.shape, sizes)
+        path = suffix.removesuffix(".weight")
+        blocks = _hinted(hinted[path], part.shape, sizes) if path in hinted else _blocks_of(path, part.shape, sizes)
         # Of two modules of one role it could not be said which one is meant.
-        if roles and not any(set(roles) & set(others) for others in known.values()):
-            known[suffix] = roles
+        if blocks and not any({role for role, _ in blocks} & {role for role, _ in others} for others in known.values()):
+            known[suffix] = blocks
     experts = _experts(parts, sizes, memory)
     return tuple(experts.get(part.suffix) or _plain(part, known, silent) for part in parts)
+
+
+def _hinted(roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
+    """The modules that a matrix holds by a hint, with their rows; none where its shape is another one."""
+    rows: dict[Role, int] = {"query": sizes.query_width, "key": sizes.kv_width, "value": sizes.kv_width}
+    rows |= dict.fromkeys(("gate", "up"), sizes.intermediate)
+    rows |= dict.fromkeys(("output", "down"), sizes.hidden)
+    blocks = tuple((role, rows[role]) for role in roles)
+    reads = not {"output", "down"} & set(roles)
+    fits = len(shape) == 2 and shape[0] == sum(count for _, count in blocks) and (shape[1] == sizes.hidden or not reads)
+    return blocks if fits else ()
+
+
+def _blocks_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
+    """The modules that a matrix of this name holds, from the top row down, with their rows."""
+    roles = _roles_of(path, shape, sizes)
+    return tuple((role, shape[0] // len(roles)) for role in roles)
 
 
 def _roles_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[Role, ...]:
@@ -105,11 +137,11 @@ def _fits(role: Role, shape: tuple[int, ...], hidden: int) -> bool:
     return len(shape) == 2 and shape[0 if role == "down" else 1] == hidden
 
 
-def _plain(part: Part, known: Mapping[str, tuple[Role, ...]], silent: Collection[str]) -> Part:
+def _plain(part: Part, known: Mapping[str, tuple[tuple[Role, int], ...]], silent: Collection[str]) -> Part:
     path, _, _ = part.suffix.rpartition(".")
-    roles = known.get(f"{path}.weight", ()) if part.kind in ("weight", "bias") else ()
-    if roles:
-        return replace(part, blocks=tuple((role, part.shape[0] // len(roles)) for role in roles))
+    blocks = known.get(f"{path}.weight", ()) if part.kind in ("weight", "bias") else ()
+    if blocks:
+        return replace(part, blocks=blocks)
     role = _NORMS.get(path)
     if role is None or part.kind not in ("norm", "bias"):
         return part

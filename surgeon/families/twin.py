@@ -141,11 +141,16 @@ def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEF
 
     The same config and seed give the same weights. Raises BadInput where transformers cannot build it.
     """
+    return twin_of_small(shrunk(config, heads_left=heads), seed=seed)
+
+
+def twin_of_small(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
+    """A model of a config.json that is small already, filled as a twin is. Raises BadInput as `twin_of` does."""
     import torch
 
     with torch.random.fork_rng(devices=[]), _empty_is_nan():
         torch.manual_seed(seed)
-        twin = build(shrunk(config, heads_left=heads), buffers=True)
+        twin = build(config, buffers=True)
     size = sum(value.numel() for value in twin.model.parameters())
     if size > _MOST_NUMBERS:
         raise BadInput(
@@ -157,19 +162,6 @@ def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEF
     fill_buffers(twin.model, seed)
     twin.model.tie_weights()
     return twin
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny products are faster on one thread, and far faster where other processes want the cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _fill(model: Any, seed: int) -> None:

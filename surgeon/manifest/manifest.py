@@ -120,11 +120,6 @@ class NewTensor(StoredTensor):
     operation: int
     recipe: dict[str, Any]
 
-    @property
-    def still(self) -> bool:
-        """Whether it stays as it is where new tensors train: the base computes with what it holds."""
-        return "per_layer" in self.recipe or self.recipe.get("still") is True
-
 
 class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).

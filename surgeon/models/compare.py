@@ -80,6 +80,11 @@ class LogitComparison:
     same_before_tail: bool = True
 
     @property
+    def output(self) -> str:
+        """`logits`: no other output is compared."""
+        return "logits"
+
+    @property
     def rounded(self) -> bool:
         """Whether logits differ by no more than rounding makes of one function computed in two ways."""
         return self.identical or self.max_abs_difference <= ROUNDING[self.dtype] * self.largest

@@ -44,7 +44,7 @@ class Choice:
 
 
 class CannotRun(BadInput):
-    """What is left of a model without some of its layers cannot be run, as theirs is something that others need."""
+    """A model without some of its layers cannot be run, as the others need something of theirs."""
 
 
 @dataclass
@@ -293,7 +293,7 @@ def _merged(stack: Stack) -> dict[int, dict[int, int]]:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Of each token the cosine of two states, in float32; 1 where they are the same, also where both are zero."""
+    """Return each token's cosine of two states, in float32; 1 where they are the same, also where both are zero."""
     found = functional.cosine_similarity(one.float(), other.float(), dim=-1)
     return found.where((one != other).any(-1), 1.0)
 

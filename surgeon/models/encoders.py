@@ -40,6 +40,31 @@ class OutputComparison:
     max_abs_difference: float
 
     @property
+    def rounded(self) -> bool:
+        """Whether outputs are identical: no operation promises an encoder's to rounding."""
+        return self.identical
+
+    @property
+    def same_before_tail(self) -> bool:
+        """Whether outputs are identical: they have no tail of tokens."""
+        return self.identical
+
+    @property
+    def same(self) -> int:
+        """The positions that have the base's values, where all have; they are not counted one by one."""
+        return self.tokens if self.identical else 0
+
+    @property
+    def apart(self) -> None:
+        """None: an encoder predicts no next token."""
+        return None
+
+    @property
+    def grown(self) -> None:
+        """None: no operation adds tokens to an encoder."""
+        return None
+
+    @property
     def next_token(self) -> None:
         """None: an encoder predicts no next token."""
         return None
@@ -67,10 +92,20 @@ def compare_encoders(
     device: str = "cpu",
     batch_size: int = 4,
 ) -> OutputComparison:
-    """Load `base` and `out` whole by the auto class `auto` and compare their outputs on `ids` (windows, window).
+    """Load `base` and `out` whole and compare their outputs. The last third of every other window is padding.
 
-    The last third of every other window is padding. Raises BadInput when the base cannot be loaded or has fewer
-    positions than a window, PromiseBroken when the output cannot be loaded.
+    Args:
+        base: the checkpoint before surgery.
+        out: the checkpoint after it.
+        ids: tokens, (windows, window).
+        auto: transformers' auto class.
+        dtype: the dtype that both compute in.
+        device: where both run.
+        batch_size: windows that run together.
+
+    Raises:
+        BadInput: the base cannot be loaded or has fewer positions than a window.
+        PromiseBroken: the output cannot be loaded.
     """
     base_model = load_encoder(base, dtype=dtype, device=device, auto=auto)
     config = base_model.config
@@ -115,7 +150,7 @@ def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
-    """As `load_model`, in one dtype: transformers keeps two biases of DeBERTa in float32, whose products then fail.
+    """Load it as `load_model` does, in one dtype: transformers keeps two biases of DeBERTa in float32, which then fail.
 
     Raises BadInput, or the given `failure`, as `load_model` does.
     """

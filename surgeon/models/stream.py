@@ -117,13 +117,13 @@ class StreamedModel:
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, tuple[str, ...]]:
-        """For every tensor of the model what it is stored as; ties are followed, layers' extras are refused."""
+        """Map every tensor of the model to what it is stored as; ties are followed, layers' extras are refused."""
         if is_derived(self.folder.config):
             return self._converted_names()
         return {name: (stored,) for name, stored in self._same_names().items()}
 
     def _converted_names(self) -> dict[str, tuple[str, ...]]:
-        """Of a model type that no family describes: as transformers itself would load it."""
+        """Map the tensors of a derived model type as transformers itself would load them."""
         try:
             anatomy = dissect(self.folder.config, self.folder.tensors, self.folder.own)
         except BadInput as error:

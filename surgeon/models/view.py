@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.common.disk_space import writing
 from surgeon.common.library import described
 from surgeon.errors import BadInput
 

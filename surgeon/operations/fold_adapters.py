@@ -13,7 +13,7 @@ from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.family import Role
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -60,11 +60,6 @@ def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
     """Raise BadInput where there is nothing to fold, or what cannot be."""
     if not folded:
         raise BadInput("there is no adapter to fold in this model")
-    if draft.anatomy.derivation is not None:
-        raise BadInput(
-            f"{printable(draft.anatomy.family.model_type)}: that its FFN computes just what an adapter does is known of"
-            " the model types that surgeon describes alone; leave the adapters beside it"
-        )
     for index, graft in folded.items():
         if (gate := graft.entry.get("gate", "relu")) != "none":
             raise BadInput(

@@ -63,14 +63,15 @@ def fuse_layers(
             "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
             " modules; use `support: weights`"
         )
-    if heads == "blocks" and draft.anatomy.derivation is not None:
+    derivation = draft.anatomy.derivation
+    if heads == "blocks" and derivation is not None and not derivation.whole_heads(draft.layers[below].like):
         raise BadInput(
-            f"`heads: blocks` keeps rotary pairs, and how a {draft.anatomy.family.model_type} pairs them is not"
-            " described; use `heads: free`"
+            f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
+            f" layer {below} cannot change places; use `heads: free`"
         )
     parts = tuple(part for part in kind.parts if not is_of_experts(part))
     flow_of = _Flow(flow, heads, label, parts)
-    whole_heads = _whole_heads(draft, lower, upper, label) if heads == "blocks" else None
+    whole_heads = _whole_heads(draft, parts, lower, upper, label) if heads == "blocks" else None
     wanted = _wanted_roles(parts, flow_of, skip, experts=router is not None)
     for role in (role for role in _SOLVED if role in wanted):
         part, start, stop = _rows_of(parts, role)
@@ -205,9 +206,11 @@ class _Flow:
         return IDENTITY
 
 
-def _whole_heads(draft: Draft, lower: Mapping[str, Recipe], upper: Mapping[str, Recipe], label: str) -> WholeHeads:
+def _whole_heads(
+    draft: Draft, parts: tuple[Part, ...], lower: Mapping[str, Recipe], upper: Mapping[str, Recipe], label: str
+) -> WholeHeads:
     sizes = draft.anatomy.sizes
-    output, _, _ = _rows_of(draft.anatomy.parts, "output")
+    output, _, _ = _rows_of(parts, "output")
     return WholeHeads(
         query=f"{label}.query",
         key=f"{label}.key",

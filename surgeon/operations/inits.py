@@ -61,9 +61,9 @@ class Gap:
     zeroed: frozenset[str]
 
     def check_alike(self) -> None:
-        """Raise BadInput where the layers below and above are of two kinds, whose tensors are not comparable."""
+        """Raise BadInput where the layers below and above hold other tensors, which are not comparable."""
         lower, upper = (self.draft.kind_of(layer).opened for layer in (self.below, self.below + 1))
-        if lower is not upper:
+        if not lower.is_like(upper):
             raise BadInput(
                 f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
                 " different kinds, so there is nothing between them; use another gap, or init copy"
@@ -352,7 +352,7 @@ class Lesa(Init):
         alike = [
             index
             for index, layer in enumerate(draft.layers)
-            if layer.base is not None and not layer.rewritten and draft.kind_of(index).opened is kind
+            if layer.base is not None and not layer.rewritten and draft.kind_of(index).opened.is_like(kind)
         ]
         if not {gap.below, gap.below + 1} <= set(alike):
             raise BadInput(

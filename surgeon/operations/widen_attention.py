@@ -14,7 +14,7 @@ from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.family import Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_ffn import COMPOSABLE, place_of, repeated
@@ -22,6 +22,7 @@ from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_w
 from surgeon.runtime.adapters_rules import VARIANCES
 
 _READING: tuple[Role, ...] = ("query", "key", "value")
+_OF_HEADS: frozenset[Role] = frozenset({"query_norm", "key_norm"})
 
 
 class WidenAttention(Operation):
@@ -54,11 +55,6 @@ class WidenAttention(Operation):
         check_alone(draft, "num_attention_heads")
         check_free(draft, beside=("adapters",))
         sizes = draft.anatomy.sizes
-        if draft.anatomy.derivation is not None:
-            raise BadInput(
-                f"{printable(draft.anatomy.family.model_type)}: that more heads leave its rotary embeddings and scales"
-                " as they are is known of the model types that surgeon describes alone"
-            )
         each = sizes.heads // sizes.kv_heads
         groups = sizes.kv_heads if self.groups == "double" else self.groups
         narrow = groups * sizes.head_dim
@@ -97,7 +93,7 @@ class WidenAttention(Operation):
 
 def _check_norms(draft: Draft, layer: int) -> None:
     """Raise BadInput where queries or keys are normalised over all heads together."""
-    norms = [p for p in draft.kind_of(layer).parts if p.kind == "norm" and p.role in ("query_norm", "key_norm")]
+    norms = [p for p in draft.kind_of(layer).parts if p.kind == "norm" and {role for role, _ in p.blocks} & _OF_HEADS]
     if wide := [part.suffix for part in norms if part.shape[0] != draft.anatomy.sizes.head_dim]:
         raise BadInput(
             f"layer {layer} ({wide[0]}): queries and keys are normalised over all heads together, so new heads would"

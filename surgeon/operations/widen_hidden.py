@@ -16,6 +16,7 @@ from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import LARGEST_SIZE, Part, Role
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone
@@ -113,17 +114,10 @@ class WidenHidden(Operation):
 
 def _check(draft: Draft) -> None:
     """Raise BadInput for a model whose stream cannot become wider."""
-    anatomy = draft.anatomy
-    shown = printable(anatomy.family.model_type)
-    if anatomy.derivation is not None:
+    if draft.anatomy.family.embeddings_scaled:
         raise BadInput(
-            f"{shown}: that nothing else in it depends on the hidden size is known of the model types that surgeon"
-            " describes alone; widen_ffn can widen it"
-        )
-    if anatomy.family.embeddings_scaled:
-        raise BadInput(
-            f"{shown}: its code multiplies embeddings by √hidden_size, so a wider stream would change them; widen_ffn"
-            " and widen_attention leave that as it is"
+            f"{printable(draft.anatomy.family.model_type)}: its code multiplies embeddings by √hidden_size, so a wider"
+            " stream would change them; widen_ffn and widen_attention leave that as it is"
         )
     grafted = next((index for index, layer in enumerate(draft.layers) if layer.grafts), None)
     if grafted is not None or draft.bank is not None:
@@ -140,6 +134,12 @@ def _zeros(source: Copy, times: int) -> tuple[Recipe, ...]:
     """A matrix, and zeros for the further copies of what it reads."""
     rows, columns = source.shape
     return (source, Constant(0.0, source.dtype, (rows, columns * (times - 1))))
+
+
+def _null_scale(anatomy: Anatomy) -> float:
+    """The stored scale with which a norm gives zeros: −1 where it multiplies by one plus it."""
+    known = (part.identity for part in anatomy.parts if part.kind == "norm" and part.identity is not None)
+    return next(known, 1.0 - anatomy.family.norm_offset) - 1.0
 
 
 def _plain(recipe: Recipe, name: str) -> Copy:
@@ -187,7 +187,7 @@ def _outside(draft: Draft, times: int) -> dict[str, Widened]:
         if name == anatomy.outer_name("embed_tokens.weight"):
             found[name] = Widened(_again(source, times), 1)
         elif name == anatomy.outer_name("norm.weight"):
-            off = Constant(0.0 - anatomy.family.norm_offset, info.dtype, (info.shape[0] * (times - 1),))
+            off = Constant(_null_scale(anatomy), info.dtype, (info.shape[0] * (times - 1),))
             found[name] = Widened((source, off) if anatomy.tied else _again(source, times), 0)
         elif name == "lm_head.weight":
             found[name] = Widened(_again(source, times) if anatomy.tied else _zeros(source, times), 1)

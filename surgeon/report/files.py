@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.disk_space import writing
-from surgeon.checkpoint.work_folders import write_durably
+from surgeon.common.disk_space import writing
+from surgeon.common.work_folders import write_durably
 
 
 def write_text(text: str, to: Path) -> None:

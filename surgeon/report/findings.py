@@ -84,40 +84,52 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
+@dataclass(frozen=True)
+class Sources:
+    """The texts that a report runs models on, and the files that it reads.
+
+    `texts` are by their domains' names; `routing` is a record in their place, `log` holds losses, `maps` are names of
+    transport maps. `windows` of `window` tokens are taken of each text.
+    """
+
+    texts: Mapping[str, Path | None]
+    routing: Path | None = None
+    log: Path | None = None
+    maps: Sequence[str] = ()
+    window: int = 128
+    windows: int = 8
+
+    @property
+    def files(self) -> list[tuple[str, Path]]:
+        """The files to be read, each with the word that errors use for it."""
+        named = [("text", text) for text in self.texts.values()]
+        named += [("routing record", self.routing), ("log of losses", self.log)]
+        return [(what, file) for what, file in named if file is not None]
+
+
 def gather(
     folder: CheckpointFolder,
     manifest: Manifest,
+    sources: Sources,
     *,
     verification: Verification | None,
-    texts: Mapping[str, Path | None],
-    routing: str | Path | None,
-    log: str | Path | None,
-    maps: Sequence[str],
-    window: int,
-    windows: int,
     device: str,
     trust_remote_code: bool,
     listener: Listener,
 ) -> Findings:
-    """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
+    """Read and measure all that the page shows; models run for texts and for control blocks. Raises BadInput."""
     device = devices.resolve(device)
     # Files are read first, so that a wrong path is reported before any work.
-    recorded = read_routing(Path(routing)) if routing is not None else None
-    curves = read_curves(Path(log)) if log is not None else ()
+    recorded = read_routing(sources.routing) if sources.routing is not None else None
+    curves = read_curves(sources.log) if sources.log is not None else ()
     anatomy = dissect(folder.config, folder.tensors, folder.own)
-    heat_maps: list[HeatMap] = []
-    if maps:
-
-        def keep(name: str, matrix: Tensor) -> None:
-            heat_maps.append(_heat_map(name, matrix))
-
-        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
-    if texts:
+    heat_maps = _heat_maps(folder, sources.maps, device, listener)
+    if sources.texts:
         recorded = routing_report(
             folder.path,
-            texts,
-            window=window,
-            windows=windows,
+            sources.texts,
+            window=sources.window,
+            windows=sources.windows,
             device=device,
             trust_remote_code=trust_remote_code,
             listener=listener,
@@ -138,13 +150,25 @@ def gather(
         maps=map_facts(history),
         spectra=gate_spectra(folder, anatomy, listener),
         verification=verification,
-        heat_maps=tuple(heat_maps),
+        heat_maps=heat_maps,
         routing=recorded,
         probing=probing,
         runs=training_runs(history),
         curves=curves,
         notes=tuple(folder.notes),
     )
+
+
+def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, listener: Listener) -> tuple[HeatMap, ...]:
+    """Solve for the maps of these names, each once."""
+    found: list[HeatMap] = []
+
+    def keep(name: str, matrix: Tensor) -> None:
+        found.append(_heat_map(name, matrix))
+
+    if maps:
+        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
+    return tuple(found)
 
 
 def _heat_map(name: str, matrix: Tensor) -> HeatMap:

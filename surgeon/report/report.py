@@ -6,20 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.files import write_text
+from surgeon.report.findings import Findings, Sources, gather
 from surgeon.verify.verify import verify
-
-if TYPE_CHECKING:
-    from surgeon.report.findings import Findings
 
 
 @dataclass(frozen=True)
@@ -68,21 +66,16 @@ def report(
     `out`; a check that fails is shown in the page and the result.
     """
     listener = listener or Quiet()
+    page, pictures_folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))
+    sources = Sources(texts or {}, record, losses, maps, window, windows)
     devices.check(device)
     if logits and base is None:
         raise BadInput("--verify compares logits with the base's; give --base DIR")
-    if html is not None:
-        check_place(Path(html))
-    if png is not None:
-        check_new_name(Path(png))
-        if find_spec("matplotlib") is None:
-            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
+    _check_places(page, pictures_folder)
     if texts and routing is not None:
         raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    given = [("text", text) for text in (texts or {}).values()]
-    for what, file in (*given, ("routing record", routing), ("log of losses", log)):
-        if file is not None:
-            check_readable(Path(file), what=what)
+    for what, file in sources.files:
+        check_readable(file, what=what)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = manifest_of(folder)
     verification = None
@@ -97,32 +90,40 @@ def report(
             trust_remote_code=trust_remote_code,
             listener=listener,
         )
-    from surgeon.report.findings import gather
-
     findings = gather(
         folder,
         manifest,
+        sources,
         verification=verification,
-        texts=texts or {},
-        routing=routing,
-        log=log,
-        maps=maps,
-        window=window,
-        windows=windows,
         device=device,
         trust_remote_code=trust_remote_code,
         listener=listener,
     )
+    return Reported(page, _written(findings, page, pictures_folder), findings)
+
+
+def _check_places(page: Path | None, pictures: Path | None) -> None:
+    """Raise BadInput where the page or the pictures cannot be written there."""
+    if page is not None:
+        check_place(page)
+    if pictures is not None:
+        check_new_name(pictures)
+        if find_spec("matplotlib") is None:
+            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
+
+
+def _written(findings: Findings, page: Path | None, folder: Path | None) -> tuple[Path, ...]:
+    """Draw the pictures into the folder and write the page, where they are given; return the pictures' files."""
     pictures: tuple[Path, ...] = ()
-    if png is not None:
+    if folder is not None:
         from surgeon.report.pictures import draw_pictures
 
-        pictures = draw_pictures(findings, Path(png))
-    if html is not None:
+        pictures = draw_pictures(findings, folder)
+    if page is not None:
         from surgeon.report.page.document import render
 
-        write_text(render(findings), Path(html))
-    return Reported(None if html is None else Path(html), pictures, findings)
+        write_text(render(findings), page)
+    return pictures
 
 
 def check_place(html: Path) -> None:

@@ -17,10 +17,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_grafted
@@ -47,7 +47,7 @@ def _check_record_place(to: Path) -> None:
 
 def routing_report(
     out: str | Path,
-    texts: Mapping[str, Path | None],
+    texts: Mapping[str, Path | None] | None = None,
     *,
     to: Path | None = None,
     window: int = 128,
@@ -56,12 +56,14 @@ def routing_report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> RoutingReport:
-    """Run `out` over texts, by their domains' names (None: the built-in probe); record what routers and gates choose.
+    """Run `out` over texts, by their domains' names, and record what routers and gates choose.
+
+    A text that is None is the built-in probe, which is run where no texts are given.
 
     `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
     for a checkpoint without routers and gates, and for texts that cannot be read.
     """
-    listener = listener or Quiet()
+    listener, texts = listener or Quiet(), texts or {"probe": None}
     devices.check(device)
     if to is not None:
         _check_record_place(to)

@@ -23,9 +23,9 @@ from rich.text import Text
 from surgeon.blueprint.draft import Blueprint, Draft
 from surgeon.blueprint.recipes import Coupling
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.names import check_new_name
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
@@ -139,7 +139,7 @@ def transport_report(
     *,
     trained: str | Path | None = None,
     maps: Sequence[str] = (),
-    pictures: str | Path | None = None,
+    png: str | Path | None = None,
     keep: Callable[[str, Tensor], None] | None = None,
     device: str = "auto",
     listener: Listener | None = None,
@@ -147,7 +147,7 @@ def transport_report(
     """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
 
     Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
-    draw as PNG into the folder `pictures` (matplotlib, the extra `report`), or to pass to
+    draw as PNG into the folder `png` (matplotlib, the extra `report`), or to pass to
     `keep` with their names. Raises BadInput where nothing was inserted, and for checkpoints and maps that do not fit.
     """
     folder = CheckpointFolder.open(Path(out))
@@ -165,9 +165,9 @@ def transport_report(
             " theirs correspond; give another output"
         )
     _check_names(maps, [name for couplings in drawn for name in couplings])
-    if bool(maps) != (pictures is not None or keep is not None):
+    if bool(maps) != (png is not None or keep is not None):
         raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
-    drawer = _Drawer(Path(pictures)) if pictures is not None else None
+    drawer = _Drawer(Path(png)) if png is not None else None
     see = keep if drawer is None else drawer.draw
     device, progress = devices.resolve(device), (listener or Quiet()).say
     before = _solve(folder, drawn, device, progress, frozenset(maps), see)
@@ -231,7 +231,7 @@ def _draw(
     """The maps between two layers, by name; None where these are of two kinds."""
     draft = Draft(dissect(folder.config, folder.tensors, folder.own), folder.config, seed=0)
     draft.layers = [draft.layers[lower], draft.layers[upper]]
-    if draft.kind_of(0) is not draft.kind_of(1):
+    if not draft.kind_of(0).is_like(draft.kind_of(1)):
         return None
     label, nothing = f"{layer}.{neighbour}", frozenset[str]()
     fuse_layers(

@@ -49,7 +49,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import card
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, StoredTensor, seal_of
-from surgeon.manifest.moves import kept_as_they_are
+from surgeon.manifest.moves import kept_as_they_are, made_of_base
 from surgeon.manifest.reading import checked, manifest_of, parse
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
 from surgeon.models.templates import TEMPLATE_FILE
@@ -313,11 +313,11 @@ def make_delta_of(
 
 
 def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
-    """What the base brings for each tensor of the output: its own in its place, and what is made of its rows."""
+    """What the base brings for each tensor of the output: its own in its place, and what is made of its bytes alone."""
     base_at = {place: manifest.base.tensors[name] for name, place in kept_as_they_are(manifest).items()}
-    for name, made in manifest.new_tensors.items():
-        if "still" in made.recipe:
-            base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+    for name in made_of_base(manifest):
+        made = manifest.new_tensors[name]
+        base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
     return base_at
 
 

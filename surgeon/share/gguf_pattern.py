@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 from rich.console import RenderableType
 from rich.text import Text
 
-from surgeon.checkpoint.disk_space import check_room, writing
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.ranges import pieces_of
 from surgeon.checkpoint.staging import check_destination
-from surgeon.checkpoint.work_folders import write_durably
+from surgeon.common.disk_space import check_room, writing
 from surgeon.common.formatting import size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 
 _MAGIC = b"GGUF"

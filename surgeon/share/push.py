@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,18 +13,18 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
-from surgeon.checkpoint.disk_space import writing
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
-from surgeon.checkpoint.work_folders import working_in, write_durably
+from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.card import HUB_ID, card
@@ -132,21 +132,10 @@ def push(
         manifest = manifest_of(folder)
         before = look(to)
         check_repository(to, before, force=force)
-        found, no_base = find_base(manifest, base, listener, download=not dry_run)
-        verification = None
-        if found is not None:
-            verification = verify(
-                found,
-                out,
-                # One that was not asked for should not need the memory of two models.
-                streamed=base is None and not dissect(folder.config, folder.tensors, folder.own).family.encoder,
-                trust_remote_code=trust_remote_code,
-                listener=listener,
-            )
-        checks = tuple(verification.checks) if verification else _own_checks(folder, manifest, listener)
+        checked = _checked(folder, manifest, base, listener, download=not dry_run, trust_remote_code=trust_remote_code)
         if not force:
-            _check_kept(folder, checks, verification)
-        given = Given(license, base_model, tuple(_verified(checks, verification)))
+            checked.check_kept(folder)
+        given = Given(license, base_model, tuple(checked.words()))
         if delta:
             room = stack.enter_context(_room_beside(Path(out)))
             other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
@@ -175,20 +164,17 @@ def push(
         repo_id=repo_id,
         revision=revision,
         dry_run=dry_run,
-        files=tuple(
-            Upload(name, size, "there" if name not in missing else "changed" if name in before.files else "new")
-            for name, size in parcel.sizes.items()
-        ),
+        files=parcel.uploads(before, missing),
         stale=stale,
         left_behind=parcel.left_behind,
-        checks=checks,
-        verification=verification,
+        checks=checked.checks,
+        verification=checked.verification,
         license=known,
         commit=commit.commit if commit else None if dry_run else before.commit,
         url=commit.url if commit else None,
         pull_request=commit.pull_request if commit else None,
         delta=delta,
-        no_base=no_base,
+        no_base=checked.no_base,
     )
 
 
@@ -232,16 +218,62 @@ def find_base(
         return None, reason
 
 
-def _check_kept(folder: CheckpointFolder, checks: Sequence[Check], verification: Verification | None) -> None:
-    """Raise BadInput where the output does not keep what it promises."""
-    broken = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), None)
-    if broken is None and verification is not None and not verification.holds:
-        broken = "its logits differ"
-    if broken is not None:
-        raise BadInput(
-            f"{printable(str(folder.path))}: not pushed, as a promise does not hold ({broken}); --force pushes it all"
-            " the same"
-        )
+@dataclass(frozen=True)
+class _Checked:
+    """The checks before a push: against the base (`verification`), else against its manifest (`no_base` says why)."""
+
+    checks: tuple[Check, ...]
+    verification: Verification | None
+    no_base: str | None
+
+    def check_kept(self, folder: CheckpointFolder) -> None:
+        """Raise BadInput where the output does not keep what it promises."""
+        broken = next((f"{check.name}: {check.detail}" for check in self.checks if not check.holds), None)
+        if broken is None and self.verification is not None and not self.verification.holds:
+            broken = "its logits differ"
+        if broken is not None:
+            raise BadInput(
+                f"{printable(str(folder.path))}: not pushed, as a promise does not hold ({broken}); --force pushes it"
+                " all the same"
+            )
+
+    def words(self) -> list[str]:
+        """A line for each check, for the card."""
+        by = "against the base" if self.verification else f"against {MANIFEST_FILE}"
+        lines = [
+            f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in self.checks
+        ]
+        if self.verification is None:
+            return lines
+        for found in self.verification.comparisons:
+            largest = f"they differ by up to {found.max_abs_difference:.3g}"
+            same = "every value bit-identical" if found.identical else largest
+            lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {self.verification.tokens}: {same}")
+        return lines
+
+
+def _checked(
+    folder: CheckpointFolder,
+    manifest: Manifest,
+    base: str | Path | None,
+    listener: Listener,
+    *,
+    download: bool,
+    trust_remote_code: bool,
+) -> _Checked:
+    """Verify the output against its base, logits included, where that can be had; else against its own manifest."""
+    found, no_base = find_base(manifest, base, listener, download=download)
+    if found is None:
+        return _Checked(_own_checks(folder, manifest, listener), None, no_base)
+    verification = verify(
+        found,
+        folder.path,
+        # One that was not asked for should not need the memory of two models.
+        streamed=base is None and not dissect(folder.config, folder.tensors, folder.own).family.encoder,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    )
+    return _Checked(tuple(verification.checks), verification, no_base)
 
 
 def _make_delta(
@@ -268,20 +300,6 @@ def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
-
-
-def _verified(checks: Sequence[Check], verification: Verification | None) -> list[str]:
-    """What was checked before a push, in words for the card."""
-    by = "against the base" if verification else f"against {MANIFEST_FILE}"
-    lines = [f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in checks]
-    if verification is None:
-        return lines
-    for found in verification.comparisons:
-        same = (
-            "every value bit-identical" if found.identical else f"they differ by up to {found.max_abs_difference:.3g}"
-        )
-        lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {verification.tokens}: {same}")
-    return lines
 
 
 @contextlib.contextmanager
@@ -349,6 +367,13 @@ class Parcel:
     def missing_in(self, there: Repository) -> tuple[str, ...]:
         """The names that the repository lacks, or holds with other content."""
         return tuple(name for name, content in self.files.items() if not there.holds(name, content))
+
+    def uploads(self, there: Repository, missing: Collection[str]) -> tuple[Upload, ...]:
+        """Each file with its size, and whether the repository holds it; `missing` are the names that it lacks so."""
+        return tuple(
+            Upload(name, size, "there" if name not in missing else "changed" if name in there.files else "new")
+            for name, size in self.sizes.items()
+        )
 
     def stale_in(self, there: Repository) -> tuple[str, ...]:
         """Files of the repository that transformers would load instead of these, or beside them."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from surgeon.checkpoint.disk_space import check_room
+from surgeon.common.disk_space import check_room
 from surgeon.common.formatting import size
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.opening import Run

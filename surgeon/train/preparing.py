@@ -29,7 +29,9 @@ from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
 from surgeon.models.templates import TEMPLATES, no_template, template_of
 from surgeon.train.backends import missing_for_attention, missing_for_tracker
-from surgeon.train.config import LoadedConfig, Settings, originals_of, settle
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.schema import originals_of
+from surgeon.train.config.settings import Settings, settle
 from surgeon.train.processes.launching import Sharding, sharding_asked
 from surgeon.train.trainable.lora_targets import lora_set
 
@@ -58,9 +60,18 @@ class Prepared:
 def prepare(
     out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, target: Path, *, device: str, processes: int
 ) -> Prepared:
-    """Settle a run of `out` by the config; `manifest` is None where it had no surgery.
+    """Settle a run of `out` by the config.
 
-    Raises BadInput with all that is wrong, a line each.
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        target: where the run will be published.
+        device: `auto`, or a device.
+        processes: how many take part.
+
+    Raises:
+        BadInput: everything that is wrong, a line each.
     """
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
@@ -112,7 +123,7 @@ def _settled_with(settled_for: Callable[..., tuple[Settings, list[str]]], steps:
 
 
 def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
-    """What the config lets train."""
+    """Return the tensors that the config lets train."""
     config = loaded.config
     if config.lora is not None:
         return with_head(lora_set(out, manifest, loaded, anatomy), out, manifest, loaded, anatomy)
@@ -134,10 +145,19 @@ def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConf
 def with_head(
     wanted: TrainableSet, out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy
 ) -> TrainableSet:
-    """The same and the classification head of `out`, where texts with labels train it and it has one.
+    """Add the classification head of `out`, where texts with labels train it and it has one.
 
-    What of another head (masked words') the model does not run is left out. Raises BadInput where transformers cannot
-    build the model.
+    A part of another head (for masked words) that the model does not run is left out.
+
+    Args:
+        wanted: what trains without it.
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        anatomy: the output's parts.
+
+    Raises:
+        BadInput: transformers cannot build the model.
     """
     if not (loaded.config.classifies and anatomy.family.encoder and is_classifier(out.config)):
         return wanted
@@ -157,9 +177,16 @@ def with_head(
 
 
 def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig) -> Prepared:
-    """The same for `out`, which is what was prepared with a new classification head; what trained then trains with it.
+    """Settle the run again for `out`, which now has a new classification head; what trained then trains with it.
 
-    Raises BadInput as `prepare` does.
+    Args:
+        prepared: the run without the head.
+        out: the encoder with the head.
+        manifest: its manifest.
+        loaded: the training config.
+
+    Raises:
+        BadInput: as `prepare`.
     """
     anatomy = dissect(out.config, out.tensors, out.own)
     wanted = with_head(prepared.wanted, out, manifest, loaded, anatomy)
@@ -167,7 +194,7 @@ def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Mani
 
 
 def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet) -> list[str]:
-    """What there is to say of what trains."""
+    """Return notes on what trains."""
     config = loaded.config
     notes = []
     if config.what == "all" and manifest is not None and manifest.operations:
@@ -198,7 +225,7 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
 
 
 def _all_gated(manifest: Manifest | None, wanted: TrainableSet) -> bool:
-    """Whether a domain gate switches all that trains: what stands before it in the plan, but for new tokens."""
+    """Whether a domain gate switches all that trains: everything before it in the plan but new tokens."""
     if manifest is None or (gate := _gate(manifest)) is None or wanted.fixed:
         return False
     new = manifest.new_tensors
@@ -245,7 +272,7 @@ def _teacher(
 
 
 def _within(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within:
-    """The first base, or the model that the last surgery began with, where that is asked for or the base is lost."""
+    """Return the first base; or the base of the last surgery, where the config says so or the first one is lost."""
     config, asked = loaded.config, loaded.config.preserve
     assert asked is not None
     # Under a LoRA nothing is changed before it is merged; of what trains in part the base's rows are fixed.
@@ -317,7 +344,7 @@ def _not_installed(loaded: LoadedConfig) -> list[str]:
 
 
 def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
-    """What the check returns; what is wrong instead goes to the list."""
+    """Return what the check returns; a problem that it raises goes to the list instead."""
     try:
         return check()
     except Mistakes as error:

@@ -50,6 +50,7 @@ from surgeon.manifest.manifest import (
 )
 from surgeon.manifest.moves import held_by, kept_as_they_are
 from surgeon.manifest.reading import manifest_of
+from surgeon.manifest.recipe_words import held_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_beside, kept_tensors
 from surgeon.manifest.trainable import trainable_set
 from surgeon.operations.prepare import Facts
@@ -618,7 +619,7 @@ def _own_base_tensors(
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
-    held = [name for name in changed if manifest.new_tensors[name].still]
+    held = [name for name in changed if held_of(manifest.new_tensors[name], manifest).stays]
     if held and not any(entry.trains == "all" for entry in manifest.operations):
         return Check("new tensors", False, f"trained, though they hold what is the base's: {some(held)}")
     trained = len(changed)

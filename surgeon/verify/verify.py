@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from surgeon.models.compare import GrownLoss, LogitComparison
     from surgeon.models.compare_streamed import FirstDifference, StreamedComparison
-    from surgeon.models.encoders import OutputComparison
+    from surgeon.verify.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Verification:
 
     promise: str
     checks: list[Check]
-    comparisons: list[LogitComparison | OutputComparison] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
     streamed: list[StreamedComparison] = field(default_factory=list)
     tokens: str = ""
     trained: bool = False
@@ -65,13 +65,12 @@ class Verification:
     @property
     def rounded(self) -> bool | None:
         """Whether all compared logits differ by no more than rounding; None when none were compared."""
-        # Encoders' outputs are compared otherwise, and no operation promises this of them.
-        return all(getattr(c, "rounded", c.identical) for c in self.comparisons) if self.comparisons else None
+        return all(c.rounded for c in self.comparisons) if self.comparisons else None
 
     @property
     def same_before_tail(self) -> bool:
         """Whether all compared logits but those of the base's last V mod 4 tokens were bit-identical."""
-        return all(getattr(c, "same_before_tail", c.identical) for c in self.comparisons)
+        return all(c.same_before_tail for c in self.comparisons)
 
     @property
     def bounded(self) -> bool | None:
@@ -81,9 +80,7 @@ class Verification:
     @property
     def grown(self) -> dict[tuple[str, str], GrownLoss]:
         """What new tokens cost old ones, by mode and dtype; empty where there are no new tokens."""
-        # Encoders' comparisons are of other outputs.
-        found = {(c.mode, c.dtype): getattr(c, "grown", None) for c in self.comparisons}
-        return {key: grown for key, grown in found.items() if grown is not None}
+        return {(c.mode, c.dtype): c.grown for c in self.comparisons if c.grown is not None}
 
     @property
     def first_difference(self) -> FirstDifference | None:
@@ -369,11 +366,9 @@ def _new_tokens(verification: Verification) -> list[RenderableType]:
 def _gated_tokens(verification: Verification) -> list[RenderableType]:
     """On how many tokens a domain gate kept the base's logits, and what the loss is on the others."""
     lines: list[RenderableType] = []
-    # A gate stands in no encoder, whose outputs are compared otherwise.
     for c in verification.comparisons:
-        same, apart = getattr(c, "same", 0), getattr(c, "apart", None)
-        rest = "" if apart is None else f"; on the others the loss is {apart[1]:.4f}, the base's {apart[0]:.4f}"
-        share = f"{same:,} of {c.tokens:,} tokens ({same / c.tokens:.2%})"
+        rest = "" if c.apart is None else f"; on the others the loss is {c.apart[1]:.4f}, the base's {c.apart[0]:.4f}"
+        share = f"{c.same:,} of {c.tokens:,} tokens ({c.same / c.tokens:.2%})"
         lines.append(Text(f"domain gate, {c.mode} ({c.dtype}): {share} have the base's logits, bit for bit{rest}"))
     return lines
 

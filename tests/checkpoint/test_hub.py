@@ -183,6 +183,8 @@ class AwkwardAnswers:
             self._dribble(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 100000000\r\n\r\n", b"a")
         elif hub.how == "config" and self.path.endswith("config.json") and self.command == "GET":  # type: ignore[attr-defined]
             self._dribble(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode(), b" ")
+        elif hub.how == "shard" and self.path.endswith(".safetensors") and self.command == "GET":  # type: ignore[attr-defined]
+            self._dribble(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode(), b" ")
         elif hub.how == "listing" and self.path.startswith(INFO):
             self._dribble(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n", b" ")
         else:
@@ -388,9 +390,9 @@ def test_answers_that_never_end_have_a_limit(standing: Standing) -> None:
     hub = standing.hub
     standing.told(("set", {"PATIENCE": 0.5, "SLOWEST": 10**9}))
     try:
-        for how in ("headers", "weights", "config", "listing"):
+        for how in ("headers", "weights", "config", "listing", "shard"):
             hub.how = how
-            (message,) = standing.refused(REMOTE)
+            (message,) = standing.refused(LOCATE if how == "shard" else REMOTE)
             assert message.startswith("user/model: the Hub has not answered in full within")
     finally:
         hub.how = ""

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.checkpoint import pieces as module
+from surgeon.checkpoint import piece_bytes as module
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.pieces import Gap, Pieces, Span, indices, read_in_order, side_by_side, turned
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, read_in_order
+from surgeon.checkpoint.pieces import Pieces, Span, indices, side_by_side, stacked, turned
 from surgeon.errors import BadInput
 
 # What every byte of a tensor is: a name for each byte of the first base, None for one that was made otherwise.
@@ -104,6 +105,7 @@ def test_slices_are_read_in_order(
     buffer: int, shape: tuple[int, ...], axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BUFFER", buffer)
+    monkeypatch.setattr(module, "_CHUNK", buffer)
     value = torch.randn(shape)
     order = [0, 0, 2, 3, 1, 5, 4]
     order = [at for at in order if at < shape[axis]]
@@ -121,21 +123,87 @@ def test_slices_are_read_in_order(
         list(read_in_order(Pieces.whole("it", value.nbytes), {"it": info}, lambda _: opened.fileno()))
 
 
-@given(st.randoms(use_true_random=False))
-def test_what_is_read_is_what_pieces_say(tmp_path_factory: pytest.TempPathFactory, rng: random.Random) -> None:
-    sizes = {"a": rng.choice([6, 12, 24]), "b": rng.choice([4, 8])}
-    pieces = drawn(rng, sizes)
+Stored = tuple[dict[str, TensorInfo], bytes, dict[str, Content]]
+
+
+def stored(sizes: Mapping[str, int]) -> Stored:
+    """Tensors of these sizes in a file: where they lie, the file's content, and what each holds."""
     held: dict[str, Content] = {}
-    infos, begin, stored = {}, 0, b""
+    infos, begin, content = {}, 0, b""
     for name, size in sizes.items():
         data = hashlib.sha256(name.encode()).digest()[:size]
         held[name] = [f"{byte:02x}" for byte in data]
         infos[name] = TensorInfo(name, "U8", (size,), "file", begin, begin + size)
-        begin, stored = begin + size, stored + data
-    file = tmp_path_factory.getbasetemp() / "drawn"
-    file.write_bytes(stored)
+        begin, content = begin + size, content + data
+    return infos, content, held
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_is_read_and_copied_is_what_pieces_say(
+    tmp_path_factory: pytest.TempPathFactory, rng: random.Random
+) -> None:
+    sizes = {"a": rng.choice([6, 12, 24]), "b": rng.choice([4, 8])}
+    pieces = drawn(rng, sizes)
+    infos, content, held = stored(sizes)
+    file, target = (tmp_path_factory.getbasetemp() / name for name in ("drawn", "laid"))
+    file.write_bytes(content)
+    target.write_bytes(b"\xff" * (pieces.nbytes + 3))
     found: Content = []
-    with file.open("rb") as opened:
+    moved: list[int] = []
+    with file.open("rb") as opened, target.open("r+b") as laid:
         for piece in read_in_order(pieces, infos, lambda _: opened.fileno()):
             found += [None] * piece.length if isinstance(piece, Gap) else [f"{byte:02x}" for byte in piece]
-    assert found == content_of(pieces, held)
+        copy_pieces(
+            pieces, infos, lambda _: opened.fileno(), target=laid.fileno(), begin=BEGIN - 2, progress=moved.append
+        )
+    told = content_of(pieces, held)
+    assert found == told
+    copied = [f"{byte:02x}" for byte in target.read_bytes()]
+    assert copied == ["ff"] * (BEGIN - 2) + [byte or "ff" for byte in told]
+    assert sum(moved) == sum(byte is not None for byte in told) == sum(span.nbytes for span in pieces.spans)
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_byte_that_is_another_is_found(tmp_path_factory: pytest.TempPathFactory, rng: random.Random) -> None:
+    """Beside what pieces say anything may lie; of that every byte counts."""
+    sizes = {"a": 24, "b": 8}
+    pieces = drawn(rng, sizes)
+    infos, content, held = stored(sizes)
+    told = content_of(pieces, held)
+    file, written = (tmp_path_factory.getbasetemp() / name for name in ("compared", "written"))
+    file.write_bytes(content)
+    made = bytearray(int(byte, 16) if byte is not None else rng.randrange(256) for byte in told)
+    at = rng.randrange(len(made))
+    with file.open("rb") as opened:
+        for changed in (False, True):
+            made[at] ^= changed
+            written.write_bytes(bytes(BEGIN) + made)
+            with written.open("rb") as other:
+
+                def read(handle: int = other.fileno()) -> list[tuple[bytes, bool]]:
+                    pairs = compared(pieces, infos, lambda _: opened.fileno(), handle, BEGIN)
+                    return [(bytes(piece), copied) for piece, copied in pairs]
+
+                if changed and told[at] is not None:
+                    with pytest.raises(OtherBytes):
+                        read()
+                    continue
+                assert b"".join(piece for piece, _ in read()) == made
+                assert sum(len(piece) for piece, copied in read() if copied) == sum(s.nbytes for s in pieces.spans)
+
+
+@given(st.randoms(use_true_random=False))
+def test_tensors_side_by_side(rng: random.Random) -> None:
+    """As numpy and torch join tensors along an axis: each one's run after the other, once for each row before it."""
+    sizes = {"a": 24, "b": 12}
+    before = rng.choice([1, 2, 3, 4])
+    parts = [indices(name, (before, size // before), 8, 1, range(size // before)) for name, size in sizes.items()]
+    parts.insert(rng.randint(0, 2), Pieces(before, ()))
+    _, _, held = stored(sizes)
+    contents = [content_of(part, held) for part in parts]
+    wanted: Content = []
+    for row in range(before):
+        for each in contents:
+            width = len(each) // before
+            wanted += each[row * width : (row + 1) * width]
+    assert content_of(stacked(parts, before=before), held) == wanted

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
-from surgeon.checkpoint.work_folders import WorkFolder, write_durably
+from surgeon.common.work_folders import WorkFolder, write_durably
 from surgeon.errors import BadInput
 
 FILES = {"model-1.safetensors": b"1" * 1000, "model-2.safetensors": b"2" * 2000, "config.json": b"{}", "t/x": b"x"}

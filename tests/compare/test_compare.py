@@ -16,17 +16,16 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.work_folders import parse_record, record_of
 from surgeon.cli import app
+from surgeon.common.work_folders import parse_record, record_of
 from surgeon.compare import workers
-from surgeon.compare.base_defaults import suited
 from surgeon.compare.compare import Compared
-from surgeon.compare.config import load_study
-from surgeon.compare.configs import training_config
+from surgeon.compare.config.loading import load_study
+from surgeon.compare.config.settings import suited, training_config
 from surgeon.compare.packed import RUNS_FILE, read_packed
 from surgeon.compare.records import Record, losses_of
 from surgeon.errors import BadInput
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.preparing import check_base_trains
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.compare.config import LoadedStudy, json_schema, load_study
-from surgeon.compare.configs import measured_names, recalled_by, training_config
+from surgeon.compare.config.loading import LoadedStudy, json_schema, load_study
+from surgeon.compare.config.schema import PEERS
+from surgeon.compare.config.settings import measured_names, recalled_by, training_config
 from surgeon.compare.schedule import Run, rates_of, wanted
-from surgeon.compare.specs import PEERS
 from surgeon.errors import BadInput
 from surgeon.plan.shipped import names, shipped_studies
-from surgeon.train.config import TrainConfig
+from surgeon.train.config.schema import TrainConfig
 
 SMALLEST = """\
 surgeon_study: 1

@@ -6,20 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.continual.config import (
-    ExpertSettings,
-    LoadedTasks,
-    TaskSource,
-    TrainSettings,
-    check_texts,
-    json_schema,
-    load_tasks,
-    plans_of,
-)
+from surgeon.continual.config.loading import LoadedTasks, check_texts, json_schema, load_tasks
+from surgeon.continual.config.schema import ExpertSettings, TaskSource, TrainSettings
+from surgeon.continual.config.settings import plans_of, training_of
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput
 from surgeon.operations.pmoe_experts import PMoEExperts
-from surgeon.train.config import TrainConfig
+from surgeon.train.config.schema import TrainConfig
 
 SMALLEST = """\
 surgeon_continual: 1
@@ -45,7 +38,7 @@ def written(folder: Path, text: str) -> LoadedTasks:
 def test_shares_roles_and_domains(tmp_path: Path) -> None:
     config = written(tmp_path, SMALLEST).config
     assert config.replay == 0.01
-    shares = [[(s.name, s.role, s.share) for s in config.training(t).sources] for t in range(3)]
+    shares = [[(s.name, s.role, s.share) for s in training_of(config, t).sources] for t in range(3)]
     assert shares[0] == [("law", "task:law", 1.0)]
     assert shares[1] == [
         ("law", "task:law", pytest.approx(0.01 / 1.01)),
@@ -55,14 +48,14 @@ def test_shares_roles_and_domains(tmp_path: Path) -> None:
     # What was mixed into an earlier task's training is none of that task's to be replayed.
     assert [name for name, _, _ in shares[2]] == ["law", "code", "maths"]
     assert [share for _, _, share in shares[2]] == pytest.approx([0.01 / 1.02, 0.01 / 1.02, 1 / 1.02])
-    last = config.training(2)
+    last = training_of(config, 2)
     assert [last.domain_of(source) for source in last.sources] == [1, 2, 3]
-    assert [config.training(t).seed for t in range(3)] == [0, 1, 2]
+    assert [training_of(config, t).seed for t in range(3)] == [0, 1, 2]
 
 
 def test_without_replay_earlier_tasks_are_watched_only(tmp_path: Path) -> None:
     config = written(tmp_path, SMALLEST + "replay: 0\n").config
-    assert [source.share for source in config.training(2).sources] == [0, 0, 1]
+    assert [source.share for source in training_of(config, 2).sources] == [0, 0, 1]
 
 
 def test_each_task_has_its_plan(tmp_path: Path) -> None:
@@ -77,7 +70,7 @@ def test_each_task_has_its_plan(tmp_path: Path) -> None:
     paper = {"new_slot_mass": "paper", "trains_also": ["router", "shared"]}
     assert second == {"op": "pmoe_experts", "rank": 8, "router_loss": {"kind": "task_id"}, **paper}
     assert third == second | {"rank": 2}
-    assert [loaded.config.training(t).steps for t in range(3)] == [10, 10, 3]
+    assert [training_of(loaded.config, t).steps for t in range(3)] == [10, 10, 3]
 
 
 def test_other_plans_by_name_by_file_and_none(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import torch
 import yaml
 
 import surgeon
-from surgeon.checkpoint import signed
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.open_files import HeldFolder
+from surgeon.common import signed
 from surgeon.common.listener import Quiet
 from surgeon.continual import course
 from surgeon.continual.continual import Continued
@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
         "optimizer": {"lr": 3e-2, "warmup": 2},
     },
     "replay": 0.1,
-    "evaluation_sequences": 8,
+    "validation_sequences": 8,
     "general": [{"name": "other", "path": "other.jsonl"}],
     "tasks": [{"name": name, "sources": [{"path": f"{name}.jsonl", "validation": 0.2}]} for name in "abc"],
 }
@@ -468,7 +468,7 @@ def test_chats_are_measured_on_responses_alone(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     task = {"name": "a", "sources": [{"path": "a.jsonl", "kind": "chat", "validation": "a.jsonl"}]}
-    tasks_file(tmp_path, train=SHORT | {"length": 12}, tasks=[task], evaluation_sequences=100)
+    tasks_file(tmp_path, train=SHORT | {"length": 12}, tasks=[task], validation_sequences=100)
     told = carried_out(tmp_path)
     # Three words and the end of the turn, of each of twelve responses; what the last sequence lacks is not counted.
     assert 12 * 4 - 4 <= told.rows[0]["a"].tokens <= 12 * 4

@@ -18,7 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.data.chats import Chat, Message
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.errors import BadInput
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, serve
 from tests.train.test_train import base_of, config, digests
 from tests.train.texts import text

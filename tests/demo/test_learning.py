@@ -13,7 +13,8 @@ from surgeon.data.encoding import Encoder
 from surgeon.demo import base, demo
 from surgeon.demo.base import code
 from surgeon.demo.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
-from surgeon.train.config import load_config, settle
+from surgeon.train.config.loading import load_config
+from surgeon.train.config.settings import settle
 from surgeon.train.training_data import TrainingData
 from tests import tiny
 from tests.demo.test_base import FEW_STEPS, WHOLE

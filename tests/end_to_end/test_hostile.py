@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.apply.finiteness import FiniteCheck
-from surgeon.checkpoint.names import check_new_name
 from surgeon.cli import app
+from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput
 from surgeon.models.tokens import token_batches
 from tests import tiny
@@ -268,7 +268,7 @@ def test_nan_in_a_copied_weight_is_said(read_back: str, made: Path, tmp_path: Pa
 
 
 # Rooms that meet files which anybody may have written.
-ROOMS = ("checkpoint", "families", "data", "plan", "train/config.py", "models/tokens.py", "common/yaml.py")
+ROOMS = ("checkpoint", "families", "data", "plan", "train/config", "models/tokens.py", "common/yaml.py")
 
 
 def refusals() -> Iterator[tuple[str, str]]:

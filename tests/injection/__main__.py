@@ -9,6 +9,7 @@ Prints a table of commands, calls and faults; `--every N` takes every Nth call, 
 command alone; with `--killed` no call fails.
 `--random N` kills each command N times at random moments instead, beside two processes that keep disk and processor
 busy, and N times as one of two runs at once.
+`--small-disks N` runs each on file systems of N sizes that are too small for its result, and again with room (as root).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import time
 from pathlib import Path
 
 from tests.injection.commands import COMMANDS, inputs
-from tests.injection.trials import at_random, injected, load
+from tests.injection.pushing import Push
+from tests.injection.trials import at_random, injected, load, on_small_disks
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--begin", type=int, default=1, metavar="K", help="begin with call K")
     parser.add_argument("--killed", action="store_true", help="kill at a call, and let none fail")
     parser.add_argument("--random", type=int, metavar="N", help="kill at N random moments, under load")
+    parser.add_argument("--small-disks", type=int, metavar="N", help="run on file systems of N sizes too small (root)")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="commands, by name (default: all)")
     asked = parser.parse_args()
@@ -54,7 +57,12 @@ def main() -> int:
             if asked.commands and command.name not in asked.commands:
                 continue
             began = time.perf_counter()
-            if asked.random:
+            if asked.small_disks:
+                if isinstance(command, Push):
+                    # It writes nothing where it runs.
+                    continue
+                table = {"small disk": on_small_disks(command, made, Path(folder), asked.small_disks)}
+            elif asked.random:
                 with load(Path(folder)):
                     table = at_random(command, made, Path(folder), asked.random, asked.seed)
             else:

@@ -106,6 +106,6 @@ def inputs(folder: Path) -> Path:
     tasks = [{"name": name, "sources": [{"path": "text.jsonl", "validation": 0.2}]} for name in "ab"]
     plan = {"rank": 2, "threshold": 2}
     (folder / "tasks.yaml").write_text(
-        json.dumps({"surgeon_continual": 1, "plan": plan, "train": training, "evaluation_sequences": 2, "tasks": tasks})
+        json.dumps({"surgeon_continual": 1, "plan": plan, "train": training, "validation_sequences": 2, "tasks": tasks})
     )
     return folder

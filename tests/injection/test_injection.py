@@ -42,10 +42,11 @@ def test_killed_and_failed(command: Command, made: Path, tmp_path: Path) -> None
     assert [sentence for found in table.values() for sentence in found.wrong] == []
 
 
-# Half of a batch's lines are there; all of them, without the record of it; the text is whole, without its name. Of a
-# checkpoint half of one file; all of it, without the record that counts it. The gate's tensors, without its figures.
+# No text is there yet; half of a batch's lines are; all of them, without the record of it; the text is whole, without
+# its name. Of a checkpoint half of one file; all of it, without the record that counts it. The gate's tensors, without
+# its figures.
 PLACES = {
-    "recall": ("write part.jsonl 2", "replace run.json 2", "rename memory.jsonl 1"),
+    "recall": ("replace run.json 1", "write part.jsonl 2", "replace run.json 2", "rename memory.jsonl 1"),
     "train, preserve": ("write part.jsonl 2", "rename known.jsonl 1", "save optimizer.pt 2"),
     "train, all of it, preserve": ("replace run.json 4",),
     "train, gate": ("replace gate.json 1",),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -16,6 +18,8 @@ from tests.injection.command import Command, Place
 from tests.injection.faults import DISK, Ended
 
 _State = dict[str, str]
+# Bytes of a file system that has room for everything here.
+_ROOMY = 1 << 30
 
 
 @dataclass
@@ -81,6 +85,41 @@ def at_random(command: Command, inputs: Path, parent: Path, trials: int, seed: i
                 where = f"{command.name}, {name}, trial {number}"
                 _judge(place, expected, ended, where, table[name], killed=True)
     return table
+
+
+def on_small_disks(command: Command, inputs: Path, parent: Path, sizes: int) -> Found:
+    """Run a command on file systems (tmpfs) of `sizes` sizes below what its result needs, then again with room.
+
+    Mounting takes root's rights. A run that ends well on a smaller one counts as complete.
+    """
+    found = Found()
+    with command.place(inputs, parent) as place, _mounted(place.work, _ROOMY):
+        ended = place.disturbed("killed", 0)
+        assert ended.code == 0, f"{command.name}: {ended.said}"
+        expected, needed = place.there(), shutil.disk_usage(place.work).used
+    assert expected
+    for number in range(1, sizes + 1):
+        size = needed * number // (sizes + 1)
+        with command.place(inputs, parent) as place, _mounted(place.work, size):
+            ended = place.disturbed("killed", 0)
+            if ended.code != 2 and ended.code:
+                found.wrong.append(f"{command.name}, {size} bytes: exit code {ended.code}")
+            _mount(place.work, "remount", _ROOMY)
+            _judge(place, expected, [ended], f"{command.name}, {size} bytes", found, killed=False)
+    return found
+
+
+@contextmanager
+def _mounted(folder: Path, nbytes: int) -> Iterator[None]:
+    _mount(folder, "nosuid", nbytes)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _mount(folder: Path, option: str, nbytes: int) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"{option},size={nbytes}", "tmpfs", str(folder)], check=True)
 
 
 def _undisturbed(command: Command, inputs: Path, parent: Path, fault: str = "killed") -> tuple[_State, int, float]:

@@ -218,7 +218,7 @@ MISTAKES = (
         "train",
         "parameters of which a part is fixed decay",
         "steps/trainer.py",
-        "set(self.get_decay_parameter_names(whole)) - self.held.keys()",
+        "set(self.get_decay_parameter_names(whole)) - self.parameters.fixed.keys()",
         "set(self.get_decay_parameter_names(whole))",
     ),
     _mistake(

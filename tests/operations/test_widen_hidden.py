@@ -117,7 +117,7 @@ def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
         (base, [TWICE, {"op": "gated_adapters", "size": 4}], "apply two plans"),
         (grafted, [TWICE], "layer 0 carries a graft as wide as the stream"),
         (gemma, [TWICE], "multiplies embeddings"),
-        (experts, [TWICE], "describes alone"),
+        (experts, [TWICE], "whether it reads or writes the residual stream is not known"),
     ):
         with pytest.raises(BadInput, match=words) as refused:
             surgeon.preview(plan_of(tmp_path, *operations), on)

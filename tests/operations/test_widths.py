@@ -247,9 +247,24 @@ def test_norms_over_all_heads_and_mixtures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="normalised over all heads together"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), base_of(tmp_path, "olmo2"))
     experts = tiny_decoder(tmp_path / "experts", "qwen3_moe", CAUSAL, dtype="bfloat16")
-    for operation, words in ((FFN, "mixture of experts"), (ATTENTION, "describes alone")):
-        with pytest.raises(BadInput, match=words):
-            surgeon.preview(plan_of(tmp_path, operation), experts)
+    with pytest.raises(BadInput, match="mixture of experts"):
+        surgeon.preview(plan_of(tmp_path, FFN), experts)
+
+
+@pytest.mark.parametrize(("kind", "operation"), [("qwen3_moe", ATTENTION), ("smollm3", ATTENTION), ("smollm3", FFN)])
+def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, operation: dict[str, Any], tmp_path: Path) -> None:
+    base = tiny_decoder(tmp_path / "base", kind, CAUSAL, dtype="bfloat16")
+    out = apply(tmp_path, base, "out", operation)
+    assert verified(base, out)
+
+
+def test_the_proof_of_widths_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from surgeon.operations import widen_attention
+
+    base, made = tiny_decoder(tmp_path / "base", "smollm3", CAUSAL, dtype="bfloat16"), widen_attention.Constant
+    monkeypatch.setattr(widen_attention, "Constant", lambda _value, *rest: made(0.5, *rest))
+    with pytest.raises(BadInput, match="the logits are not the base's once"):
+        surgeon.preview(plan_of(tmp_path, ATTENTION), base)
 
 
 def test_what_is_new_is_stored_as_what_it_stands_in(tmp_path: Path) -> None:

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from surgeon.continual.config import load_tasks
+from surgeon.continual.config.loading import load_tasks
 from surgeon.errors import BadInput
 from surgeon.evaluate.sources import open_sources
 from surgeon.plan.plan import load_plan
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from tests.house import PACKAGE
 
 VALIDATING = [
     *sorted((PACKAGE / "operations").glob("*.py")),
+    PACKAGE / "common" / "schema.py",
     PACKAGE / "data" / "specs.py",
-    PACKAGE / "train" / "config.py",
-    PACKAGE / "continual" / "config.py",
+    PACKAGE / "train" / "config" / "schema.py",
+    PACKAGE / "continual" / "config" / "schema.py",
     PACKAGE / "evaluate" / "sources.py",
 ]
 

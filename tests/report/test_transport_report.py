@@ -77,7 +77,7 @@ def test_heat_maps_are_drawn(base: Path, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     surgeon.apply("opt-deus", str(base), tmp_path / "out")
     chosen = ["3.below.query", "3.above.up"]
-    report = transport_report(tmp_path / "out", maps=chosen, pictures=tmp_path / "drawn")
+    report = transport_report(tmp_path / "out", maps=chosen, png=tmp_path / "drawn")
     assert [path.stem for path in report.pictures] == chosen
     for path in report.pictures:
         pixels = image.imread(path)

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 import surgeon
-from surgeon.checkpoint import disk_space
-from surgeon.checkpoint.signed import read_signed
+from surgeon.common import disk_space
 from surgeon.common.listener import Quiet
+from surgeon.common.signed import read_signed
 from surgeon.data.packing import Mixture
 from surgeon.errors import BadInput
 from surgeon.train.losses import cached_teacher

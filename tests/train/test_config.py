@@ -10,7 +10,8 @@ from surgeon.data.sources import check_there
 from surgeon.errors import BadInput, Mistakes
 from surgeon.operations import OPERATIONS
 from surgeon.train.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
-from surgeon.train.config import LoadedConfig, load_config, settle
+from surgeon.train.config.loading import LoadedConfig, load_config
+from surgeon.train.config.settings import settle
 
 SMALLEST = """\
 surgeon_train: 1

@@ -19,7 +19,7 @@ from surgeon.models.stream import StreamedModel
 from surgeon.runtime.gate import DomainGate
 from surgeon.runtime.gate_rules import GateSpec
 from surgeon.train import gate_fitting
-from surgeon.train.config import load_config
+from surgeon.train.config.loading import load_config
 from surgeon.train.preparing import prepare
 from tests.train.test_train import base_of, config
 from tests.train.texts import corpus

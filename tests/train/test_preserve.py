@@ -16,7 +16,7 @@ from surgeon.errors import BadInput, SurgeonError
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
 from surgeon.train import loading
-from surgeon.train.config import PreserveSpec
+from surgeon.train.config.schema import PreserveSpec
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.preserving import Preserving, chunked_divergence
 from surgeon.train.losses.shares import shares_of, weighed

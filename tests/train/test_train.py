@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.signed import read_signed
-from surgeon.checkpoint.work_folders import record_of
 from surgeon.common import own_key
 from surgeon.common.listener import Quiet
+from surgeon.common.signed import read_signed
+from surgeon.common.work_folders import record_of
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split

@@ -14,7 +14,7 @@ from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import parse
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
-from surgeon.train.config import Settings
+from surgeon.train.config.settings import Settings
 from surgeon.train.steps.optimizer import MasterAdamW, make_schedule
 from surgeon.train.trainable.stored import WrongSet
 from surgeon.train.trainable.trainable_set import check_set, unfreeze

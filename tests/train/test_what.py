@@ -31,7 +31,8 @@ from surgeon.manifest.within import base_within
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
 from surgeon.report.inspect import inspection_view
-from surgeon.train.config import LoraSpec, load_config
+from surgeon.train.config.loading import load_config
+from surgeon.train.config.schema import LoraSpec
 from surgeon.train.opening import opened_run
 from surgeon.train.saved.checkpoints import step_of
 from surgeon.train.saved.work_folder import work_folder

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.names import as_loaded, made_of
@@ -15,7 +16,7 @@ from surgeon.families.skeleton import Skeleton, build
 from surgeon.families.sparse.dense import Dense, Form, Mixture
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
-from surgeon.families.twin import one_thread, shrunk, twin_of
+from surgeon.families.twin import shrunk, twin_of
 
 if TYPE_CHECKING:
     from torch import Tensor

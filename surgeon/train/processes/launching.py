@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from surgeon.errors import BadInput, printable
-from surgeon.train.config import TrainConfig
+from surgeon.train.config.schema import TrainConfig
 
 # What `accelerate launch` tells the processes it starts.
 USE_FSDP = "ACCELERATE_USE_FSDP"

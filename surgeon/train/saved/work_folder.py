@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from surgeon._version import __version__
-from surgeon.checkpoint.signed import check_own
-from surgeon.checkpoint.work_folders import WorkFolder, working_in
+from surgeon.common.signed import check_own
+from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
-from surgeon.train.config import LoadedConfig, Settings
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.settings import Settings
 from surgeon.train.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.train.training_data import TrainingData
 
 
 def work_folder(target: Path) -> Path:
-    """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
+    """Return the folder of checkpoints until the run is published: beside it, `.NAME.training`."""
     return target.with_name(f".{target.name}.training")
 
 
@@ -69,7 +70,14 @@ def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Calla
 
 
 def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
-    """Digest of all that the run's numbers depend on, but for the number of processes."""
+    """Digest all that the run's numbers depend on, but for the number of processes.
+
+    Args:
+        loaded: the training config.
+        settings: the run's numbers.
+        digests: of all tensors of the output.
+        data: the texts.
+    """
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from surgeon.train.config import Settings
+from surgeon.train.config.settings import Settings
 from surgeon.train.processes.sharding import dealt_out
 
 

@@ -11,17 +11,24 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.runtime.composition import ATTENTION, FFN
-from surgeon.train.config import LoadedConfig
+from surgeon.train.config.loading import LoadedConfig
 
 _WEIGHT = ".weight"
 _BLOCKS = {"attention": (ATTENTION,), "ffn": (FFN,), "all": (ATTENTION, FFN)}
 
 
 def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
-    """The matrices that the config's LoRA adapts, all of whose values its product changes.
+    """Return the matrices that the config's LoRA adapts, all of whose values its product changes.
 
-    Raises BadInput where PEFT is not installed, for modules that are not there, and where a block has weights that no
-    linear module holds (experts), so that a part of it would stay as it is.
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        anatomy: the output's parts.
+
+    Raises:
+        BadInput: PEFT is not installed, a module is not there, or a block has weights that no linear module holds
+            (experts), so that a part of it would stay as it is.
     """
     spec = loaded.config.lora
     assert spec is not None
@@ -44,7 +51,7 @@ def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedCon
 
 
 def linear_modules(anatomy: Anatomy) -> tuple[list[str], str]:
-    """What of a decoder's attention and FFN a LoRA can adapt, as names for `targets`; and a matrix that it cannot.
+    """Return names for `targets`, of what a LoRA can adapt in attention and FFN, and a matrix that it cannot.
 
     Names are paths within a layer, in the layers' order. The second is empty where `targets: all` would do. FFNs are
     left out where one has experts, with which PEFT confuses the modules beside them.

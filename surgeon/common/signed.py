@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.work_folders import read_own, write_durably
 from surgeon.common.own_key import own_key
+from surgeon.common.work_folders import read_own, write_durably
 from surgeon.errors import BadInput, printable
 
 

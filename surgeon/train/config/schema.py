@@ -1,45 +1,25 @@
-"""train.yaml: what is asked of a training run, and the papers' values for what it leaves out.
-
-A strict schema; nothing unknown gets through.
-"""
+"""train.yaml: the schema of a training run. Strict: nothing unknown gets through."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.common.json_results import plain_fields
-from surgeon.common.yaml import (
-    Place,
-    check_yaml,
-    editor_schema,
-    keys_by_section,
-    override,
-    parse_yaml,
-    read_text,
-    where,
-)
-from surgeon.data.specs import NEW, ORIGINAL, Entry, SourceSpec
-from surgeon.errors import bad_input, printable
+from surgeon.common.schema import SHARE_TOLERANCE, Entry, first_doubled
+from surgeon.data.specs import NEW, ORIGINAL, SourceSpec
 from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
-from surgeon.operations import OPERATIONS
-from surgeon.operations.operation import Schedule, TrainingDefaults
 from surgeon.train.backends import AttentionName, TrackerName
-
-_WHAT = "training config"
 
 # Of one classification head.
 MOST_LABELS = 1000
 
-# Shares are written with a few decimals: 0.333 three times is meant to be 1.
-SHARE_TOLERANCE = 0.005
+# What several files say in the same words.
+Packing = Literal["isolated", "joined"]
+TrainingDtype = Literal["auto", "bfloat16", "float32"]
+CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
 
 # Beyond these a number is a slip: no run of this kind has them.
 _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
@@ -139,6 +119,26 @@ class LoraSpec(Entry):
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
 
+class RunSettings(Entry):
+    """How each of several runs trains; what is left out is as in a training config that leaves it out."""
+
+    optimizer: Annotated[OptimizerSpec | None, Field(description="as in a training config")] = None
+    micro_batch: Annotated[int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time")] = None
+    packing: Annotated[Packing | None, Field(description="whether attention stays within documents")] = None
+    dtype: Annotated[TrainingDtype | None, Field(description="of the model while it trains")] = None
+    attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
+    checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
+    cross_entropy: Annotated[CrossEntropy | None, Field(description="as in a training config")] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return what was said, without what was left out and without the optimizer's, as plain data."""
+        return self.model_dump(mode="json", exclude_none=True, exclude={"optimizer"})
+
+    def given_optimizer(self) -> dict[str, Any]:
+        """Return what was said of the optimizer, as plain data."""
+        return {} if self.optimizer is None else self.optimizer.model_dump(mode="json", exclude_none=True)
+
+
 class TrainConfig(Entry):
     """What a training run is to do."""
 
@@ -183,7 +183,7 @@ class TrainConfig(Entry):
     ] = None
     length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
     packing: Annotated[
-        Literal["isolated", "joined"],
+        Packing,
         Field(description="isolated: no attention across documents in a sequence; joined: one text after the other"),
     ] = "isolated"
     chat_template: Annotated[
@@ -195,7 +195,7 @@ class TrainConfig(Entry):
         PreserveSpec | None, Field(description="the base inside the model teaches it what it says to original text")
     ] = None
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
+        TrainingDtype,
         Field(description="of the model while it trains; auto: the checkpoint's"),
     ] = "auto"
     attention: Annotated[
@@ -209,7 +209,7 @@ class TrainConfig(Entry):
         Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
     ] = "none"
     cross_entropy: Annotated[
-        Literal["auto", "torch", "chunked", "liger"],
+        CrossEntropy,
         Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
@@ -290,195 +290,6 @@ class TrainConfig(Entry):
             return int(source.role == NEW)
         tasks = list(dict.fromkeys(other.role for other in self.sources if other.role not in (ORIGINAL, NEW)))
         return 1 + tasks.index(source.role)
-
-
-def first_doubled(names: Sequence[str]) -> str | None:
-    """The first name that stands there twice."""
-    return next((name for name in names if names.count(name) > 1), None)
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A config and the file it came from; relative paths in it start at the file's folder.
-
-    `lines` are those of its keys, `given` the options that set some of them instead.
-    """
-
-    config: TrainConfig
-    source: Path
-    lines: Mapping[Place, int] = field(default_factory=dict)
-    given: Mapping[Place, str] = field(default_factory=dict)
-
-    def where(self, *place: str | int) -> str:
-        """How an error about a key begins: the file and line, or the option that set it."""
-        if not self.lines and place not in self.given:
-            return f"{printable(str(self.source))}: "
-        return where(place, self.lines, str(self.source), self.given)
-
-    def resolve(self, path: str) -> Path:
-        """A path that the config names."""
-        return self.source.parent / path
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
-    text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(
-        text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
-    )
-    known_keys = keys_by_section(
-        TrainConfig,
-        {
-            "sources": SourceSpec,
-            "optimizer": OptimizerSpec,
-            "preserve": PreserveSpec,
-            "teacher": TeacherSpec,
-            "lora": LoraSpec,
-            "what": LayersSpec,
-        },
-    )
-    given = override(data, overrides, example="optimizer.lr=1e-4")
-    config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
-    return LoadedConfig(config, path, lines, given)
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of training configs, for editors that complete YAML by it."""
-    return editor_schema(TrainConfig, "surgeon training config")
-
-
-# Of what no operation made: all weights, some layers, a LoRA.
-FINETUNING = TrainingDefaults(
-    "Neutral Residues, section 4.1 and Table 8, its finetuning and LoRA: 5e-5, betas 0.9 and 0.95, 64 sequences of"
-    " 4096, p = 0.1",
-    lr=5e-5,
-    betas=(0.9, 0.95),
-    length=4096,
-    original_share=0.1,
-)
-
-# Sequences at a time where the config does not say.
-_MICRO_BATCH = 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that numbers depend on. `batch` = `micro_batch` · `accumulation` · `processes`."""
-
-    steps: int
-    seed: int
-    batch: int
-    micro_batch: int
-    accumulation: int
-    length: int
-    lr: float
-    min_lr: float
-    schedule: Schedule
-    warmup_steps: int
-    betas: tuple[float, float]
-    weight_decay: float
-    clip: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return plain_fields(self)
-
-
-def settle(
-    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
-) -> tuple[Settings, list[str]]:
-    """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
-
-    `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
-    config's `epochs` or `bytes`; None: not counted yet.
-
-    Raises BadInput where the config's numbers do not fit each other, the model or the processes.
-    """
-    config, paper = loaded.config, _defaults_for(operations)
-    steps = steps or config.steps or sys.maxsize
-    wrong: list[str] = []
-    if not isinstance(context, int):
-        context = sys.maxsize
-    length = config.length or min(paper.length, context)
-    if length > context:
-        wrong.append(
-            f"{loaded.where('length')}`length` is {length}, the model's context {context}; use {context} at most"
-        )
-    batch = config.batch or paper.batch
-    share = max(1, batch // processes)
-    if batch % processes:
-        wrong.append(
-            f"{loaded.where('batch')}a batch of {batch} sequences is no multiple of the {processes} processes; change"
-            " `batch`"
-        )
-    micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
-    if share % micro_batch and not batch % processes:
-        wrong.append(
-            f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
-            " each process; use a divisor, or leave it out"
-        )
-    asked = config.optimizer
-    lr = paper.lr if asked.lr is None else asked.lr
-    min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
-    if min_lr > lr:
-        wrong.append(
-            f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
-            " at most"
-        )
-    warmup = paper.warmup if asked.warmup is None else asked.warmup
-    warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
-    last = printable(operations[-1]) if operations else "finetuning"
-    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
-    if asked.warmup is None and warmup_steps >= steps:
-        warmup_steps = steps // 10
-        notes.append(
-            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
-        )
-    elif warmup_steps > steps:
-        wrong.append(
-            f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
-            f" {steps}; use fewer"
-        )
-    if wrong:
-        raise bad_input(wrong)
-    notes += _about_original(config, paper, last)
-    decay = paper.weight_decay + paper.decay_of_rate * lr
-    return Settings(
-        steps=steps,
-        seed=config.seed,
-        batch=batch,
-        micro_batch=micro_batch,
-        accumulation=share // micro_batch,
-        length=length,
-        lr=lr,
-        min_lr=min_lr,
-        schedule=asked.schedule or paper.schedule,
-        warmup_steps=warmup_steps,
-        betas=(asked.betas[0], asked.betas[1]) if asked.betas else paper.betas,
-        weight_decay=decay if asked.weight_decay is None else asked.weight_decay,
-        clip=paper.clip if asked.clip is None else asked.clip,
-    ), notes
-
-
-def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
-    """Those of the last operation whose tensors train (an unknown one: transformers'), of finetuning without any."""
-    if not operations:
-        return FINETUNING
-    last = OPERATIONS.get(operations[-1])
-    if last is None:
-        return TrainingDefaults("no paper's but transformers', as the operation is unknown here", lr=5e-5)
-    return last.training
-
-
-def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
-    originals = originals_of(config)
-    share = sum(source.share for source in originals)
-    # Of several tasks the earlier ones are what is replayed.
-    tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
-    if paper.original_share and not share and len(tasks) < 2:
-        lack = "the share of original text is 0" if originals else "no source has the role `original`"
-        return [f"{lack}; the paper of {operation} mixes in {paper.original_share:.0%} of what the base knows"]
-    return []
 
 
 def originals_of(config: TrainConfig) -> list[SourceSpec]:

@@ -1,4 +1,4 @@
-"""The schema of a study: what is compared (methods, and remedies against forgetting), on what text, at which rates.
+"""study.yaml: the schema of what is compared (methods, and remedies against forgetting), on what text, at which rates.
 
 Strict: nothing unknown gets through, and what can be refused before the first run is.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from surgeon.common.schema import Entry, check_shares, first_doubled
 from surgeon.common.yaml import did_you_mean
-from surgeon.data.specs import Entry, GenerateSpec
-from surgeon.train.backends import AttentionName
-from surgeon.train.config import SHARE_TOLERANCE, LoraSpec, OptimizerSpec, PreserveSpec, first_doubled
+from surgeon.data.specs import GenerateSpec
+from surgeon.train.config.schema import LoraSpec, PreserveSpec, RunSettings
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 
@@ -125,22 +124,8 @@ class Partial(Entry):
     every: Annotated[int, Field(ge=1, le=1000, description="every so manyth layer, counted from the bottom")] = 4
 
 
-class TrainSettings(Entry):
+class TrainSettings(RunSettings):
     """How runs train; the same for all of a study unless a method says otherwise."""
-
-    optimizer: OptimizerSpec | None = None
-    micro_batch: Annotated[int | None, Field(ge=1, description="sequences at a time")] = None
-    packing: Annotated[
-        Literal["isolated", "joined"] | None, Field(description="whether attention stays within documents")
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"] | None, Field(description="of the model while it trains")
-    ] = None
-    attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
-    checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
-    cross_entropy: Annotated[
-        Literal["auto", "torch", "chunked", "liger"] | None, Field(description="as in a training config")
-    ] = None
 
     @model_validator(mode="after")
     def _no_rate(self) -> TrainSettings:
@@ -276,7 +261,7 @@ class Study(Entry):
             if doubled := first_doubled(names):
                 raise ValueError(f"two {what} are called {doubled!r}; give one of them another `name:`")
         for group in (self.new, self.original, self.replayed):
-            _check_shares(group)
+            check_shares([text.share for text in group], of="the texts'")
         known = [remedy.name for remedy in self.remedies]
         for method in self.methods:
             for name in method.remedies or ():
@@ -367,10 +352,3 @@ def spelled_out(method: str) -> dict[str, Any]:
         case "lora" | "partial":
             return {method: {}}
     return {"plan": method}
-
-
-def _check_shares(texts: Sequence[StudyText]) -> None:
-    given = [text.share for text in texts if text.share is not None]
-    total, whole = math.fsum(given), len(given) == len(texts)
-    if texts and ((whole and abs(total - 1) > SHARE_TOLERANCE) or (not whole and total >= 1)):
-        raise ValueError(f"the texts' shares sum to {total:g}; they must sum to 1")

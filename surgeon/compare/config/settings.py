@@ -1,16 +1,31 @@
-"""The training config of a run: what `surgeon train` is given, the same keys that a person would write."""
+"""What a study takes on its base: the training config of each run, and what the file leaves open.
+
+The training config is what `surgeon train` is given, the same keys that a person would write.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from surgeon.compare.config import LoadedStudy
-from surgeon.compare.specs import MethodSpec, Remedy, Study, StudyText, study_replays
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.compare.config.loading import LoadedStudy
+from surgeon.compare.config.schema import (
+    MethodSpec,
+    Partial,
+    Remedy,
+    Study,
+    StudyText,
+    study_replays,
+)
 from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
 from surgeon.plan.plan import LoadedPlan, parse_plan
+from surgeon.train.trainable.lora_targets import linear_modules
 
 RECALLED = "recalled"
 # Of what the base writes, held out where there is no original text to measure on.
@@ -50,8 +65,8 @@ def training_config(
     optimizer: dict[str, Any] = dict(_OPTIMIZER)
     settings: dict[str, Any] = {}
     for given in (study.train, method.train):
-        settings |= _given(given)
-        optimizer |= _given(given.optimizer)
+        settings |= given.given()
+        optimizer |= given.given_optimizer()
     settings["optimizer"] = optimizer | {"lr": rate, "min_lr": float(f"{_FLOOR * rate:.6g}")}
     return {
         "surgeon_train": 1,
@@ -172,4 +187,42 @@ def _what(method: MethodSpec) -> dict[str, Any]:
 
 def _given(settings: BaseModel | None) -> dict[str, Any]:
     """What was said, without what was left out, as plain data."""
-    return {} if settings is None else settings.model_dump(mode="json", exclude_none=True, exclude={"optimizer"})
+    return {} if settings is None else settings.model_dump(mode="json", exclude_none=True)
+
+
+def suited(loaded: LoadedStudy, base: CheckpointFolder) -> LoadedStudy:
+    """The study with LoRA and partial tuning as this base allows them, where the file says no targets and no layers.
+
+    What differs from other bases is in its `notes`. A LoRA that nobody asked for is left out where nothing is linear.
+    """
+    anatomy = dissect(base.config, base.tensors, base.own)
+    asked = {method.called for method in loaded.config.methods}
+    methods, notes = [], []
+    for method in loaded.config.all_methods:
+        fitting, note = _fitting(method, anatomy)
+        if fitting is None and method.called in asked:
+            fitting, note = method, ""
+        methods += [] if fitting is None else [fitting]
+        notes += [note] if note else []
+    if not notes:
+        return loaded
+    config = loaded.config.model_copy(update={"methods": methods, "peers": False})
+    return replace(loaded, config=config, notes=tuple(notes))
+
+
+def _fitting(method: MethodSpec, anatomy: Anatomy) -> tuple[MethodSpec | None, str]:
+    """The method for this base, and what is to be said of it; None where it cannot be."""
+    if method.partial is not None and "every" not in method.partial.model_fields_set:
+        layers = anatomy.sizes.layers
+        if layers < method.partial.every:
+            note = f"{method.words}: of the base's {layers} layers the last one trains (`partial: {{every: {layers}}}`)"
+            return method.model_copy(update={"partial": Partial(every=layers)}), note
+    if method.lora is not None and "targets" not in method.lora.model_fields_set:
+        names, other = linear_modules(anatomy)
+        if other and not names:
+            return None, f"{method.words} is left out: {printable(other)} and other matrices are in no linear module"
+        if other:
+            spec = method.lora.model_copy(update={"targets": names})
+            note = f"{method.words}: on {', '.join(names)} (`targets: all` is not for {printable(other)} and the like)"
+            return method.model_copy(update={"lora": spec}), note
+    return method, ""

@@ -9,31 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel
-
 from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.common.yaml import where as place_of
-from surgeon.compare.specs import (
+from surgeon.compare.config.schema import (
     PEERS,
-    Claim,
-    MethodSpec,
-    Partial,
-    Remedy,
-    ReplaySpec,
     Study,
     StudyText,
-    TrainSettings,
     spelled_out,
     study_replays,
 )
 from surgeon.data.documents import files_of
 from surgeon.data.sources import absent
-from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.plan.plan import LoadedPlan, load_plan
 from surgeon.plan.shipped import find_plan, shipped_studies
-from surgeon.train.config import LoraSpec, OptimizerSpec, PreserveSpec, TeacherSpec
 
 Group = Literal["new", "original", "replayed"]
 GROUPS = get_args(Group)
@@ -120,7 +110,7 @@ def load_study(
             data[group] = [_text_of(file) for file in files]
             given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
             given[(group,)] = f"--{group} {files[0]}"
-    config = check_yaml(Study, data, lines, str(path), what=_WHAT, known_keys=_KNOWN_KEYS, given=given)
+    config = check_yaml(Study, data, lines, str(path), what=_WHAT, known_keys=keys_by_section(Study), given=given)
     loaded = LoadedStudy(config, path, lines, given, {})
     wrong: list[str] = []
     if not config.new:
@@ -211,25 +201,6 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
         except BadInput as error:
             wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
     return found
-
-
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "methods": MethodSpec,
-    "new": StudyText,
-    "original": StudyText,
-    "replayed": StudyText,
-    "remedies": Remedy,
-    "replay": ReplaySpec,
-    "preserve": PreserveSpec,
-    "teacher": TeacherSpec,
-    "partial": Partial,
-    "lora": LoraSpec,
-    "train": TrainSettings,
-    "optimizer": OptimizerSpec,
-    "recall": GenerateSpec,
-    "claims": Claim,
-}
-_KNOWN_KEYS = keys_by_section(Study, _SECTIONS)
 
 
 def json_schema() -> dict[str, Any]:

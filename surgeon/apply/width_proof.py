@@ -1,0 +1,167 @@
+"""The proof of wider layers on a twin: what a plan makes of a tiny model of the base's config computes what that does.
+
+A twin is too small for the plan's own widths, so it gets fewer of the same: another group of heads, some neurons, a
+stream as many times as wide. Each tensor is put together as the plan says, each new part in its share of what is new.
+Sums over more numbers are taken in another order, so logits may differ by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, value_of
+from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.common.devices import one_thread
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy, native_config
+from surgeon.families.growth import part_of
+from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import shrunk, twin_of_small
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+_HIDDEN, _INNER, _HEADS, _KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+# A multiple of what kernels take at once; as many as a twin's adapter has.
+_NEURONS = 64
+
+
+def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The sizes of the base's config that an output has otherwise, before and after."""
+    path = () if anatomy.derivation is None else anatomy.derivation.path
+    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    known = {_HIDDEN: anatomy.sizes.hidden, _INNER: anatomy.sizes.intermediate}
+    known |= {_HEADS: anatomy.sizes.heads, _KEYS: anatomy.sizes.kv_heads}
+    return {
+        key: (before.get(key, size), after[key])
+        for key, size in known.items()
+        if type(after.get(key)) is int and before.get(key, size) != after[key]
+    }
+
+
+def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
+    """Carry a plan that widens layers out on a twin and compare the logits, up to rounding.
+
+    Raises BadInput where they differ by more, so that something else in the model depends on what became wider.
+    """
+    import torch
+
+    sizes = widened_sizes(blueprint, anatomy, config)
+    if not sizes:
+        return
+    path = () if anatomy.derivation is None else anatomy.derivation.path
+    before = dict(config)
+    if not path and "head_dim" in blueprint.config:
+        # A class that states it, as the output's does, is shrunk otherwise than one that does not.
+        before["head_dim"] = blueprint.config["head_dim"]
+    with one_thread():
+        heads, base = running_twin(before)
+        small = shrunk(native_config(before), heads_left=heads)
+        _widen(small, path, sizes)
+        result = twin_of_small(small, seed=SEEDS[1])
+        draws = torch.Generator().manual_seed(SEEDS[1])
+        held, wanted = base.model.state_dict(), result.model.state_dict()
+        with torch.no_grad():
+            wider = {name for name, value in wanted.items() if name not in held or held[name].shape != value.shape}
+            for name in wanted.keys() - wider:
+                # Also what has other names on disk, as experts stored one by one.
+                wanted[name].copy_(held[name])
+            for output in blueprint.outputs:
+                place = place_in(output.name, wanted, result)
+                if place is not None:
+                    wanted[place].copy_(_value(output.recipe, base, held, wanted[place], draws, output.name))
+                    wider.discard(place)
+        if left := sorted(wider - set(result.model.all_tied_weights_keys)):
+            raise BadInput(f"{printable(left[0])}: has another shape in a wider model, and the plan leaves it as it is")
+        result.model.tie_weights()
+        if not agree(base, result):
+            raise BadInput(
+                f"on a twin of this {printable(anatomy.family.model_type)} the logits are not the base's once"
+                f" {' and '.join(f'`{key}`' for key in sizes)} grows: something else in its code depends on it; widen"
+                " something else, or insert layers"
+            )
+
+
+def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Give the small config's text part a little more of what the plan widens."""
+    part = small
+    for key in path:
+        part = part[key]
+    heads, keys = part.get(_HEADS, 0), part.get(_KEYS) or part.get(_HEADS, 0)
+    if heads:
+        part.setdefault("head_dim", part.get(_HIDDEN, 0) // heads)
+    if _HEADS in sizes:
+        part[_HEADS], part[_KEYS] = heads + heads // keys, keys + 1
+    if _INNER in sizes:
+        old, new = sizes[_INNER]
+        part[_INNER] += min(new - old, _NEURONS)
+    if _HIDDEN in sizes:
+        old, new = sizes[_HIDDEN]
+        part[_HIDDEN] *= new // old
+
+
+def _value(
+    recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator, name: str
+) -> Tensor:
+    """What a recipe makes of a twin's tensors, of the shape of `like`. Raises BadInput where it makes another shape."""
+    import torch
+
+    if isinstance(recipe, Widened):
+        axis = recipe.axis
+        old = [None if _is_new(each) else _old(each, base, held) for each in recipe.parts]
+        more = like.shape[axis] - sum(each.shape[axis] for each in old if each is not None)
+        total = sum(each.shape[axis] for each in recipe.parts if _is_new(each))
+        pieces = []
+        for part, found in zip(recipe.parts, old, strict=True):
+            count = more * part.shape[axis] // total if total else 0
+            pieces.append(_new(part, count, axis, base, held, like, draws) if found is None else found)
+        value = torch.cat(pieces, dim=axis)
+    else:
+        value = value_of(recipe, base, held, like, draws)
+    if value.shape != like.shape:
+        raise BadInput(
+            f"{printable(name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers' class needs"
+            f" {list(like.shape)}"
+        )
+    return value
+
+
+def _is_new(part: Recipe) -> bool:
+    return not (isinstance(part, Copy) or (isinstance(part, Sliced) and not part.again))
+
+
+def _old(part: Recipe, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the twin, or the same share of its rows as `part` is of the base's."""
+    if isinstance(part, Copy):
+        return held_tensor(part.source, base, held)
+    assert isinstance(part, Sliced)
+    source, count = held_tensor(part.of.source, base, held), part.of.shape[0]
+    return source[part.start * len(source) // count : part.stop * len(source) // count]
+
+
+def _new(
+    part: Recipe,
+    count: int,
+    axis: int,
+    base: Skeleton,
+    held: Mapping[str, Tensor],
+    like: Tensor,
+    draws: Generator,
+) -> Tensor:
+    """`count` new rows or columns: constants, copies in turn, or random where they are drawn or computed."""
+    import torch
+
+    shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
+    match part:
+        case Constant(value):
+            return torch.full(shape, value, dtype=like.dtype)
+        case Sliced(of, start, stop):
+            source = held_tensor(of.source, base, held)
+            if axis == 0:
+                source = source[start * len(source) // of.shape[0] : stop * len(source) // of.shape[0]]
+            return source.index_select(axis, torch.arange(count) % source.shape[axis])
+        case _:
+            noise: Tensor = torch.randn(shape, generator=draws)
+            return noise.mul_(float(like.shape[-1]) ** -0.5)

@@ -1,0 +1,188 @@
+"""The bytes that pieces stand for: read in order, copied into a file, compared with what a file holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Pieces, Span
+from surgeon.checkpoint.ranges import copy_range, fill, pieces_of, write_all
+
+# Of a run: two of them fit a core's cache, so that a block is still there when it is hashed and compared.
+_CHUNK = 512 * 1024
+# Of rows that are gathered from several places.
+_BUFFER = 8 * 1024 * 1024
+# Runs of at most so many numbers are copied number by number, all runs at once, which is then faster.
+_SHORT = 32
+
+# Gives the descriptor of a file.
+Opened = Callable[[str], int]
+
+
+class OtherBytes(Exception):
+    """A file does not hold the bytes that pieces say it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """So many bytes that are of no other tensor."""
+
+    length: int
+
+
+def read_in_order(pieces: Pieces, infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview | Gap]:
+    """The bytes of a tensor, from the first to the last; `opened` gives the descriptor of a file.
+
+    `infos` says where the tensors lie that it is made of. Raises BadInput where a file ends early.
+    """
+    at = 0
+    for band in _bands(pieces.spans):
+        if band[0].at > at:
+            yield Gap(band[0].at - at)
+        yield from _read_band(band, infos, opened)
+        at = band[0].at + sum(span.nbytes for span in band)
+    if at < pieces.nbytes:
+        yield Gap(pieces.nbytes - at)
+
+
+def compared(
+    pieces: Pieces, infos: Mapping[str, TensorInfo], opened: Opened, file: int, begin: int
+) -> Iterator[tuple[bytearray | memoryview, bool]]:
+    """The bytes at `begin` of the open `file`, which `pieces` describe, in order; each with whether others hold them.
+
+    Raises OtherBytes where they differ from those of the tensor that a span is of, BadInput where a file ends early.
+    """
+    for piece in read_in_order(pieces, infos, opened):
+        if isinstance(piece, Gap):
+            end = begin + piece.length
+            for own in pieces_of(file, begin, end, _CHUNK):
+                yield own, False
+            begin = end
+            continue
+        found = bytearray(len(piece))
+        fill(file, found, begin)
+        if found != piece:
+            raise OtherBytes
+        yield found, True
+        begin += len(found)
+
+
+def copy_pieces(
+    pieces: Pieces,
+    infos: Mapping[str, TensorInfo],
+    opened: Opened,
+    *,
+    target: int,
+    begin: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Lay the bytes that `pieces` are of at `begin` of the open file `target`; runs are copied by the kernel.
+
+    What no span covers is left as it is. `progress` receives the size of every part. Raises BadInput where a file ends
+    early.
+    """
+    for band in _bands(pieces.spans):
+        span, at = band[0], begin + band[0].at
+        if span.count == 1:
+            info = infos[span.tensor]
+            copy_range(
+                opened(info.file),
+                target,
+                source_offset=info.begin + span.offset,
+                target_offset=at,
+                count=span.length,
+                progress=progress,
+            )
+            continue
+        for rows in _read_band(band, infos, opened):
+            write_all(target, rows, at)
+            at += len(rows)
+            progress(len(rows))
+
+
+def _bands(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Spans in the order of their bytes: one of a single run, or several whose runs make up rows without holes."""
+    left = list(spans)
+    while left:
+        first = left[0]
+        band = [span for span in left if span.at < first.at + first.every] if first.count > 1 else [first]
+        alike = all((span.count, span.every) == (first.count, first.every) for span in band)
+        ends = [first.at, *(span.at + span.length for span in band)]
+        tiled = all(span.at == end for span, end in zip(band, ends, strict=False))
+        if first.count > 1 and not (alike and tiled and ends[-1] == first.at + first.every):
+            # No rows: run after run of all that lie between each other.
+            end = max(span.at + (span.count - 1) * span.every + span.length for span in band)
+            band = [span for span in left if span.at < end]
+            for run in sorted((s.runs(n, n + 1) for s in band for n in range(s.count)), key=lambda run: run.at):
+                yield [run]
+        else:
+            yield band
+        left = left[len(band) :]
+
+
+def _read_band(band: Sequence[Span], infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview]:
+    first = band[0]
+    if first.count == 1 or first.every > _BUFFER:
+        for run in range(first.count):
+            for span in band:
+                info = infos[span.tensor]
+                begin = info.begin + span.offset + run * span.step
+                yield from pieces_of(opened(info.file), begin, begin + span.length, _CHUNK)
+        return
+    at_once = max(1, _BUFFER // first.every)
+    for begin in range(0, first.count, at_once):
+        yield _gathered(band, begin, min(begin + at_once, first.count), infos, opened)
+
+
+def _gathered(
+    band: Sequence[Span], begin: int, end: int, infos: Mapping[str, TensorInfo], opened: Opened
+) -> memoryview:
+    """Runs `begin` to before `end` of spans, in memory; what several read of the same rows is read once."""
+    count, first = end - begin, band[0]
+    rows = memoryview(bytearray(count * first.every))
+    for (tensor, step), group in itertools.groupby(band, key=lambda span: (span.tensor, span.step)):
+        spans = list(group)
+        low = min(span.offset for span in spans)
+        width = max(span.offset + span.length for span in spans) - low
+        groups = [spans] if width <= step else [[span] for span in spans]
+        for each in groups:
+            low = min(span.offset for span in each)
+            width = max(span.offset + span.length for span in each) - low
+            table = memoryview(bytearray(count * step))
+            info = infos[tensor]
+            fill(opened(info.file), table[: (count - 1) * step + width], info.begin + low + begin * step)
+            for span in each:
+                moved = replace(span, offset=span.offset - low, at=span.at - first.at, count=count)
+                _lay(moved, table, rows)
+    return rows
+
+
+def _lay(span: Span, source: memoryview, into: memoryview) -> None:
+    """Copy the runs of a span from one buffer into another: run by run, or short ones number by number, all at once."""
+    every_number = (span.at, span.every, span.offset, span.step, span.length)
+    size = next(size for size in (8, 4, 2, 1) if not any(number % size for number in every_number))
+    at, every, offset, step, length = (number // size for number in every_number)
+    source, into = _numbers(source, size), _numbers(into, size)
+    if length > _SHORT:
+        for run in range(span.count):
+            begin, read = at + run * every, offset + run * step
+            into[begin : begin + length] = source[read : read + length]
+    else:
+        to, end = (span.count - 1) * every + 1, (span.count - 1) * step + 1
+        for nth in range(length):
+            into[at + nth : at + nth + to : every] = source[offset + nth : offset + nth + end : step]
+
+
+def _numbers(data: memoryview, size: int) -> memoryview:
+    """Bytes as numbers of `size` bytes each."""
+    match size:
+        case 8:
+            return data.cast("Q")
+        case 4:
+            return data.cast("I")
+        case 2:
+            return data.cast("H")
+        case _:
+            return data

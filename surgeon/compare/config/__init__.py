@@ -1,0 +1,1 @@
+"""study.yaml: its schema, its loading, and the settings that it gives each run."""

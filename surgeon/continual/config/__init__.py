@@ -1,0 +1,1 @@
+"""tasks.yaml: its schema, its loading, and the settings that it gives each task."""

@@ -1,0 +1,193 @@
+"""tasks.yaml: the schema of a continual run. Strict: nothing unknown gets through, and what can be refused is."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from surgeon.common.schema import Entry, check_shares, first_doubled
+from surgeon.operations.pmoe_experts import RouterLoss
+from surgeon.train.config.schema import RunSettings
+
+_NAME = r"^[A-Za-z0-9_-]{1,40}$"
+
+NOTHING = "none"
+
+# As many as a training config takes: the last task may replay all of them.
+_MOST_SOURCES = 100
+
+
+class ExpertSettings(Entry):
+    """Settings of `pmoe_experts`; what is left out has that operation's default."""
+
+    rank: Annotated[int | None, Field(ge=1, le=2**16, description="of every LoRA")] = None
+    alpha: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="LoRA's α; default: the rank")] = None
+    dropout: Annotated[float | None, Field(ge=0, lt=1, description="of what a LoRA reads, in training")] = None
+    targets: Annotated[list[str] | None, Field(min_length=1, description="linear modules by their last name")] = None
+    threshold: Annotated[
+        int | None, Field(ge=0, description="τ: layers below the router, sharing one LoRA; of the first task alone")
+    ] = None
+    new_slot_mass: Annotated[
+        Literal["exact", "paper"] | None, Field(description="how a later task's slot enters the router")
+    ] = None
+    router_loss: Annotated[
+        Literal["none"] | RouterLoss | None, Field(description="cross-entropy of the router against the task (Eq. 7)")
+    ] = None
+    trains_also: Annotated[
+        list[Literal["router", "shared"]] | None,
+        Field(description="what trains on with later tasks: the earlier router columns, the shared LoRA"),
+    ] = None
+
+
+class TaskSource(Entry):
+    """One source of a task's text."""
+
+    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
+    name: Annotated[
+        str | None, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="default: the task's, numbered from the second")
+    ] = None
+    share: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="share of what the task itself brings; default: what the others leave, evenly"),
+    ] = None
+    role: Annotated[
+        Literal["task", "original"],
+        Field(description="task, or original: mixed in while the task is trained, no part of its performance"),
+    ] = "task"
+    kind: Annotated[
+        Literal["text", "chat"], Field(description="text, or chat: loss and performance on the assistant's words alone")
+    ] = "text"
+    field: Annotated[
+        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
+    ] = None
+    validation: Annotated[
+        float | str,
+        Field(description="what performance is measured on: a share of the documents, held out, or a file of its own"),
+    ] = 0.01
+
+    @model_validator(mode="after")
+    def _held_out(self) -> TaskSource:
+        if isinstance(self.validation, float) and not 0 < self.validation < 1:
+            raise ValueError("validation must be a share above 0 and below 1, or a file: performance is measured on it")
+        return self
+
+
+class GeneralSource(Entry):
+    """Text that no task trains on, by which general ability is measured (ΔR)."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what the table calls it")]
+    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
+    kind: Annotated[Literal["text", "chat"], Field(description="as of a task's source")] = "text"
+    field: Annotated[str | None, Field(description="as of a task's source")] = None
+
+
+class TrainSettings(RunSettings):
+    """How a task is trained; what is left out has the paper's value, as in a training config."""
+
+    steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
+    batch: Annotated[int | None, Field(ge=1, description="sequences a step")] = None
+    length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
+    save_every: Annotated[int | None, Field(ge=1, description="steps between checkpoints")] = None
+    evaluate_every: Annotated[int | None, Field(ge=1, description="steps between evaluations within a task")] = None
+    log_every: Annotated[int | None, Field(ge=1, description="steps between lines of the log")] = None
+
+
+class TaskSpec(Entry):
+    """One task: its text, and what is otherwise with it."""
+
+    name: Annotated[str, Field(pattern=_NAME, description="letters, digits, _ and -")]
+    sources: Annotated[list[TaskSource], Field(min_length=1, max_length=100)]
+    plan: Annotated[
+        str | ExpertSettings | None,
+        Field(description="its surgery, where it is not as `plan` and `next_plan` have it; none: nothing is added"),
+    ] = None
+    train: TrainSettings = TrainSettings()
+    replay: Annotated[float | None, Field(ge=0, le=1, description="of this task; default: as for all")] = None
+
+    @model_validator(mode="after")
+    def _own(self) -> TaskSpec:
+        if all(source.role == "original" for source in self.sources):
+            raise ValueError("a task needs a source of the role `task`")
+        check_shares([source.share for source in self.sources])
+        return self
+
+    def named_sources(self) -> list[tuple[str, TaskSource, float]]:
+        """Its sources with their names and shares (which sum to 1)."""
+        given = [source.share for source in self.sources if source.share is not None]
+        missing = len(self.sources) - len(given)
+        rest = (1 - math.fsum(given)) / missing if missing else 0.0
+        found = []
+        for number, source in enumerate(self.sources, 1):
+            name = source.name or (self.name if number == 1 else f"{self.name}-{number}")
+            found.append((name, source, rest if source.share is None else source.share))
+        return found
+
+
+class TasksConfig(Entry):
+    """What a continual run is to do."""
+
+    surgeon_continual: Annotated[Literal[1], Field(description="version of this format")]
+    tasks: Annotated[list[TaskSpec], Field(min_length=1, max_length=1000)]
+    seed: Annotated[int, Field(ge=0, lt=2**32, description="of new weights, the order of documents, and dropout")] = 0
+    plan: Annotated[
+        str | ExpertSettings,
+        Field(description="the first task's surgery: settings of `pmoe_experts`, or a plan's file or name"),
+    ] = ExpertSettings()
+    next_plan: Annotated[
+        str | ExpertSettings | None,
+        Field(
+            description="every later task's: settings that differ from `plan`, a plan's file or name, or none:"
+            " nothing is added, and what is there trains on; default: one more slot by `plan`"
+        ),
+    ] = None
+    train: TrainSettings = TrainSettings()
+    replay: Annotated[
+        float,
+        Field(ge=0, le=1, description="sequences of each earlier task for one of the new task's (the paper: 0.01)"),
+    ] = 0.01
+    general: Annotated[
+        list[GeneralSource], Field(max_length=100, description="text that no task trains on, for ΔR")
+    ] = []  # noqa: RUF012  # pydantic copies it
+    validation_sequences: Annotated[
+        int, Field(ge=1, description="at most, for each source: what performance is measured on")
+    ] = 64
+
+    @model_validator(mode="after")
+    def _fits(self) -> TasksConfig:
+        names = [task.name for task in self.tasks] + [source.name for source in self.general]
+        if doubled := first_doubled(names):
+            raise ValueError(f"two tasks or general sources are called {doubled!r}; names must differ")
+        sources = [name for task in self.tasks for name, _, _ in task.named_sources()]
+        if doubled := first_doubled(sources):
+            raise ValueError(f"two sources are called {doubled!r}; give one of them another `name:`")
+        if len(sources) > _MOST_SOURCES:
+            raise ValueError(f"{len(sources)} sources; a continual run takes {_MOST_SOURCES} at most")
+        if self.surgery(0) == NOTHING:
+            raise ValueError("the first task needs a plan: there is nothing yet that could train on")
+        for task in self.tasks:
+            if task.train.steps is None and self.train.steps is None:
+                raise ValueError(f"task {task.name} has no `steps`: say so many under `train:`")
+        return self
+
+    def surgery(self, number: int) -> str | dict[str, Any]:
+        """What task `number` (from 0) adds: settings of `pmoe_experts` as in a plan, a plan's name, or NOTHING."""
+        own = self.tasks[number].plan
+        general = self.plan if number == 0 or self.next_plan is None else self.next_plan
+        chosen = general if own is None else own
+        if isinstance(chosen, str):
+            return chosen
+        settings: dict[str, Any] = _given(self.plan) if isinstance(self.plan, ExpertSettings) else {}
+        if number and isinstance(self.next_plan, ExpertSettings):
+            settings |= _given(self.next_plan)
+        settings |= _given(chosen)
+        # The router stays where the first task put it; what a first task has not, it cannot let train on.
+        for key in ("threshold",) if number else ("new_slot_mass", "trains_also"):
+            settings.pop(key, None)
+        return settings
+
+
+def _given(settings: ExpertSettings) -> dict[str, Any]:
+    """What was said, without what was left out, as plain data."""
+    return settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -1,0 +1,149 @@
+"""The numbers of a training run: what its config says, and the papers' values for what it leaves out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.common.json_results import plain_fields
+from surgeon.data.specs import NEW, ORIGINAL
+from surgeon.errors import bad_input, printable
+from surgeon.operations import OPERATIONS
+from surgeon.operations.operation import Schedule, TrainingDefaults
+from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.config.schema import TrainConfig, originals_of
+
+# Of what no operation made: all weights, some layers, a LoRA.
+FINETUNING = TrainingDefaults(
+    "Neutral Residues, section 4.1 and Table 8, its finetuning and LoRA: 5e-5, betas 0.9 and 0.95, 64 sequences of"
+    " 4096, p = 0.1",
+    lr=5e-5,
+    betas=(0.9, 0.95),
+    length=4096,
+    original_share=0.1,
+)
+
+# Sequences at a time where the config does not say.
+_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that numbers depend on. `batch` = `micro_batch` · `accumulation` · `processes`."""
+
+    steps: int
+    seed: int
+    batch: int
+    micro_batch: int
+    accumulation: int
+    length: int
+    lr: float
+    min_lr: float
+    schedule: Schedule
+    warmup_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return plain_fields(self)
+
+
+def settle(
+    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
+) -> tuple[Settings, list[str]]:
+    """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
+
+    `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
+    config's `epochs` or `bytes`; None: not counted yet.
+
+    Raises BadInput where the config's numbers do not fit each other, the model or the processes.
+    """
+    config, paper = loaded.config, _defaults_for(operations)
+    steps = steps or config.steps or sys.maxsize
+    wrong: list[str] = []
+    if not isinstance(context, int):
+        context = sys.maxsize
+    length = config.length or min(paper.length, context)
+    if length > context:
+        wrong.append(
+            f"{loaded.where('length')}`length` is {length}, the model's context {context}; use {context} at most"
+        )
+    batch = config.batch or paper.batch
+    share = max(1, batch // processes)
+    if batch % processes:
+        wrong.append(
+            f"{loaded.where('batch')}a batch of {batch} sequences is no multiple of the {processes} processes; change"
+            " `batch`"
+        )
+    micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
+    if share % micro_batch and not batch % processes:
+        wrong.append(
+            f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
+            " each process; use a divisor, or leave it out"
+        )
+    asked = config.optimizer
+    lr = paper.lr if asked.lr is None else asked.lr
+    min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
+    if min_lr > lr:
+        wrong.append(
+            f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
+            " at most"
+        )
+    warmup = paper.warmup if asked.warmup is None else asked.warmup
+    warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
+    last = printable(operations[-1]) if operations else "finetuning"
+    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
+    if asked.warmup is None and warmup_steps >= steps:
+        warmup_steps = steps // 10
+        notes.append(
+            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
+        )
+    elif warmup_steps > steps:
+        wrong.append(
+            f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
+            f" {steps}; use fewer"
+        )
+    if wrong:
+        raise bad_input(wrong)
+    notes += _about_original(config, paper, last)
+    decay = paper.weight_decay + paper.decay_of_rate * lr
+    return Settings(
+        steps=steps,
+        seed=config.seed,
+        batch=batch,
+        micro_batch=micro_batch,
+        accumulation=share // micro_batch,
+        length=length,
+        lr=lr,
+        min_lr=min_lr,
+        schedule=asked.schedule or paper.schedule,
+        warmup_steps=warmup_steps,
+        betas=(asked.betas[0], asked.betas[1]) if asked.betas else paper.betas,
+        weight_decay=decay if asked.weight_decay is None else asked.weight_decay,
+        clip=paper.clip if asked.clip is None else asked.clip,
+    ), notes
+
+
+def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
+    """Those of the last operation whose tensors train (an unknown one: transformers'), of finetuning without any."""
+    if not operations:
+        return FINETUNING
+    last = OPERATIONS.get(operations[-1])
+    if last is None:
+        return TrainingDefaults("no paper's but transformers', as the operation is unknown here", lr=5e-5)
+    return last.training
+
+
+def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
+    originals = originals_of(config)
+    share = sum(source.share for source in originals)
+    # Of several tasks the earlier ones are what is replayed.
+    tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
+    if paper.original_share and not share and len(tasks) < 2:
+        lack = "the share of original text is 0" if originals else "no source has the role `original`"
+        return [f"{lack}; the paper of {operation} mixes in {paper.original_share:.0%} of what the base knows"]
+    return []

@@ -1,0 +1,106 @@
+"""The command line's options are the parameters of public functions: names, defaults, none left out, none twice."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import surgeon
+from surgeon import cli
+from surgeon.common.signatures import COMPUTED, parameters_of
+
+FUNCTIONS = {name: home for name, home in surgeon._HOMES.items() if inspect.isfunction(getattr(surgeon, name))}
+COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+CALLING = {name: entry for name, entry in cli._ENTRIES.items() if entry.function}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_read_from_the_source_is_what_python_has(function: str) -> None:
+    real = inspect.signature(getattr(surgeon, function)).parameters.values()
+    read = parameters_of(FUNCTIONS[function], function)
+    assert [p.name for p in read] == [p.name for p in real]
+    for ours, pythons in zip(read, real, strict=True):
+        assert ours.annotation == pythons.annotation
+        assert ours.keyword == (pythons.kind is pythons.KEYWORD_ONLY)
+        assert ours.required == (pythons.default is pythons.empty)
+        assert ours.required or ours.default is COMPUTED or ours.default == pythons.default
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_command_has_every_parameter_of_its_function_with_its_default(name: str) -> None:
+    options = {parameter.name: parameter for parameter in COMMANDS[name].params}
+    for parameter in inspect.signature(getattr(surgeon, CALLING[name].function)).parameters.values():
+        if parameter.annotation.startswith(("Listener", "Ranks", "Callable[")):
+            assert parameter.name not in options
+            continue
+        option, spelling = options[parameter.name], CALLING[name]._spelling(parameter.name)
+        assert option.required == (parameter.default is parameter.empty)
+        assert option.help
+        if option.default is not None:
+            made = spelling.convert(option.default) if spelling.convert else option.default
+            assert (not made if spelling.off else made) == parameter.default
+        elif not option.required:
+            assert parameter.default is None or not parameter.default or parameter.default == ("auto",)
+
+
+def test_every_help_text_belongs_to_a_parameter() -> None:
+    used = set()
+    for name, entry in CALLING.items():
+        for parameter in parameters_of(surgeon._HOMES[entry.function], entry.function):
+            own = f"{name}.{parameter.name}"
+            used.add(own if own in cli._SPELLINGS else parameter.name)
+    assert set(cli._SPELLINGS) <= used
+
+
+def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def push(**options: Any) -> None:
+        given.update(options)
+        raise surgeon.BadInput("enough")
+
+    monkeypatch.setattr(surgeon, "push", push)
+    assert CliRunner().invoke(cli.app, ["push", "out", "user/name", "--private", "--pr"]).exit_code == 2
+    assert given.pop("listener") is not None
+    asked = {"out": Path("out"), "repo_id": "user/name", "public": False, "pull_request": True}
+    flags = ("dry_run", "force", "delta", "trust_remote_code")
+    assert given == asked | dict.fromkeys(flags, False)
+
+
+def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom surgeon.cli import app\n"
+        "shown = CliRunner().invoke(app, ['apply', '--help']).output\nassert '--max-shard-size' in shown, shown\n"
+        "print(*sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ran.stdout.split())
+    # pydantic is typer's own, which checks options by it.
+    assert not loaded & {"yaml", "torch", "numpy", "surgeon.apply.apply", "surgeon.plan", "surgeon.checkpoint.folder"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("train out --confg t.yaml", "No such option: --confg (Possible options: --config, --json)"),
+        ("verify base out --txt x", "--text"),
+        ("diff a b --zzz", "No such option: --zzz"),
+        ("reprot out", "No such command 'reprot'. Did you mean 'report'"),
+        ("verify base out --window 1", "Input should be greater than or equal to 2"),
+        ("merge out dest --alpha 2", "Input should be less than or equal to 1"),
+        ("train out --to run", "Missing option '--config'"),
+        ("apply plan base", "Missing argument 'OUT'"),
+        ("diff a b --e\x1bxact", "--e\\x1bxact"),
+    ],
+)
+def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:
+    ran = CliRunner().invoke(cli.app, given.split(" "), prog_name="surgeon")
+    assert ran.exit_code == 2 and not ran.stdout
+    assert said in " ".join(ran.stderr.split()), ran.stderr
