@@ -27,7 +27,6 @@ from typing import Any
 import surgeon
 from surgeon.apply.preview import open_headers, opened_for, preview_of
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import leaves
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import held_of
@@ -182,7 +181,7 @@ def prove_one_plan(bases: Bases, first: str, second: str, folder: Path) -> list[
         wrong += alike(born, applied.path, exact=other == "exact", more=applied.preview.blueprint.more_rows)
     if in_two_plans(bases, first, second).promise:
         two = surgeon.apply(plan_of(entries[1]), born, folder / "two", device="cpu").path
-        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in leaves(o.recipe))}
+        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in o.recipe.leaves)}
         wrong += differing(applied.path, two, drawn=drawn)
     return wrong
 

@@ -203,6 +203,12 @@ def _complete_shipped(incomplete: str) -> list[str]:
     return [name for name in shipped.names() if name.startswith(incomplete)]
 
 
+def _complete_shipped_or_swept(incomplete: str) -> list[str]:
+    from surgeon.plan import shipped
+
+    return [name for name in [*shipped.names(), *shipped.sweeps()] if name.startswith(incomplete)]
+
+
 def _complete_study(incomplete: str) -> list[str]:
     from surgeon.plan import shipped
 
@@ -758,14 +764,18 @@ def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
     study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweeps")] = False,
 ) -> None:
     """Print the JSON schema of plans, which editors use to complete YAML."""
     _short()
-    asked = [name for name, given in (("--training", training), ("--tasks", tasks), ("--study", study)) if given]
+    given = {"--training": training, "--tasks": tasks, "--study": study, "--sweep": sweep}
+    asked = [name for name, is_given in given.items() if is_given]
     if len(asked) > 1:
         raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
     if study:
         from surgeon.compare.config.loading import json_schema
+    elif sweep:
+        from surgeon.plan.sweep import json_schema
     elif tasks:
         from surgeon.continual.config.loading import json_schema
     elif training:
@@ -778,20 +788,21 @@ def schema(
 @_command()
 def plans(
     name: Annotated[
-        str | None, typer.Argument(help="print this shipped plan", autocompletion=_complete_shipped)
+        str | None,
+        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=_complete_shipped_or_swept),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped plans, or print one to start from."""
+    """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
     _short()
     from surgeon.plan import shipped
 
     if as_json:
-        _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
+        _print_json(shipped.names() if name is None else shipped.texts(name))
     elif name is None:
         _console().print(shipped.plans_view(shipped.described()))
     else:
-        print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
+        print(shipped.shown(name), end="")
 
 
 @_command()

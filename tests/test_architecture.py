@@ -53,6 +53,9 @@ ORDER = (
 # or below, as their imports say.
 INNER = {"train": ("steps", "losses", "saved", "trainable", "processes", "config")}
 
+# Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
+COMPUTING = ("blueprint/recipes",)
+
 # What rooms that work on bytes and data alone never import, not even inside a function, and where else that holds.
 WITHOUT = {
     "plan": ("torch", "numpy", "transformers"),
@@ -130,9 +133,32 @@ def test_what_works_on_data_alone_imports_nothing_heavy(place: str) -> None:
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     assert files
     for file in files:
-        for name in HERE.imports(module_of(file)):
+        lazy = str(file.parent.relative_to(PACKAGE)) in COMPUTING
+        for name in imported_at_load(HERE.trees[module_of(file)]) if lazy else HERE.imports(module_of(file)):
             for forbidden in WITHOUT[place]:
                 assert not (name == forbidden or name.startswith(f"{forbidden}.")), f"{file} imports {name}"
+
+
+def imported_at_load(tree: ast.AST) -> set[str]:
+    """What a module imports when it is imported: not what its functions import, nor what type checkers alone read."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found |= {name for other in node.orelse for name in imported_at_load(other)}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            found |= imported_at_load(node)
+    return found
+
+
+def test_recipes_bring_no_torch_before_they_compute() -> None:
+    """The rule above is by syntax; this is by import, of the modules that recipes import too."""
+    code = "import sys, surgeon.blueprint.recipes; print({'torch', 'numpy', 'transformers'} & sys.modules.keys() or 0)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0", found.stdout
 
 
 def test_only_the_command_line_prints_or_exits() -> None:

@@ -19,7 +19,6 @@ from surgeon.apply.preview import Preview, loaded_plan, opened_for, preview_of, 
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import is_computed
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of
@@ -165,7 +164,7 @@ def surgery_job(
             "models": {name: model.identity() for name, model in opened.models.items()},
         },
         computing=Computing(blueprint, base, shown.plan.source, opened.adapters, opened.models, device())
-        if any(is_computed(output.recipe) for output in blueprint.outputs)
+        if any(output.computed for output in blueprint.outputs)
         else None,
         read_back=read_back,
         link=link,

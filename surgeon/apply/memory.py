@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Predicted, Recipe, Stacked, is_computed, numel
-from surgeon.blueprint.shards import group_by_layer, nbytes
+from surgeon.blueprint.recipes import Predicted
+from surgeon.blueprint.shards import group_by_layer
 from surgeon.checkpoint.folder import MOST_AHEAD
 
 # What a process that only moves bytes takes, interpreter included.
@@ -14,30 +14,20 @@ _TORCH_MEMORY = 450_000_000
 
 def peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
-    computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
+    computed = [output.recipe for output in blueprint.outputs if output.computed]
     if not computed:
         return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
-    largest = max(map(_working_set, computed))
+    largest = max(recipe.working_set for recipe in computed)
     # Maps of whole heads are a number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
-    new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
-    ahead = min(2 * max(sum(map(nbytes, layer)) for layer in new), MOST_AHEAD)
-    waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
+    new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]
+    ahead = min(2 * max(sum(o.nbytes for o in layer) for layer in new), MOST_AHEAD)
+    waiting = ahead + 3 * max(o.nbytes for layer in new for o in layer)
     # U and the network of every module that is predicted are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
-    kept = sum(4 * r.shape[0] ** 2 + 12 * int(dict(r.settings)["hidden"]) * r.shape[1] for r in networks.values())
+    kept = sum(recipe.network_memory for recipe in networks.values())
     return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
-
-
-def _working_set(recipe: Recipe) -> int:
-    """Of experts in one tensor only one is at work, beside the whole result."""
-    if isinstance(recipe, Predicted):
-        # Σ W Wᵀ, its vectors and eigh's own copy in float64; V of every layer, from which the network learns.
-        return 3 * 8 * recipe.shape[0] ** 2 + 4 * (len(recipe.stack) + 4) * numel(recipe)
-    if isinstance(recipe, Stacked):
-        return _working_set(recipe.experts[0]) + 4 * numel(recipe)
-    return 4 * 4 * numel(recipe)

@@ -12,8 +12,7 @@ from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
 from surgeon.apply.shapes import check_shapes, check_taken
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, leaves, moves, numel
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, is_hole, is_unchanged, lay_out, nbytes
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, is_unchanged, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
@@ -30,8 +29,8 @@ from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.plan.plan import LoadedPlan, draw, load_plan, parse_plan, prepare
-from surgeon.plan.shipped import find_plan
+from surgeon.plan.plan import LoadedPlan, draw, parse_plan, prepare
+from surgeon.plan.shipped import load_named
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
     """The plan with `overrides` in it: a file, the name of a shipped plan, or one parsed already. Raises BadInput."""
     if not isinstance(plan, LoadedPlan):
-        return load_plan(find_plan(plan), overrides)
+        return load_named(plan, overrides)
     return parse_plan(plan.text, source=plan.source, overrides=overrides) if overrides else plan
 
 
@@ -210,7 +209,7 @@ def preview_of(
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)
     # Copies of old layers' parts that new layers read, and no training changes.
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
-    after = sum(numel(output.recipe) for output in outputs)
+    after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     # What was proven of a derived type is proven again by `apply`.
     runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
@@ -224,8 +223,8 @@ def preview_of(
         parameters_new=new,
         parameters_trainable=after if trains_all else new - fixed,
         bytes_to_read=_bytes_to_read(blueprint, base),
-        bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
-        bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        bytes_to_write=sum(output.nbytes for output in outputs if not output.is_hole),
+        bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
         bytes_unchanged=_bytes_unchanged(shards, folder),
         peak_memory=peak_memory(blueprint, runs_twin=runs_twin),
         notes=tuple(_notes(blueprint, base, texts)),
@@ -252,7 +251,7 @@ def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
 
 def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
     tensors = base.folder.tensors
-    sources = {leaf.source for o in blueprint.outputs for leaf in leaves(o.recipe) if isinstance(leaf, Copy)}
+    sources = {name for output in blueprint.outputs for name in output.recipe.sources}
     taken = [base.models[name].tensors[tensor].nbytes for name, of in blueprint.taken.items() for tensor in of]
     return sum(tensors[name].nbytes for name in sources) + sum(taken)
 
@@ -303,15 +302,14 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
 
 def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
     """The base's tensor that an output is, as it is; None where it is something else."""
-    pieces = moves(output.recipe)
-    return origin_in(folder, pieces).whole if pieces.spans else None
+    return origin_in(folder, output.pieces).whole if output.pieces.spans else None
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
     """How many numbers of a new tensor are new. A part of a new layer is a copy of an old one's."""
     kept = output.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
-    return numel(output.recipe) - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
+    return output.numel - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
 
 
 def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:

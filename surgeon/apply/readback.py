@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from surgeon.apply.finiteness import FiniteCheck
-from surgeon.blueprint.shards import Shard, is_hole
+from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
@@ -161,7 +161,7 @@ class ReadBack:
                         digests[output.name] = self._digest(written, info, shards, origin, look)
                         if not look.finite:
                             not_finite.append(origin.first.name)
-                    elif is_hole(output):
+                    elif output.is_hole:
                         digests[output.name] = zeros_sha256(info.nbytes)
                     else:
                         digests[output.name] = sha256_range(written, info.begin, info.end)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Widened
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
@@ -31,7 +30,7 @@ def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[st
 
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
     """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
-    if any(isinstance(output.recipe, Widened) for output in blueprint.outputs):
+    if blueprint.resized:
         planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
         from surgeon.families.skeleton import build
 

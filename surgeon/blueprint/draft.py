@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from surgeon.blueprint.grafts import (
@@ -27,15 +28,9 @@ from surgeon.blueprint.recipes import (
     Coupling,
     Dequantised,
     Extended,
-    PerLayer,
+    Imported,
     Recipe,
-    Taken,
-    is_computed,
-    keeps,
-    leaves,
-    moves,
-    numel,
-    sources,
+    per_layer,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.pieces import Pieces
@@ -152,23 +147,33 @@ class Layer:
     opened: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Output:
-    """One tensor of the output; `operation` made it, None where the base has it."""
+    """One tensor of the output; `operation` made it, None where the base has it.
+
+    `new` says that one did: training may then change it, unless it holds parts of old layers. The other fields are
+    those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are.
+    """
 
     name: str
     recipe: Recipe
     operation: int | None
+    new: bool = field(init=False, repr=False, compare=False)
+    computed: bool = field(init=False, repr=False, compare=False)
+    is_hole: bool = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+    pieces: Pieces = field(init=False, repr=False, compare=False)
 
-    @property
-    def new(self) -> bool:
-        """Whether an operation made it; training may then change it, unless it holds parts of old layers."""
-        return self.operation is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "new", self.operation is not None)
+        for name in ("computed", "is_hole", "numel", "nbytes", "pieces"):
+            object.__setattr__(self, name, getattr(self.recipe, name))
 
-    @property
+    @cached_property
     def kept(self) -> Pieces:
         """The bytes of the base that stay as they are where what is new trains."""
-        return keeps(self.recipe) if self.new else moves(self.recipe)
+        return self.recipe.kept if self.new else self.pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,8 @@ class Blueprint:
     code_files: tuple[str, ...] = ()
     # The layers of the base that each operation took out, by its number.
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # Whether an operation changed sizes that layers share.
+    resized: bool = False
 
     @property
     def native(self) -> bool:
@@ -222,13 +229,13 @@ class Blueprint:
         return max((len(o.recipe.made_of) for o in self.outputs if isinstance(o.recipe, Extended)), default=0)
 
     @property
-    def taken(self) -> dict[str, dict[str, Taken]]:
+    def taken(self) -> dict[str, dict[str, Imported]]:
         """The tensors that are taken from other models, by the plan's names for these, each with one recipe."""
-        found: dict[str, dict[str, Taken]] = {}
+        found: dict[str, dict[str, Imported]] = {}
         for output in self.outputs:
-            for leaf in leaves(output.recipe) if output.new else ():
-                if isinstance(leaf, Taken):
-                    found.setdefault(leaf.model, {})[leaf.tensor] = leaf
+            for leaf in output.recipe.leaves if output.new else ():
+                if isinstance(leaf, Imported) and leaf.place == "model":
+                    found.setdefault(leaf.name, {})[leaf.tensor] = leaf
         return found
 
     @property
@@ -260,7 +267,7 @@ class Draft:
         # The layers of the base that operations took out, by their numbers.
         self.dropped: dict[int, tuple[int, ...]] = {}
         # The tensors outside the layers, by name: the base's in their order, then those that operations added.
-        self.outer = {name: Outer(_copied(info), None) for name, info in anatomy.outer.items()}
+        self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}
@@ -273,10 +280,10 @@ class Draft:
         # The control states of all layers, which stand outside layers.
         self.bank = bank_of(config)
         if self.bank is not None:
-            self.bank.tensors = {suffix: _copied(info) for suffix, info in anatomy.bank.items()}
+            self.bank.tensors = {suffix: Copy.of(info) for suffix, info in anatomy.bank.items()}
         self.layers = [
             LayerDraft(
-                tensors={suffix: _copied(info) for suffix, info in tensors.items()},
+                tensors={suffix: Copy.of(info) for suffix, info in tensors.items()},
                 base=index,
                 like=index,
                 grafts=_with_tensors(brought.get(index, []), anatomy.grafted[index]),
@@ -394,7 +401,7 @@ class Draft:
         tensors, parts = self.layers[layer].tensors, self.kind_of(layer).parts
         if self.anatomy.derivation is None:
             return tensors[parts[0].suffix].dtype
-        return max((tensors[part.suffix] for part in parts), key=numel).dtype
+        return max((tensors[part.suffix] for part in parts), key=lambda recipe: recipe.numel).dtype
 
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
@@ -410,7 +417,7 @@ class Draft:
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
         held += [each.recipe for each in self.outer.values()]
-        return sum(map(numel, held))
+        return sum(recipe.numel for recipe in held)
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
@@ -430,7 +437,7 @@ class Draft:
                     outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, graft.operation))
         for nth, tensors in enumerate(self.anatomy.beyond):
             number = len(self.layers) + nth
-            outputs += [Output(self.anatomy.layer_name(number, s), _copied(info), None) for s, info in tensors.items()]
+            outputs += [Output(self.anatomy.layer_name(number, s), Copy.of(info), None) for s, info in tensors.items()]
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
@@ -448,6 +455,7 @@ class Draft:
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
+            resized=bool(self.widths),
         )
 
     def _per_layer_lists(self) -> dict[str, list[Any]]:
@@ -482,7 +490,7 @@ class Draft:
                     " use an operation that adds no branches (control_llm: `expansion: stack`)"
                 )
             assert isinstance(output.recipe, Copy)
-            made.append(Output(output.name, PerLayer(output.recipe, axis, before, order), last))
+            made.append(Output(output.name, per_layer(output.recipe, axis, before, order), last))
         return made
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
@@ -553,10 +561,10 @@ class Draft:
 def _check_stored(output: Output) -> None:
     """Raise BadInput for what would be computed of, or stored as, a quantised tensor, which is only ever moved."""
     recipe = output.recipe
-    if is_computed(recipe):
+    if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:
-        held = moves(recipe).covered or (isinstance(recipe, Constant) and recipe.value == 0)
+        held = output.is_hole or output.pieces.covered
         odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
     if odd is not None:
         raise BadInput(
@@ -568,12 +576,8 @@ def _check_stored(output: Output) -> None:
 def _inside(recipe: Recipe) -> Iterator[Recipe]:
     """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
     yield recipe
-    for source in () if isinstance(recipe, Dequantised) else sources(recipe):
+    for source in () if isinstance(recipe, Dequantised) else recipe.inputs:
         yield from _inside(source)
-
-
-def _copied(info: TensorInfo) -> Copy:
-    return Copy(info.name, info.dtype, info.shape)
 
 
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
@@ -582,7 +586,7 @@ def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> lis
         owner = next((graft for graft in grafts if graft.owns(suffix)), None)
         if owner is None:
             raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
-        owner.tensors[suffix] = _copied(info)
+        owner.tensors[suffix] = Copy.of(info)
     return grafts
 
 

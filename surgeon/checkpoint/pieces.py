@@ -117,6 +117,14 @@ class Pieces:
         ]
         return Pieces.of(self.nbytes, found)
 
+    def origin_of(self, byte: int) -> tuple[str, int]:
+        """The tensor that a byte is of, and where in it."""
+        for span in self.spans:
+            run, within = divmod(byte - span.at, span.every) if span.every else (0, byte - span.at)
+            if 0 <= run < span.count and 0 <= within < span.length:
+                return span.tensor, span.offset + run * span.step + within
+        raise IndexError(byte)
+
     def is_all_of(self, info: TensorInfo) -> bool:
         """Whether it is a tensor whole, byte for byte."""
         return self == Pieces.whole(info.name, info.nbytes)

@@ -351,7 +351,7 @@ class Course:
         for key in ("micro_batch", "checkpointing", "log_every"):
             training.pop(key, None)
         plan = self.asked.loaded.plans.get(run.method)
-        return digest([self.common, None if plan is None else plan.text, training])
+        return digest([self.common, None if plan is None else plan.data(), training])
 
 
 def _checked(answer: Answer, what: str) -> Answer:

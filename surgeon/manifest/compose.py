@@ -9,7 +9,6 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import describe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
@@ -145,7 +144,7 @@ def compose(
                     shape=list(output.recipe.shape),
                     sha256=written.digests[output.name],
                     operation=output.operation or 0,
-                    recipe=describe(output.recipe),
+                    recipe=output.recipe.describe(),
                 )
                 for output in blueprint.outputs
                 if output.new

@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.constants import constant_bytes
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -373,7 +372,7 @@ def _holds(base: CheckpointFolder, name: str, value: float) -> bool:
     """Whether every element of a tensor is this value, by its bytes."""
     info = base.tensors[name]
     width = DTYPE_BITS[info.dtype] // 8
-    pattern = constant_bytes(Constant(value, info.dtype, (_BYTES // width,)))
+    pattern = Constant(value, info.dtype, (_BYTES // width,)).data
     # First a few: of a layer that is not silent, these say so.
     ends = [64, *range(_BYTES, info.nbytes, _BYTES), info.nbytes]
     begin = 0

@@ -207,7 +207,7 @@ class GrowVocabulary(Operation):
         for name, reads in vocabulary_tensors(draft.anatomy).items():
             info = draft.anatomy.outer[name]
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, Extended(Copy(name, info.dtype, info.shape), made_of))
+            draft.set_outer(name, Extended(Copy.of(info), made_of))
         draft.sizes[VOCABULARY_KEY] = rows + added
         return OperationRecord(
             op=self.op,

@@ -21,7 +21,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Draft
-from surgeon.blueprint.recipes import Coupling
+from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
@@ -257,22 +257,22 @@ def _solve(
     see: Callable[[str, Tensor], None] | None,
 ) -> dict[str, dict[str, Any]]:
     """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
-    from surgeon.apply.compute import Workshop
+    from surgeon.apply.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
     for number, couplings in enumerate(drawn, 1):
         layer, neighbour = next(iter(couplings)).split(".")[:2]
         progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(drawn)})")
         only_maps = Blueprint(0, (), couplings, (), (), folder.config)
-        workshop = Workshop(only_maps, folder, device=device, stopwatch=Stopwatch())
+        evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
         for name, coupling in couplings.items():
-            solved = workshop.map_of(name)
+            solved = evaluator.map_of(MapRef(name))
             if see is not None and name in wanted:
                 see(name, solved.matrix())
             if _EXPERT.search(name):  # nothing is made with it
-                workshop.forget([name])
+                evaluator.forget([name])
             if coupling.groups is None:
-                found[name] = workshop.reports[name]
+                found[name] = evaluator.maps.reports[name]
     return found
 
 

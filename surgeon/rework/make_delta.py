@@ -23,7 +23,6 @@ from surgeon._version import __version__
 from surgeon.apply.job import Job, copied, in_order, origins_in, twins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
-from surgeon.blueprint.recipes import numel
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import (
@@ -275,7 +274,7 @@ def make_delta_of(
     files = {**_small_files(folder, manifest), **beside.files}
     from_base = _side_files(folder, base, manifest, files)
     index = _index(folder, (*shards, *brought), files, from_base, digests, beside)
-    sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
+    sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
     files = {_CALLED.get(name, name): content for name, content in files.items()}
 

@@ -222,7 +222,7 @@ def _kept_shards(
     shards: list[Shard] = []
     for file, ordered in in_order(out).items():
         if names := [info.name for info in ordered if info.name in infos]:
-            outputs = tuple(Output(kept_name(n), Copy(n, infos[n].dtype, infos[n].shape), None) for n in names)
+            outputs = tuple(Output(kept_name(n), Copy.of(infos[n]), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
     return tuple(shards), {kept_name(name): Origin.of(out.source, info) for name, info in infos.items()}
 

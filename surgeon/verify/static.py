@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.constants import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import (
-    Constant,
-    Listed,
-    Widened,
-    is_computed,
-    moves,
-)
+from surgeon.blueprint.recipes import Constant, Joined
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
     MANIFEST_FILE,
@@ -62,7 +55,6 @@ from surgeon.verify.claims import (
     check_files,
     check_manifest,
     check_origin,
-    constant_digest,
     digests_beside,
     manifest_differences,
 )
@@ -221,7 +213,7 @@ def _copies(
 
 def _copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
     """The tensor of the base whose bytes, all of them, an output is; None where it is another."""
-    pieces = moves(output.recipe)
+    pieces = output.pieces
     return next((name for name in pieces.tensors if pieces.is_all_of(base[name])), None)
 
 
@@ -241,7 +233,7 @@ def _parts(blueprint: Blueprint, manifest: Manifest, base: CheckpointFolder, out
         if output.name in manifest.trained:
             pieces = Pieces(0, ()) if trains_all or output.name in manifest.changed_of_base else output.kept
         else:
-            pieces = moves(output.recipe)
+            pieces = output.pieces
         if pieces.spans and _copy_of(output, base.tensors) is None:
             held[output.name] = pieces
     if not held:
@@ -267,7 +259,7 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
                 continue
             info = out.tensors[name]
             checked += 1
-            if bytes(out.read(name)) != constant_bytes(Constant(value, info.dtype, info.shape)):
+            if bytes(out.read(name)) != Constant(value, info.dtype, info.shape).data:
                 loud.append(name)
     kept = f"{checked} tensors hold exactly what keeps new layers silent"
     if not checked:
@@ -289,8 +281,7 @@ def _dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str]) ->
         info.name
         for layer in gone
         for suffix, value in anatomy.kinds[anatomy.kind_of[layer]].silence.items()
-        if base[(info := anatomy.layers[layer][suffix]).name]
-        != constant_digest(Constant(value, info.dtype, info.shape))
+        if base[(info := anatomy.layers[layer][suffix]).name] != Constant(value, info.dtype, info.shape).sha256
     ]
     kept = f"all {len(gone)} that were taken out added exactly nothing in the base"
     return [Check.of("layers taken out", loud, "not the constant that keeps a layer silent", kept)]
@@ -305,23 +296,23 @@ def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolde
     """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α."""
     trained = manifest.trained
     untrained = [o for o in blueprint.outputs if o.name not in trained]
-    constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant | Listed)]
-    wrong = [name for name, recipe in constants if out[name] != constant_digest(recipe)]
+    constants = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Constant)]
+    wrong = [name for name, recipe in constants if out[name] != recipe.sha256]
     # Zeros that keep more neurons silent, say, beside those of the base.
-    wider = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Widened)]
+    wider = [(o.name, o.recipe) for o in untrained if isinstance(o.recipe, Joined)]
     wrong += [name for name, recipe in wider if not _silent_beside(recipe, name, folder)]
     kept = f"{len(constants)} tensors hold the value they are born with" if constants else _none(manifest)
     return Check.of("constants", wrong, "not the value they are born with", kept)
 
 
-def _silent_beside(recipe: Widened, name: str, out: CheckpointFolder) -> bool:
+def _silent_beside(recipe: Joined, name: str, out: CheckpointFolder) -> bool:
     """Whether the parts of a wider tensor that are constant are so, by bytes."""
     info, begin = out.tensors[name], 0
     for part in recipe.parts:
         end = begin + part.shape[recipe.axis]
         if isinstance(part, Constant):
             lying = indices(name, info.shape, DTYPE_BITS[info.dtype], recipe.axis, range(begin, end))
-            if digest_of_pieces(out, lying) != constant_digest(part):
+            if digest_of_pieces(out, lying) != part.sha256:
                 return False
         begin = end
     return True
@@ -329,7 +320,7 @@ def _silent_beside(recipe: Widened, name: str, out: CheckpointFolder) -> bool:
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: dict[str, str]) -> Check:
     trained = manifest.trained
-    computed = [o.name for o in blueprint.outputs if o.new and is_computed(o.recipe) and o.name not in trained]
+    computed = [o.name for o in blueprint.outputs if o.new and o.computed and o.name not in trained]
     unknown = [name for name in computed if name not in manifest.new_tensors]
     if unknown:
         return Check("new tensors", False, f"not in the manifest: {some(unknown)}")

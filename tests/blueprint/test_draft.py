@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Copy
-from surgeon.blueprint.shards import lay_out, nbytes
+from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
@@ -76,7 +76,7 @@ def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -
     layers = [{output.name.split(".")[2] for output in shard.outputs} for shard in new]
     assert sum(len(held) for held in layers) == 6, "a layer lies in two shards"
     for shard, held in zip(new, layers, strict=True):
-        assert len(held) == 1 or sum(nbytes(output) for output in shard.outputs) <= limit
+        assert len(held) == 1 or sum(output.nbytes for output in shard.outputs) <= limit
     assert [shard.file for shard in shards][-1].endswith(f"-of-{len(shards):05d}.safetensors")
     assert sorted(o.name for shard in shards for o in shard.outputs) == sorted(o.name for o in drawn.outputs)
 

@@ -23,7 +23,8 @@ from surgeon.data.sources import absent
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.plan.plan import LoadedPlan, load_plan
-from surgeon.plan.shipped import find_plan, shipped_studies
+from surgeon.plan.shipped import FoundPlan, find_plan, find_sweep, shipped_studies
+from surgeon.plan.sweep import overrides_of
 
 Group = Literal["new", "original", "replayed"]
 GROUPS = get_args(Group)
@@ -104,6 +105,7 @@ def load_study(
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
     _spell_out(data)
+    lines = _points_of_sweeps(data, lines, path.parent)
     given: dict[Place, str] = {}
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -133,6 +135,46 @@ def _spell_out(data: dict[str, Any]) -> None:
     for key, entry_of in _SHORT.items():
         if isinstance(data.get(key), list):
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
+
+
+def _points_of_sweeps(data: dict[str, Any], lines: Mapping[Place, int], folder: Path) -> dict[Place, int]:
+    """Put methods of single points in the place of those whose plan is a sweep; return the lines of what is there now.
+
+    Raises BadInput for a sweep with mistakes in it.
+    """
+    if not isinstance(data.get("methods"), list):
+        return dict(lines)
+    methods: list[Any] = []
+    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
+    for number, entry in enumerate(data["methods"]):
+        swept = isinstance(entry, dict) and isinstance(entry.get("plan"), str)
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
+        for method in _points_of(entry, folder) if swept else [entry]:
+            moved |= {("methods", len(methods), *place): line for place, line in own.items()}
+            methods.append(method)
+    data["methods"] = methods
+    return moved
+
+
+def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The method of each point where a method's plan is a sweep; else the method alone."""
+    beside = folder / method["plan"]
+    loaded = find_sweep(beside if beside.is_file() else method["plan"])
+    if loaded is None:
+        return [method]
+    own = loaded.source.parent / loaded.sweep.plan
+    plan = str(own) if own.is_file() else loaded.sweep.plan
+    given = method.get("set")
+    found = []
+    for point in loaded.points:
+        settings = {**point.settings, **(given if isinstance(given, dict) else {})}
+        named = {key: f"{method[key]}{joined}{point.name}" for key, joined in _OF_POINT.items() if key in method}
+        found.append(method | {"name": point.name} | named | {"plan": plan} | ({"set": settings} if settings else {}))
+    return found
+
+
+# How a method's name and label go on in those of a sweep's points.
+_OF_POINT = {"name": "-", "label": ", "}
 
 
 def _entry_of_text(path: str) -> dict[str, Any]:
@@ -191,13 +233,13 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
             continue
         beside = loaded.resolve(method.plan)
         try:
-            path = beside if beside.is_file() else find_plan(method.plan)
+            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
         except BadInput as error:
             peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
             continue
         try:
-            found[method.called] = load_plan(path)
+            found[method.called] = load_plan(plan.path, [*plan.overrides, *overrides_of(method.set or {})])
         except BadInput as error:
             wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
     return found

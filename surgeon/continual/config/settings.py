@@ -12,7 +12,7 @@ from surgeon.continual.config.schema import NOTHING, TasksConfig, TaskSource, Ta
 from surgeon.data.specs import ORIGINAL, SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
-from surgeon.plan.shipped import find_plan
+from surgeon.plan.shipped import load_named
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.config.schema import OptimizerSpec, TrainConfig
 from surgeon.train.config.settings import settle
@@ -74,7 +74,7 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         if beside.is_file():
             return load_plan(beside)
         with at_line(loaded, number):
-            return load_plan(find_plan(asked))
+            return load_named(asked)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
