@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.plan import shipped
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Plans, and the points of sweeps.
-PLANS = [*shipped.names(), *shipped.points()]
+PLANS = surgeon.shipped_plans()
 # Plans that operate on what another has grown.
 FOLLOWS = {
     "control-llm/merge": "control-llm/lerp8-mse-0-star",

@@ -82,9 +82,21 @@ class House:
         above = self.modules[module].relative_to(self.package.parent).parts[: -node.level]
         return ".".join([*above, *([node.module] if node.module else [])])
 
+    @cached_property
+    def homes(self) -> dict[str, str]:
+        """The public names (`from surgeon import apply`) and the modules that define them."""
+        found = {"__version__": "_version"}
+        for node in self.trees["surgeon"].body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+                found |= ast.literal_eval(node.value)
+        return {f"surgeon.{name}": f"surgeon.{home}" for name, home in found.items()}
+
     def dependencies(self, module: str) -> set[str]:
-        """The modules of the package that a module imports."""
-        return {name for name in self.imports(module) if name in self.modules} - {module}
+        """The modules of the package that a module imports; a public name counts as the module that defines it."""
+        found = self.imports(module)
+        if "surgeon" in found and (public := found & self.homes.keys()):
+            found = found - public - {"surgeon"} | {self.homes[name] for name in public}
+        return {name for name in found if name in self.modules} - {module}
 
     @cached_property
     def rooms(self) -> dict[str, set[str]]:

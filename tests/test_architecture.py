@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
+import surgeon
 from tests.house import HERE, PACKAGE, room_of
 
 MODULES = HERE.modules
@@ -125,6 +126,54 @@ def test_the_house_stays_small() -> None:
     rooms = [name for name in ORDER if (PACKAGE / name).is_dir()]
     assert len(rooms) <= 21
     assert set(ORDER) - set(rooms) == {"__main__", "cli", "__init__", "errors", "_version"}
+
+
+# Studies are written with what `surgeon` offers, as anybody's are; beside it they may import the errors that users read
+# and plumbing that knows nothing of models: listeners, tables, YAML, work folders, devices.
+LABORATORY = ("demo", "compare", "continual", "evaluate")
+_PLUMBING = ("errors", "common")
+
+
+@pytest.mark.parametrize("room", LABORATORY)
+def test_the_laboratory_stands_on_the_public_api(room: str) -> None:
+    for module in MODULES:
+        if room_of(module) == room:
+            below = not_public(ast.parse(MODULES[module].read_text(encoding="utf-8")), own=room)
+            assert not below, f"{module} imports {sorted(below)}: not what `surgeon` offers"
+
+
+def not_public(tree: ast.Module, *, own: str = "") -> set[str]:
+    """What a file imports of surgeon that is neither a public name, nor plumbing, nor of its own room."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "surgeon":
+            path = str(node.module).split(".")
+            names = {alias.name for alias in node.names}
+            if len(path) == 1:
+                found |= {f"surgeon.{name}" for name in names - {*surgeon.__all__, *_PLUMBING}}
+            elif path[1] not in (own, *_PLUMBING):
+                found |= {f"{node.module}.{name}" for name in names}
+        elif isinstance(node, ast.Import):
+            paths = [alias.name.split(".") for alias in node.names if alias.name.startswith("surgeon.")]
+            found |= {".".join(path) for path in paths if path[1] not in (own, *_PLUMBING)}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add(f"a relative import, line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from surgeon.models.load import load_model",
+        "from surgeon import models",
+        "import surgeon.train.session",
+        "def f():\n    from surgeon.verify import verify",
+        "from ..train import session",
+    ],
+)
+def test_an_import_below_the_public_api_is_noticed(line: str) -> None:
+    assert not_public(ast.parse(line), own="compare")
+    assert not not_public(ast.parse("from surgeon import apply, errors\nfrom surgeon.common.yaml import where"))
 
 
 @pytest.mark.parametrize("place", WITHOUT)
@@ -261,7 +310,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
 
 def test_no_public_function_waits_for_torch_before_its_arguments_are_checked() -> None:
     """What a command refuses, it refuses at once: torch and transformers are imported where work begins."""
-    loaded = imported_by("import surgeon\nfor name in surgeon.__all__: getattr(surgeon, name)")
+    loaded = imported_by("import surgeon\nfor name in surgeon.__all__:\n    if name.islower(): getattr(surgeon, name)")
     assert {"surgeon.train.train", "surgeon.evaluate.evaluate", "surgeon.report.report"} <= loaded
     for heavy in ("torch", "transformers", "tokenizers"):
         assert heavy not in loaded, heavy

@@ -281,3 +281,10 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
         offset += len(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def check_dtype(name: str) -> None:
+    """Raise BadInput for a name that is neither `auto` nor one of torch's floating dtypes that shards hold."""
+    known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
+    if name != "auto" and name not in known:
+        raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""How numbers, names and layers are written in messages and in tables of the terminal."""
+"""Numbers, names and layers as messages and tables of the terminal have them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Prose in a narrower column than this is hard to read; between columns stand two spaces.
+# Prose in a narrower column than this is hard to read; between columns are two spaces.
 _NARROWEST = 20
 _GAP = 2
 _INDENT = 2
@@ -168,7 +168,7 @@ def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
 
 
 def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
-    """As many pairs on a line as fit."""
+    """Put as many pairs on a line as fit."""
     lines: list[Text] = []
     for pair in pairs:
         if lines and lines[-1].cell_len + 3 + pair.cell_len <= room:

@@ -66,7 +66,7 @@ class Documents:
         self.key = key
         self.chat = chat
         self.labels = labels
-        self.files = files_of(path)
+        self.files = text_files(path)
         if labels and (plain := next((file for file in self.files if file.suffix == ".txt"), None)) is not None:
             raise BadInput(
                 f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
@@ -257,7 +257,7 @@ def is_blank(document: Document) -> bool:
     return isinstance(text, str) and not text.strip()
 
 
-def files_of(path: Path) -> list[Path]:
+def text_files(path: Path) -> list[Path]:
     """The files of a text: the file itself, or those in a folder.
 
     Raises BadInput where there is none to read, and for a link that leads out of the folder or to another folder.

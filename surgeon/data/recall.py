@@ -32,12 +32,13 @@ from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
-from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
+from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families import ENCODERS
 from surgeon.families.anatomy import native_config
@@ -127,6 +128,7 @@ def recall(
     seed: int = 0,
     revision: str | None = None,
     dtype: str = "auto",
+    once: bool = False,
     take_over: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -137,11 +139,29 @@ def recall(
     `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
     question and an answer. Beside it `to`.recall has the model's digest and all settings.
 
-    `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
-    bare chat template), or a text file with a beginning a line; None: the template where there is one. `length` is the
-    longest document in tokens. The same call continues one that was cut off; one that this user did not begin in this
-    place only with `take_over`. Raises BadInput where the model cannot be asked so, and where nearly all that it writes
-    is filtered: loops, duplicates, empty texts.
+    Args:
+        base: The model: a folder, an output of surgeon too, or a Hub id.
+        tokens: How many tokens to write at least.
+        to: A .jsonl file that is made.
+        prompts: What a document begins with: `begin` (the begin-of-text token), `template` (the bare chat template), or
+            a text file with a beginning a line; None: the template where there is one.
+        temperature: 1: as the model learned.
+        top_p: Draw among the likeliest tokens of this share.
+        length: The longest document in tokens; None: 512.
+        batch: Documents at a time.
+        seed: Of all random numbers.
+        revision: Branch, tag or commit of a Hub id.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        once: Whether the file may be there already, if the same model wrote it by the same settings, here: a signed
+            file beside it says so then.
+        take_over: Whether to continue what this user did not begin in this place; the same call always continues its
+            own.
+        device: auto, cpu, cuda or cuda:N.
+        trust_remote_code: Whether the model's own code may run.
+        listener: Receives progress and notes.
+
+    Raises:
+        BadInput: The model cannot be asked so, or nearly all that it writes is filtered (loops, duplicates, empty).
     """
     target = Path(to)
     if target.suffix != ".jsonl":
@@ -170,6 +190,7 @@ def recall(
         dtype=dtype,
         device=device,
         listener=listener or Quiet(),
+        once=once,
         take_over=take_over,
     )
 

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
-from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
+from surgeon.common.schema import BEGIN, TEMPLATE
+from surgeon.data.documents import Corpus, Documents, is_blank, stamps, text_files
 from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.row_sizes import pieces_of
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
-from surgeon.data.specs import BEGIN, TEMPLATE, SourceSpec, TextSpec
+from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
 DEFAULT_SPLIT = "train"
@@ -51,7 +52,7 @@ class OpenedSource:
     commit: str | None = None
 
 
-def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
+def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
     """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
@@ -78,7 +79,7 @@ def absent(path: Path, key: str) -> str:
     if not os.path.lexists(path):
         return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
     try:
-        files_of(path)
+        text_files(path)
     except BadInput as error:
         return str(error)
     return ""
@@ -112,15 +113,6 @@ def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
             f" that `datasets` saved, and {printable(str(path))} is neither; leave it out"
         )
     return OpenedSource(Documents(path, key=key, chat=chat, labels=labels), held_out)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The documents of one source that are scored, by their numbers."""
-
-    name: str
-    documents: Corpus
-    numbers: NDArray[np.int64]
 
 
 class Table:

@@ -7,11 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.checkpoint.hub import REPO_ID
-from surgeon.common.schema import Entry
+from surgeon.common.schema import BEGIN, NEW, ORIGINAL, TEMPLATE, Entry
 
-ORIGINAL, NEW = "original", "new"
-# Of a text that a model writes: what it begins with, where that is no file.
-BEGIN, TEMPLATE = "begin", "template"
 _DATASET, _SPLIT = "dataset:", "split:"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.packing import generator
-from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model, running
 from surgeon.models.tokenizer import open_tokenizer

@@ -97,6 +97,11 @@ def _load_sweep(path: Path) -> LoadedSweep:
     return load_sweep(path)
 
 
+def shipped_plans() -> list[str]:
+    """Return every name that stands for a shipped plan: those of plans, and those of the points of sweeps."""
+    return [*names(), *points()]
+
+
 @dataclass(frozen=True)
 class Described:
     """A shipped plan or sweep: its name, its operations, the first sentence of its file, its number of points."""

@@ -68,7 +68,7 @@ class Findings:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`: every number that the page shows."""
+        """Return plain data for `--json`: every number that the page shows."""
         return {
             "layers": [asdict(layer) for layer in self.history.layers],
             "promise": self.manifest.promise,

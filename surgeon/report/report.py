@@ -32,7 +32,7 @@ class Reported:
         return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`: the files, and every number they show."""
+        """Return plain data for `--json`: the files, and every number they show."""
         return {
             "html": None if self.html is None else str(self.html),
             "pictures": [str(path) for path in self.pictures],
@@ -57,13 +57,30 @@ def report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Report on `out`: as one self-contained page `html`, and as pictures in the folder `png`.
+    """Report on an output, as one page and as pictures; where it has control blocks, run Control LLM's probe sentences.
 
-    With `base` it runs the static proof (with `logits`, it compares logits too). On `texts`, by their domains' names,
-    it records what routers and gates choose; `routing` is such a record. `log` holds losses, JSON lines of step,
-    source and loss; `maps` are names of transport maps to show. Where there are control blocks, it runs the probe
-    sentences of Control LLM. Raises BadInput where an option or file is wrong, PromiseBroken where `verify` cannot run
-    `out`; a check that fails is shown in the page and the result.
+    Args:
+        out: the output's folder
+        html: the page to write, which needs no network
+        png: the folder for pictures
+        base: the base's folder, against which the static proof runs
+        logits: compare logits with the base's too
+        texts: by their domains' names, texts on which choices of routers and gates are recorded
+        routing: a file with such a record, in place of texts
+        log: losses, JSON lines of step, source and loss
+        maps: names of transport maps to draw
+        window: tokens in each sequence
+        windows: sequences of each text; 0: all of it
+        device: where models run
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
+
+    Returns:
+        the files, and what they show; a check that fails is among it
+
+    Raises:
+        BadInput: where an option or file is wrong
+        PromiseBroken: where `verify` cannot run the output
     """
     listener = listener or Quiet()
     page, pictures_folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))

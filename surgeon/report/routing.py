@@ -56,12 +56,23 @@ def routing_report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> RoutingReport:
-    """Run `out` over texts, by their domains' names, and record what routers and gates choose.
+    """Run an output over texts, and record what its routers and gates choose.
 
-    A text that is None is the built-in probe, which is run where no texts are given.
+    Args:
+        out: the output's folder
+        texts: by their domains' names; None is the built-in probe, which runs where no texts are given
+        to: the JSON file that gets the result
+        window: tokens in each sequence
+        windows: sequences of each text; 0: all of it
+        device: where the model runs
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
 
-    `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
-    for a checkpoint without routers and gates, and for texts that cannot be read.
+    Returns:
+        the choices, text by text
+
+    Raises:
+        BadInput: for a checkpoint without routers and gates, and for texts that cannot be read
     """
     listener, texts = listener or Quiet(), texts or {"probe": None}
     devices.check(device)

@@ -1,4 +1,4 @@
-"""How widely neurons of inserted layers correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
+"""Entropies of transport maps: how widely neurons correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
 
 For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
 and the new layer, and between the new layer and the base layer above, its cost taken of the rows as they stand, as the
@@ -103,7 +103,7 @@ class MapFact:
 
 @dataclass(frozen=True)
 class TransportReport:
-    """Every map of a checkpoint, and the files of pictures."""
+    """The maps of a checkpoint, and the files of pictures."""
 
     maps: tuple[MapReport, ...]
     pictures: tuple[Path, ...] = ()
@@ -115,8 +115,8 @@ class TransportReport:
     @property
     def modules(self) -> tuple[str, ...]:
         """Those that have maps, in the order of a layer; all experts' as one."""
-        held = {found.group for found in self.maps}
-        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in held)
+        groups = {found.group for found in self.maps}
+        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in groups)
 
     def mean(self, module: str, *, trained: bool = False) -> float | None:
         """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""
@@ -125,7 +125,7 @@ class TransportReport:
         return sum(values) / len(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
             "trained": {module: self.mean(module, trained=True) for module in self.modules},
@@ -144,11 +144,24 @@ def transport_report(
     device: str = "auto",
     listener: Listener | None = None,
 ) -> TransportReport:
-    """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
+    """Solve for the transport maps of inserted layers, and report their entropies (Table 8).
 
-    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
-    draw as PNG into the folder `png` (matplotlib, the extra `report`), or to pass to
-    `keep` with their names. Raises BadInput where nothing was inserted, and for checkpoints and maps that do not fit.
+    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06).
+
+    Args:
+        out: the output's folder
+        trained: the same model after training, to compare with
+        maps: names of maps to draw, or to pass to `keep`
+        png: the folder for their pictures (matplotlib, the extra `report`)
+        keep: called with each of these maps and its name
+        device: where maps are solved
+        listener: gets progress
+
+    Returns:
+        the maps' entropies and marginal errors, and the pictures' files
+
+    Raises:
+        BadInput: where nothing was inserted, and for checkpoints and maps that do not fit
     """
     folder = CheckpointFolder.open(Path(out))
     manifest = manifest_of(folder)
@@ -197,7 +210,7 @@ def transport_report(
 
 
 def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
-    """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
+    """Return, by inserted layer and neighbour, lower and upper layer of the pair, and the settings to solve it with.
 
     In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
@@ -253,7 +266,7 @@ def _solve(
     drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
-    wanted: frozenset[str],
+    seen: frozenset[str],
     see: Callable[[str, Tensor], None] | None,
 ) -> dict[str, dict[str, Any]]:
     """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
@@ -267,7 +280,7 @@ def _solve(
         evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
         for name, coupling in couplings.items():
             solved = evaluator.map_of(MapRef(name))
-            if see is not None and name in wanted:
+            if see is not None and name in seen:
                 see(name, solved.matrix())
             if _EXPERT.search(name):  # nothing is made with it
                 evaluator.forget([name])
@@ -276,8 +289,8 @@ def _solve(
     return found
 
 
-def _check_names(wanted: Sequence[str], names: list[str]) -> None:
-    for name in wanted:
+def _check_names(given: Sequence[str], names: list[str]) -> None:
+    for name in given:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
@@ -285,7 +298,7 @@ def _check_names(wanted: Sequence[str], names: list[str]) -> None:
 
 
 def map_facts(history: History) -> tuple[MapFact, ...]:
-    """Every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
+    """Return every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
     found: list[MapFact] = []
     for surgery, manifest in history.surgeries.items():
         numbers, places = _numbers(manifest), history.lineage.layers(surgery)

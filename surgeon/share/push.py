@@ -88,7 +88,7 @@ class Pushed:
         return tuple(file for file in self.files if file.state != "there")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
@@ -108,16 +108,33 @@ def push(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Pushed:
-    """Put the output `out` into the Hub repository `repo_id` (`user/name`), as one commit, with a card that says so.
+    """Put an output into a repository of the Hub, as one commit, with a card that says what was done and checked.
 
-    Before that it is checked as `verify` does, logits included, against `base` (a folder), or the base that its
-    manifest names, where the cache or the Hub has it; else against its own manifest, and `no_base` says why. What does
-    not hold is pushed by `force` only. Sent are regular files of `out` by an allow-list, held open from before the
-    checks; a link is refused. A new repository is private unless `public`; False refuses one that is public already.
-    `revision` is a branch, made at need (or `refs/pr/N`). Only files that the repository lacks are sent; with `dry_run`
-    none, and nothing is made or downloaded. `license` and `base_model` go into the card. With `delta` what `make_delta`
-    writes goes up. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network
-    answers; the repository then holds what it held, and the same call goes on where it stopped.
+    Before that it is checked as `verify` does, logits included, against its base where that can be had; else against
+    its own manifest, and `no_base` says why. Regular files are sent by an allow-list, and stay open from before the
+    checks; a link is refused. Files that the repository has are not sent again. The token is huggingface_hub's own.
+
+    Args:
+        out: the output's folder
+        repo_id: the repository, `user/name`
+        base: the folder to check against; without it, the base that the manifest names, from the cache or the Hub
+        public: whether all may see a new repository; False refuses one that is public already
+        revision: the branch, made at need (or `refs/pr/N`); None: main
+        pull_request: open one in place of a commit
+        dry_run: send nothing, make nothing, download nothing
+        force: push although a check fails, or over a model of another tool
+        license: for the card, where the base's is unknown
+        base_model: for the card, the base's id on the Hub
+        delta: send what `make_delta` writes
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
+
+    Returns:
+        the commit, and every file with whether it was sent
+
+    Raises:
+        BadInput: also for whatever the Hub or the network answers; the repository is then as it was, and the same call
+            goes on where it stopped
     """
     listener = listener or Quiet()
     to = Destination(repo_id, revision, public, pull_request)
@@ -318,7 +335,7 @@ def _room_beside(out: Path) -> Iterator[Path]:
 
 
 def pushed_view(pushed: Pushed) -> RenderableType:
-    """What went up (or would), how much of it is new, and the commit to pin."""
+    """The files that went up (or would), how much of it is new, and the commit to pin."""
     table = FittedTable(headings=False)
     styles = {"new": "green", "changed": "yellow", "there": "dim"}
     for file in pushed.files:
@@ -398,13 +415,13 @@ def pack_delta(held: HeldFolder) -> Parcel:
 
 
 def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
-    """What is held, by name: shards as paths, everything else as the bytes that were checked."""
+    """Return the files that are held, by name: shards as paths, everything else as the bytes that were checked."""
     return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a push writes into the card: licence and base model where they were given, and lines about the checks."""
+    """The part of the card that a push writes: licence and base model, where given, and lines about the checks."""
 
     license: str | None
     base_model: str | None
@@ -469,6 +486,6 @@ def check_repository(to: Destination, there: Repository, *, force: bool) -> None
 
 
 def _is_loaded(name: str) -> bool:
-    """Whether transformers may load a file of this name, at the top of a repository, as weights or code."""
+    """Return whether transformers may load a file of this name, at the top of a repository, as weights or code."""
     # With a delta's mark beside it, surgeon would not open the checkpoint.
     return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

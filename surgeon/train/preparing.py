@@ -17,8 +17,8 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
-from surgeon.data.sources import check_there
-from surgeon.data.specs import ORIGINAL
+from surgeon.common.schema import ORIGINAL
+from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.dissect import dissect
@@ -99,7 +99,7 @@ def prepare(
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
     for number, source in enumerate(loaded.config.sources):
-        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
+        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled

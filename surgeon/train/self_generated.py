@@ -19,10 +19,11 @@ from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.listener import Listener
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import WorkFolder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
-from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
+from surgeon.data.specs import GenerateSpec, SourceSpec
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.training_data import written_source
 

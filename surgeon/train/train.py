@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def train(
     out: str | Path,
-    config: str | Path,
+    config: str | Path | LoadedConfig,
     to: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -48,7 +48,9 @@ def train(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Trained | None:
-    """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
+    """Train what surgery added to `out` by `config`, and publish the run as the new folder `to`.
+
+    `config` is a training config's file, or what `load_config` read.
 
     The config's `what` and `lora` train something else, of a plain base too, which then has a `surgery.json` as well.
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
@@ -95,7 +97,7 @@ def train(
 
 def rehearse(
     out: str | Path,
-    config: str | Path,
+    config: str | Path | LoadedConfig,
     to: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -153,10 +155,20 @@ class _Asked(NamedTuple):
 
 
 def _asked(
-    out: str | Path, config: str | Path, to: str | Path, overrides: Sequence[str], device: str, trust_remote_code: bool
+    out: str | Path,
+    config: str | Path | LoadedConfig,
+    to: str | Path,
+    overrides: Sequence[str],
+    device: str,
+    trust_remote_code: bool,
 ) -> _Asked:
     """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
-    loaded = load_config(Path(config), overrides)
+    if isinstance(config, LoadedConfig):
+        if overrides:
+            raise BadInput("`overrides` are for a config file; change the loaded config instead")
+        loaded = config
+    else:
+        loaded = load_config(Path(config), overrides)
 
     from surgeon.train.preparing import prepare
 

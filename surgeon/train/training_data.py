@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.common.schema import ORIGINAL
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import ExampleEncoder, ExampleStream, example_at, labels_of
 from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.data.sources import OpenedSource, open_source
-from surgeon.data.specs import ORIGINAL, SourceSpec
+from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS, unknown_marks
 from surgeon.train.config.loading import LoadedConfig

@@ -81,6 +81,15 @@ def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -
     assert sorted(o.name for shard in shards for o in shard.outputs) == sorted(o.name for o in drawn.outputs)
 
 
+def test_new_shards_are_filled_before_another_begins(base: CheckpointFolder) -> None:
+    drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))
+    layer = sum(output.nbytes for output in drawn.outputs if output.new) // 6
+    for fits in (1, 2, 3, 6):
+        for limit in (fits * layer, (fits + 1) * layer - 1):
+            shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
+            assert [shard.nbytes for shard in shards if shard.twin is None] == [fits * layer] * (6 // fits)
+
+
 def test_growth_without_end_is_refused(base: CheckpointFolder) -> None:
     doubling = {"op": "insert_layers", "where": {"every": 1}, "init": {"kind": "copy"}}
     with pytest.raises(BadInput, match="more than 10000 is refused"):

@@ -14,7 +14,7 @@ from surgeon.compare.config.schema import PEERS
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
 from surgeon.compare.schedule import Run, rates_of, wanted
 from surgeon.errors import BadInput
-from surgeon.plan.shipped import names, shipped_studies
+from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.train.config.schema import TrainConfig
 
 SMALLEST = """\
@@ -254,7 +254,7 @@ methods:
 
 def test_shipped_studies_are_studies_and_no_plans(tmp_path: Path) -> None:
     for name in shipped_studies():
-        assert not any(plan.startswith("studies") for plan in names())
+        assert not any(plan.startswith("studies") for plan in shipped_plans())
         texts = [tmp_path / "new.jsonl"]
         written(tmp_path)
         loaded = load_study(name, new=texts, original=[tmp_path / "known.jsonl"])

@@ -16,8 +16,8 @@ from rich.console import Console
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
-from surgeon.data.classification_metrics import Judged
 from surgeon.data.examples import batch_of_examples
+from surgeon.data.scores import Judged
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan

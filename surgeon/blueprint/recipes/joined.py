@@ -61,14 +61,18 @@ class Joined(Recipe):
 
     @property
     def pieces(self) -> Pieces:
-        """Those of the parts."""
-        return stacked([part.pieces for part in self.parts], before=self._before)
+        """Those of the parts, unless these are turned as they are laid."""
+        return self._stacked([part.pieces for part in self.parts])
 
     @property
     def kept(self) -> Pieces:
         """The parts that are the base's own, in the one place that they have. What a graft held is new."""
         own = [part.pieces if _is_own(part) else Pieces(part.nbytes, ()) for part in self.parts]
-        return stacked(own, before=self._before)
+        return self._stacked(own)
+
+    def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
+        as_they_are = self.layout is None or self.layout.plain
+        return stacked(parts, before=self._before) if as_they_are else Pieces(self.nbytes, ())
 
     @property
     def working_set(self) -> int:

@@ -19,6 +19,11 @@ class ExpertLayout:
     transposed: bool
     interleaved: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether a matrix is stored as it is used."""
+        return not (self.transposed or self.interleaved)
+
     def used(self, stored: Tensor) -> Tensor:
         """The matrix as it is used."""
         import torch

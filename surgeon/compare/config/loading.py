@@ -9,6 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from surgeon import (
+    FoundPlan,
+    LoadedPlan,
+    SourceSpec,
+    check_source,
+    find_plan,
+    find_sweep,
+    load_plan,
+    overrides_of,
+    shipped_studies,
+    text_files,
+)
 from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.common.yaml import where as place_of
 from surgeon.compare.config.schema import (
@@ -18,18 +30,14 @@ from surgeon.compare.config.schema import (
     spelled_out,
     study_replays,
 )
-from surgeon.data.documents import files_of
-from surgeon.data.sources import absent
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
-from surgeon.operations.domain_gate import DomainGate
-from surgeon.plan.plan import LoadedPlan, load_plan
-from surgeon.plan.shipped import FoundPlan, find_plan, find_sweep, shipped_studies
-from surgeon.plan.sweep import overrides_of
 
 Group = Literal["new", "original", "replayed"]
 GROUPS = get_args(Group)
 
 _WHAT = "study"
+# The operation whose gate is fitted before the first step.
+_GATE = "domain_gate"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 
@@ -52,7 +60,7 @@ class LoadedStudy:
     def gated(self) -> frozenset[str]:
         """Methods whose plan has a domain gate, which is fitted before the first step."""
         operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
-        return frozenset(name for name, each in operations.items() if any(isinstance(op, DomainGate) for op in each))
+        return frozenset(name for name, each in operations.items() if any(op.op == _GATE for op in each))
 
     def where(self, *place: str | int) -> str:
         """How an error about a key begins: the file and line, or the option that set it."""
@@ -79,7 +87,7 @@ class LoadedStudy:
         """Bytes of a text's files; 1 where they are not here."""
         if text.path.startswith("dataset:"):
             return 1
-        return sum(file.stat().st_size for file in files_of(self.resolve(text.path))) or 1
+        return sum(file.stat().st_size for file in text_files(self.resolve(text.path))) or 1
 
 
 def find_study(study: str | Path) -> Path:
@@ -201,16 +209,16 @@ def _absolute(path: str) -> str:
 
 def _absent(loaded: LoadedStudy) -> list[str]:
     """Every text that is not there, by its line or option."""
-    wrong = []
-    for group in GROUPS:
-        for number, text in enumerate(getattr(loaded.config, group)):
-            named = [("path", text.path)]
-            if isinstance(text.validation, str) and not text.validation.startswith("split:"):
-                named.append(("validation", text.validation))
-            for key, path in named:
-                if not path.startswith("dataset:") and (why := absent(loaded.resolve(path), key)):
-                    wrong.append(f"{loaded.where(group, number, key)}{why}")
-    return wrong
+    return [
+        f"{loaded.where(group, number, key)}{why}"
+        for group in GROUPS
+        for number, text in enumerate(getattr(loaded.config, group))
+        for key, why in check_source(_source(text), loaded)
+    ]
+
+
+def _source(text: StudyText) -> SourceSpec:
+    return SourceSpec(name=text.called, path=text.path, share=1.0, kind=text.kind, validation=text.validation)
 
 
 def _learned_and_kept(loaded: LoadedStudy) -> list[str]:

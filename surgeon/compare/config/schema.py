@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from surgeon import GenerateSpec, LoraSpec, PreserveSpec, RunSettings
 from surgeon.common.schema import Entry, check_shares, first_doubled
 from surgeon.common.yaml import did_you_mean
-from surgeon.data.specs import GenerateSpec
-from surgeon.train.config.schema import LoraSpec, PreserveSpec, RunSettings
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 

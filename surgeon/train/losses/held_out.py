@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from surgeon.data.classification_metrics import judge
+from surgeon.data.classification_metrics import judge_examples
 from surgeon.data.packing import PackedSequence
-from surgeon.data.scoring import score
+from surgeon.data.scoring import score_sequences
 from surgeon.train.processes.sharding import let_go
 
 
@@ -31,7 +31,7 @@ def losses_by_source(
         processes: how many share the work; all call.
     """
     found = {
-        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        name: score_sequences(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
         for name, sequences in validation.items()
     }
     let_go(model)
@@ -61,7 +61,7 @@ def figures_by_source(
         losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
         return {name: {"loss": loss} for name, loss in losses.items()}
     judged = {
-        name: judge(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
+        name: judge_examples(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
         for name, held in validation.items()
     }
     return {name: found.figures() for name, found in judged.items()}

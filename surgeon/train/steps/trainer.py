@@ -19,7 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import Batches
-from surgeon.errors import SurgeonError
+from surgeon.errors import Diverged
 from surgeon.train.config.settings import Settings
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.held_out import figures_by_source
@@ -37,12 +37,6 @@ TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
 # In a batch: its share of the accumulated one.
 _SHARE = "share"
-
-
-class Diverged(SurgeonError):
-    """The loss or the gradient is no number any more."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
