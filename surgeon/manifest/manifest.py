@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -59,6 +60,11 @@ class StoredTensor(Entry):
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: list[Annotated[int, Field(ge=0)]]
     sha256: Sha256
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @classmethod
     def of(cls, info: TensorInfo, sha256: str) -> StoredTensor:

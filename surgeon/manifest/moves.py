@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.pieces import Pieces, turned
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, of_graft, renumbered
@@ -61,8 +60,7 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     """
     homes = homes_of(manifest, names, file=file)
     homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
-    known = {name: manifest.base.tensors[name] for name in homes}
-    sizes = {name: math.prod(of.shape) * DTYPE_BITS[of.dtype] // 8 for name, of in known.items()}
+    sizes = {name: manifest.base.tensors[name].nbytes for name in homes}
     held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
     found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes, held).items()}
     # What the output does not train comes first. What a graft, or a new layer, begins as stands in its own place too.

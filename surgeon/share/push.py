@@ -34,8 +34,8 @@ from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.verify.check import Check
+from surgeon.verify.own_manifest import check_own_manifest
 from surgeon.verify.side_files import check_beside
-from surgeon.verify.static import check_own_manifest
 from surgeon.verify.verify import Verification, verdict, verify
 
 # Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.

@@ -17,7 +17,6 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Predicted
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -28,6 +27,7 @@ from surgeon.checkpoint.folder import (
     CheckpointFolder,
 )
 from surgeon.checkpoint.own_code import has_own_code
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
@@ -71,7 +71,7 @@ def manifest_differences(
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
     made_of = (each for output in blueprint.outputs if output.new for each in output.recipe.walk())
-    fits = dict.fromkeys(each.fit for each in made_of if isinstance(each, Predicted))
+    fits = dict.fromkeys(each.own_fit for each in made_of if each.own_fit is not None)
     expected = compose(
         loaded,
         blueprint,
@@ -101,11 +101,14 @@ def manifest_differences(
 
 def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
     """The digest of a new tensor at birth; of a computed one what the manifest says, which is compared elsewhere."""
-    recipe = output.recipe
-    if isinstance(recipe, Constant):
-        return recipe.sha256
-    source = recipe.source if isinstance(recipe, Copy) else None
-    claimed = manifest.new_tensors.get(output.name) if source is None else base.tensors.get(source)
+    for sha256, lying in output.recipe.named_values:
+        if lying.nbytes == output.nbytes:
+            return sha256
+    source = next(iter(output.pieces.tensors), "")
+    original = base.tensors.get(source)
+    if original is not None and output.pieces == Pieces.whole(source, original.nbytes):
+        return original.sha256
+    claimed = manifest.new_tensors.get(output.name)
     return "0" * 64 if claimed is None else claimed.sha256
 
 

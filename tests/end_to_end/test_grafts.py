@@ -23,7 +23,7 @@ from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
-from surgeon.runtime.adapters_rules import AdapterSpec
+from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.control_rules import InterpolatorSpec
 from tests import tiny
@@ -236,7 +236,8 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
                 "mlp.adapter.",
                 lambda gate=gate, init=init: GatedAdapter(AdapterSpec(1, 12, gate, init), 32, 6, "silu"),
             )
-            for gate, init in [("relu", "low_variance"), ("sigmoid", "he"), ("none", "he")]
+            for gate in GATES
+            for init in VARIANCES
         ),
     ],
 )

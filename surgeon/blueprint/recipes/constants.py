@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.ranges import zeros_sha256
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class Constant(Recipe):
     def is_hole(self) -> bool:
         """Whether the one value is zero."""
         return self.value == 0
+
+    @property
+    def named_values(self) -> tuple[tuple[str, Pieces]]:
+        """All of it."""
+        return ((self.sha256, Pieces.whole("", self.nbytes)),)
 
     @property
     def data(self) -> bytes:

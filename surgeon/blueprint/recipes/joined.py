@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
 from surgeon.checkpoint.pieces import Pieces, stacked
+from surgeon.checkpoint.pieces import side_by_side as lying_side_by_side
 from surgeon.families.anatomy import of_graft
 
 if TYPE_CHECKING:
@@ -71,8 +72,23 @@ class Joined(Recipe):
         return self._stacked(own)
 
     def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
-        as_they_are = self.layout is None or self.layout.plain
-        return stacked(parts, before=self._before) if as_they_are else Pieces(self.nbytes, ())
+        return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
+
+    @property
+    def _as_they_are(self) -> bool:
+        """Whether the parts are laid as they are used."""
+        return self.layout is None or self.layout.plain
+
+    @property
+    def named_values(self) -> Iterator[tuple[str, Pieces]]:
+        """Those of the parts, where they lie in the whole."""
+        if not self._as_they_are:
+            return
+        sizes = [part.nbytes // self._before for part in self.parts]
+        for place in lying_side_by_side(sizes, before=self._before):
+            part = self.parts[int(place.tensor)]
+            for sha256, inner in part.named_values:
+                yield sha256, inner.through({"": Pieces(part.nbytes, (place.turned(""),))})
 
     @property
     def working_set(self) -> int:

@@ -29,6 +29,11 @@ class Predicted(Recipe):
     keep_poor: bool
 
     @property
+    def own_fit(self) -> str:
+        """Its network's."""
+        return self.fit
+
+    @property
     def dtype(self) -> str:
         """The dtype of the upper neighbour."""
         return self.stack[self.below + 1].dtype

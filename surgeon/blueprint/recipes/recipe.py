@@ -115,6 +115,14 @@ class Recipe(ABC):
         return Pieces(self.nbytes, ())
 
     @property
+    def named_values(self) -> Iterable[tuple[str, Pieces]]:
+        """Parts whose values the recipe itself names: the digest of each, and which bytes of the tensor it is.
+
+        Those are pieces of a tensor called "", the recipe's own.
+        """
+        return ()
+
+    @property
     def sources(self) -> Iterable[str]:
         """The tensors of the base that it is made of, each once."""
         return dict.fromkeys(name for leaf in self.leaves for name in leaf.pieces.tensors)
@@ -128,6 +136,11 @@ class Recipe(ABC):
     def maps(self) -> tuple[str, ...]:
         """Names of the couplings whose maps it and its inputs need, each once."""
         return tuple(dict.fromkeys([*self.own_maps, *(name for each in self.inputs for name in each.maps)]))
+
+    @property
+    def own_fit(self) -> str | None:
+        """Under which name the fit of the network that predicts it is recorded; None where none does."""
+        return None
 
     @property
     def own_maps(self) -> tuple[str, ...]:
