@@ -1,5 +1,7 @@
 """The house in numbers: `python -m tests.house [CHECKOUT]` prints size, rooms and ideas of the package.
 
+With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py).
+
 A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
 floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
 that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured, importable or not.
@@ -346,6 +348,12 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
 
 
 def main(*arguments: str) -> None:
+    """Print the report; with `--calls` the calls between rooms of one `apply` alone."""
+    if "--calls" in arguments:
+        from tests import house_calls
+
+        house_calls.main()
+        return
     paths = [Path(each).resolve() for each in arguments if each != "--sites"]
     package = paths[0] if paths else PACKAGE
     package = package / "surgeon" if (package / "surgeon" / "__init__.py").is_file() else package

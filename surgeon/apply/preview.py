@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.apply.job import origin_in, twins_in
+from surgeon.apply.job import twins_in
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
 from surgeon.apply.shapes import check_shapes, check_taken
@@ -250,20 +250,22 @@ def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
 
 
 def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
-    tensors = base.folder.tensors
-    sources = {name for output in blueprint.outputs for name in output.recipe.sources}
     taken = [base.models[name].tensors[tensor].nbytes for name, of in blueprint.taken.items() for tensor in of]
-    return sum(tensors[name].nbytes for name in sources) + sum(taken)
+    return sum(base.folder.tensors[name].nbytes for name in blueprint.sources) + sum(taken)
 
 
 def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
     """Bytes of the shards that are the base's own, byte for byte."""
     headers = twins_in(folder, shards)
+
+    def copied(output: Output) -> TensorInfo | None:
+        return None if output.whole is None else folder.tensors[output.whole]
+
     return sum(
         shard.nbytes
         for shard in shards
         if shard.file in headers
-        and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
+        and is_unchanged(shard, [copied(output) for output in shard.outputs], headers[shard.file])
     )
 
 
@@ -298,11 +300,6 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
         return shown
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
-
-
-def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
-    """The base's tensor that an output is, as it is; None where it is something else."""
-    return origin_in(folder, output.pieces).whole if output.pieces.spans else None
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
