@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
-from surgeon.apply.models import models_of_plan
-from surgeon.apply.preview import adapters_of_plan, open_headers, preview_of
+from surgeon.apply.preview import open_headers, opened_for, preview_of
 from surgeon.blueprint.draft import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
@@ -143,8 +142,8 @@ def _opened(base: Path) -> CheckpointFolder:
 def foreseen(plan: surgeon.LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        models = models_of_plan(plan, weights=False)
-        drawn = preview_of(plan, _opened(base), adapters_of_plan(plan), models, recall=True).blueprint
+        opened = opened_for(plan, _opened(base), weights=False, recall=True)
+        drawn = preview_of(plan, opened, recall=True).blueprint
         return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)

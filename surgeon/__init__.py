@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from surgeon.apply.apply import Applied as Applied
     from surgeon.apply.apply import apply as apply
     from surgeon.apply.preview import preview as preview
-    from surgeon.apply.preview import preview_view as preview_view
+    from surgeon.apply.preview_view import preview_view as preview_view
     from surgeon.checkpoint.staging import check_destination as check_destination
     from surgeon.common.listener import ProgressListener as ProgressListener
     from surgeon.compare.compare import compare as compare
@@ -174,7 +174,7 @@ _HOMES = {
     "pack": "data.scored",
     "parse_plan": "plan.plan",
     "preview": "apply.preview",
-    "preview_view": "apply.preview",
+    "preview_view": "apply.preview_view",
     "push": "share.push",
     "recall": "data.recall",
     "rehearse": "train.train",

@@ -535,7 +535,7 @@ def preview(
 ) -> None:
     """Show what a plan does to a base, from headers and config alone."""
     _short()
-    from surgeon.apply.preview import preview_view
+    from surgeon.apply.preview_view import preview_view
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")
