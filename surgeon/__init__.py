@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from surgeon.evaluate.results import LabelScores as LabelScores
     from surgeon.evaluate.results import SourceScores as SourceScores
     from surgeon.manifest.added_record import add_record as add_record
+    from surgeon.manifest.checkpoint import Checkpoint as Checkpoint
+    from surgeon.manifest.checkpoint import check_model as check_model
+    from surgeon.manifest.checkpoint import open_checkpoint as open_checkpoint
     from surgeon.manifest.manifest import Manifest as Manifest
-    from surgeon.models.checkpoint import Checkpoint as Checkpoint
-    from surgeon.models.checkpoint import check_model as check_model
-    from surgeon.models.checkpoint import open_checkpoint as open_checkpoint
     from surgeon.operations import OPERATIONS as OPERATIONS
     from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
     from surgeon.plan.plan import LoadedPlan as LoadedPlan
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Applied": "apply.apply",
     "BadInput": "errors",
-    "Checkpoint": "models.checkpoint",
+    "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
     "Evaluation": "evaluate.results",
     "FoundPlan": "plan.shipped",
@@ -144,7 +144,7 @@ _HOMES = {
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
     "check_destination": "checkpoint.staging",
-    "check_model": "models.checkpoint",
+    "check_model": "manifest.checkpoint",
     "check_source": "data.sources",
     "check_training": "train.checking",
     "compare": "compare.compare",
@@ -167,7 +167,7 @@ _HOMES = {
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
-    "open_checkpoint": "models.checkpoint",
+    "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",
     "overrides_of": "plan.sweep",
