@@ -803,7 +803,7 @@ def plans(
     elif name is None:
         _console().print(shipped.plans_view(shipped.described()))
     else:
-        print(shipped.shown(name), end="")
+        print(shipped.text_of(name), end="")
 
 
 @_command()

@@ -42,9 +42,9 @@ def judge_examples(
         mine = whole[process::processes]
         # Of a sharded model the others' forward needs this process's shares.
         if mine or is_sharded(model):
-            logits, wanted = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
+            logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
             if mine:
-                sums[0, mine] = F.cross_entropy(logits.float(), wanted, reduction="none").double().cpu().numpy()
+                sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
                 sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
         advance(len(whole))
     if processes > 1:
@@ -59,8 +59,8 @@ def judge_examples(
 def _run(
     model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (examples, labels) and the wanted labels (examples)."""
+    """Logits (examples, labels) and the expected labels (examples)."""
     batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
-    wanted = batch.pop("labels")
+    expected = batch.pop("labels")
     with running(model):
-        return model(**batch).logits, wanted
+        return model(**batch).logits, expected

@@ -1,4 +1,4 @@
-"""What scoring a text gives: sums of each unit, means with confidence intervals, and differences to another model."""
+"""The scores of a text: sums of each unit, means with confidence intervals, and differences to another model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Ratio:
     interval: tuple[float, float] | None
 
     def map(self, function: Callable[[float], float]) -> Ratio:
-        """An increasing function of the value and of both ends of its interval."""
+        """Apply an increasing function to the value and to both ends of its interval."""
         ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
         return Ratio(function(self.value), ends)
 
 
 def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
-    """Σ sums / Σ counts over units, with the interval of the ratio estimator (Cochran, Sampling Techniques, 6.3).
+    """Return Σ sums / Σ counts over units, with the interval of the ratio estimator (Cochran, Sampling Techniques 6.3).
 
     With R the ratio and rᵢ = sumᵢ − R · countᵢ, se² = n / (n − 1) · Σ rᵢ² / (Σ counts)², and the interval is R ± t · se
     with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
@@ -41,7 +41,7 @@ def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
 
 
 def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
-    """How much the ratio of `sums` to `counts` lies above that of the others, on the same units, paired.
+    """Return how much the ratio of `sums` to `counts` exceeds that of the others, on the same units, paired.
 
     What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
     """
@@ -67,7 +67,7 @@ class Windows:
 
     @property
     def documents(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return len(self.nbytes)
 
     def same_tokens(self, other: Windows) -> bool:
@@ -126,20 +126,20 @@ class Scores:
 
 @dataclass(frozen=True)
 class Judged:
-    """Of each example its loss in nats, the label that was given (the largest logit's) and the wanted one: (examples,).
+    """Each example's loss in nats, the label that was given (the largest logit's) and the expected one: (examples,).
 
     `labels` is how many labels the model knows.
     """
 
     nats: NDArray[np.float64]
     given: NDArray[np.int64]
-    wanted: NDArray[np.int64]
+    expected: NDArray[np.int64]
     labels: int
 
     @property
     def right(self) -> NDArray[np.bool_]:
         """Which examples got their label."""
-        return np.asarray(self.given == self.wanted)
+        return np.asarray(self.given == self.expected)
 
     @property
     def loss(self) -> Ratio:
@@ -153,28 +153,30 @@ class Judged:
 
     @property
     def f1(self) -> float | None:
-        """Of two labels, F1 of the second: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
+        """F1 of the second of two labels: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
 
         Wang et al. 2018, section 3.2 (MRPC, QQP).
         """
         if self.labels != 2:
             return None
-        right = int(((self.given == 1) & (self.wanted == 1)).sum())
-        named = int((self.given == 1).sum() + (self.wanted == 1).sum())
+        right = int(((self.given == 1) & (self.expected == 1)).sum())
+        named = int((self.given == 1).sum() + (self.expected == 1).sum())
         return 2 * right / named if named else None
 
     @property
     def matthews(self) -> float | None:
-        """Matthews' correlation coefficient, of more than two labels Gorodkin's R_K; None where one label is alone.
+        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None where one label is alone.
 
         (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, and p_k given and t_k
-        wanted of label k (Gorodkin 2004).
+        expected of label k (Gorodkin 2004).
         """
         count = len(self.given)
-        given, wanted = (np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.wanted))
+        given, expected = (
+            np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.expected)
+        )
         right = float(self.right.sum())
-        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (wanted**2).sum()))
-        return float(right * count - (given * wanted).sum()) / spread if spread else None
+        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (expected**2).sum()))
+        return float(right * count - (given * expected).sum()) / spread if spread else None
 
     def accuracy_difference(self, first: Judged) -> Ratio:
         """Return how much the accuracy lies above that of `first`, on the same examples, paired."""
@@ -182,7 +184,7 @@ class Judged:
         return difference(self.right, ones, first.right, ones)
 
     def figures(self) -> dict[str, float]:
-        """What there is of loss, accuracy, F1 and Matthews' correlation, by name."""
+        """The loss, accuracy, F1 and Matthews' correlation that there are, by name."""
         found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
         return {name: value for name, value in found.items() if value is not None}
 

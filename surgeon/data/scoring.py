@@ -30,7 +30,7 @@ from surgeon.models.load import running
 _LOGITS_BYTES = 2**30
 
 
-def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
+def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
     """Cut each document into windows of at most `length` tokens, each beginning with the last token of the one before.
 
     So every token but a document's first is predicted exactly once, from the tokens of its window alone.
@@ -38,10 +38,10 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
     over a sequence, would score a document by its neighbours. Raises BadInput where no token counts.
     """
     pieces: list[tuple[PackedSequence, NDArray[np.int64]]] = []
-    nbytes = np.zeros(len(held.numbers), dtype=np.int64)
+    nbytes = np.zeros(len(source.numbers), dtype=np.int64)
     cut = counted_tokens = 0
-    for place, number in enumerate(held.numbers):
-        document = held.documents.read(int(number))
+    for place, number in enumerate(source.numbers):
+        document = source.documents.read(int(number))
         ids, counted = encoder.encode(document)
         nbytes[place] = _bytes(document, ids, encoder)
         counted_tokens += sum(counted[1:])
@@ -52,14 +52,14 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
             window = PackedSequence(ids[begin:end], labels[begin:end], list(range(end - begin)), 0)
             pieces.append((window, np.full(end - begin, place)))
     if not counted_tokens:
-        raise BadInput(f"source {printable(held.name)}: none of its tokens counts; its documents are too short")
+        raise BadInput(f"source {printable(source.name)}: none of its tokens counts; its documents are too short")
     pieces.sort(key=lambda piece: -len(piece[0].ids))
     return Windows([sequence for sequence, _ in pieces], [units for _, units in pieces], nbytes, cut)
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
-    assert not isinstance(document, Labelled), "a classifier's scores are `judging`'s"
+    """Count the bytes of the predicted text: a chat's assistant words; a text, less its first token without a BOS."""
+    assert not isinstance(document, Labelled), "a classifier's scores are classification_metrics'"
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document.messages if message.answers)
     tokenizer = encoder.tokenizer
@@ -125,7 +125,7 @@ def score_sequences(
 
 
 def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterator[range]:
-    """Which sequences all processes run together."""
+    """Yield the sequences that all processes run together."""
     room = micro_batch * max(lengths, default=0)
     begin = 0
     for length, group in itertools.groupby(lengths):
@@ -139,18 +139,18 @@ def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterat
 def _by_token(
     model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """For every token but a sequence's first: its loss, whether it was guessed right, whether it counts."""
+    """Return for every token but a sequence's first its loss, whether it was guessed right, whether it counts."""
     batch = batch_of(sequences, domains=False)
-    wanted = batch.pop("labels")[:, 1:].to(device)
+    expected = batch.pop("labels")[:, 1:].to(device)
     with running(model):
         logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
     losses: list[Tensor] = []
     right: list[Tensor] = []
     # One sequence after the other: float32 logits of a large vocabulary take the most memory.
-    for row, labels in zip(logits[:, :-1], wanted, strict=True):
+    for row, labels in zip(logits[:, :-1], expected, strict=True):
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
-    return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(wanted != IGNORED_LABEL)
+    return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(expected != IGNORED_LABEL)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

@@ -40,7 +40,7 @@ class Naming(Protocol):
         """The file, for errors."""
 
     def resolve(self, path: str) -> Path:
-        """The path to open for one that the file names."""
+        """Return the path to open for one that the file names."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OpenedSource:
 
 
 def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
+    """Find what is missing of a source, without reading it: the key of the config, and what is wrong with it."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
@@ -75,7 +75,7 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
 
 
 def absent(path: Path, key: str) -> str:
-    """Why there is no text at the path that `key` of a config names; empty where there is one."""
+    """Say why there is no text at the path that `key` of a config names; empty where there is one."""
     if not os.path.lexists(path):
         return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
     try:
@@ -149,7 +149,7 @@ class Table:
         return len(self._numbers)
 
     def read(self, number: int) -> Document:
-        """One document. Raises BadInput where the row is not one."""
+        """Read one document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
         return self._document(self._rows[row], row)
 
@@ -178,7 +178,7 @@ class Table:
         return found
 
     def _said(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The numbers of those rows that hold a document with words."""
+        """Return the numbers of those rows that hold a document with words."""
         columns = self._rows[begin:end]
         entries = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
@@ -203,7 +203,7 @@ def _check_feature(feature: Any, where: str) -> None:
 
 
 def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
-    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
+    """Open a table that `save_to_disk` wrote, or one split of several. Raises BadInput where that cannot be done."""
     library = _library(str(folder))
     check_saved(folder)
     with _quiet(library):
@@ -260,7 +260,7 @@ class HubDataset:
         self.commit = str(self._builder.hash)
 
     def table(self, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
-        """One split. Raises BadInput where there is no such split."""
+        """Prepare one split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
         try:

@@ -1,4 +1,4 @@
-"""How configs name texts: the path, the format, the share and the role of each."""
+"""Texts as configs name them: the path, the format, the share and the role of each."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class SourceSpec(TextSpec):
 
     @property
     def prompts(self) -> str:
-        """What the texts begin with that the model writes."""
-        asked = None if self.generate is None else self.generate.prompts
-        return asked or (TEMPLATE if self.kind == "chat" else BEGIN)
+        """The beginnings of the texts that the model writes."""
+        own = None if self.generate is None else self.generate.prompts
+        return own or (TEMPLATE if self.kind == "chat" else BEGIN)
 
     @property
     def validation_split(self) -> str | None:

@@ -28,19 +28,19 @@ _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
 def folder() -> Path:
-    """Where the shipped plans lie: inside an installed package, or `plans/` of a source tree."""
+    """Return the folder of the shipped plans: inside an installed package, or `plans/` of a source tree."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_plans"
     return installed if installed.is_dir() else package.parent / "plans"
 
 
 def names() -> list[str]:
-    """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
+    """Return the names of the shipped plans, as `surgeon apply NAME …` takes them."""
     return [name for name in _files(folder()) if name.partition("/")[0] not in (_STUDIES, _SWEEPS)]
 
 
 def sweeps() -> list[str]:
-    """Names of the shipped sweeps, as `surgeon plans NAME` and the methods of a study take them."""
+    """Return the names of the shipped sweeps, as `surgeon plans NAME` and the methods of a study take them."""
     return _files(folder() / _SWEEPS)
 
 
@@ -50,7 +50,7 @@ def _files(within: Path) -> list[str]:
 
 
 def shipped_studies() -> dict[str, Path]:
-    """The files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
+    """Return the files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
     return {path.stem: path for path in sorted((folder() / _STUDIES).glob("*.yaml"))}
 
 
@@ -63,7 +63,7 @@ class FoundPlan:
 
 
 def points() -> Mapping[str, FoundPlan]:
-    """The points of all shipped sweeps by name, as `surgeon apply NAME …` takes them beside the plans' names."""
+    """Return the points of all shipped sweeps by name, as `surgeon apply NAME …` takes them beside the plans' names."""
     found = {}
     for name in sweeps():
         loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
@@ -113,7 +113,7 @@ class Described:
 
 
 def described() -> list[Described]:
-    """The shipped plans and sweeps, those of one operation together."""
+    """Describe the shipped plans and sweeps, those of one operation together."""
     # Here and below, as the shell, which completes names, does not wait for it.
     from surgeon.operations import OPERATIONS
 
@@ -130,7 +130,7 @@ def described() -> list[Described]:
 
 
 def _about(text: str) -> str:
-    """The first sentence of the comment that a file begins with."""
+    """Return the first sentence of the comment that a file begins with."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     return re.split(r"(?<=\.) ", " ".join(line.lstrip("# ") for line in comment))[0]
 
@@ -167,7 +167,7 @@ def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
     return load_plan(found.path, [*found.overrides, *overrides])
 
 
-def shown(name: str) -> str:
+def text_of(name: str) -> str:
     """Return a plan as it stands in its file, a point with its values in it, a sweep with the commands of its points.
 
     Raises BadInput for any other name.
@@ -195,12 +195,12 @@ def texts(name: str) -> dict[str, str]:
 
 
 def _qualified(sweep: str, point: Point) -> str:
-    """The name of a point beside the plans' names: in the folder of its sweep."""
+    """Return the name of a point beside the plans' names: in the folder of its sweep."""
     return str(Path(sweep).parent / point.name)
 
 
 def _hint(path: Path, known: list[str]) -> str:
-    """The three plans that may be meant: files of a folder, plans of a group, names alike."""
+    """Name the three plans that may be meant: files of a folder, plans of a group, names alike."""
     from surgeon.checkpoint.kinds import kind_of
 
     beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
@@ -216,7 +216,7 @@ def _hint(path: Path, known: list[str]) -> str:
 
 
 def plans_view(plans: Sequence[Described]) -> RenderableType:
-    """The shipped plans and sweeps under their operations, a line each."""
+    """Show the shipped plans and sweeps under their operations, a line each."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

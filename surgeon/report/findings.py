@@ -12,12 +12,13 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, layer_history, parameter_budget
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import RoutingReport, read_routing
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
-from surgeon.verify.verify import Verification
+from surgeon.verify.verify import Verification, verify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,12 +87,15 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sources:
-    """The texts that a report runs models on, and the files that it reads.
+    """The sources of a report: the base, the texts that models run on, and the files that are read.
 
-    `texts` are by their domains' names; `routing` is a record in their place, `log` holds losses, `maps` are names of
-    transport maps. `windows` of `window` tokens are taken of each text.
+    With `base` the static proof runs, with `logits` the models too. `texts` are by their domains' names; `routing` is a
+    record in their place, `log` holds losses, `maps` are names of transport maps. `windows` of `window` tokens are
+    taken of each text.
     """
 
+    base: str | Path | None
+    logits: bool
     texts: Mapping[str, Path | None]
     routing: Path | None = None
     log: Path | None = None
@@ -107,33 +111,29 @@ class Sources:
         return [(what, file) for what, file in named if file is not None]
 
 
-def gather(
-    folder: CheckpointFolder,
-    manifest: Manifest,
-    sources: Sources,
-    *,
-    verification: Verification | None,
-    device: str,
-    trust_remote_code: bool,
-    listener: Listener,
-) -> Findings:
-    """Read and measure all that the page shows; models run for texts and for control blocks. Raises BadInput."""
+def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool, listener: Listener) -> Findings:
+    """Read and measure all that the page shows; models run for the proof, for texts and for control blocks.
+
+    Raises BadInput, and PromiseBroken where `verify` cannot run the output.
+    """
+    folder = CheckpointFolder.open(out, trust_remote_code=trust_remote_code)
+    manifest = manifest_of(folder)
+    running: dict[str, Any] = {
+        "window": sources.window,
+        "windows": sources.windows,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "listener": listener,
+    }
     device = devices.resolve(device)
     # Files are read first, so that a wrong path is reported before any work.
     recorded = read_routing(sources.routing) if sources.routing is not None else None
     curves = read_curves(sources.log) if sources.log is not None else ()
+    verification = None if sources.base is None else verify(sources.base, out, logits=sources.logits, **running)
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     heat_maps = _heat_maps(folder, sources.maps, device, listener)
     if sources.texts:
-        recorded = routing_report(
-            folder.path,
-            sources.texts,
-            window=sources.window,
-            windows=sources.windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
+        recorded = routing_report(out, sources.texts, **running)
     from surgeon.report.measurements import branch_alignment, gate_spectra
 
     surgery = folder.config.get("surgery")

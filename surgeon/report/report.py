@@ -8,16 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.reading import manifest_of
 from surgeon.report.files import write_text
 from surgeon.report.findings import Findings, Sources, gather
-from surgeon.verify.verify import verify
 
 
 @dataclass(frozen=True)
@@ -82,51 +79,30 @@ def report(
         BadInput: where an option or file is wrong
         PromiseBroken: where `verify` cannot run the output
     """
-    listener = listener or Quiet()
-    page, pictures_folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))
-    sources = Sources(texts or {}, record, losses, maps, window, windows)
+    page, folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))
+    sources = Sources(base, logits, texts or {}, record, losses, maps, window, windows)
     devices.check(device)
-    if logits and base is None:
-        raise BadInput("--verify compares logits with the base's; give --base DIR")
-    _check_places(page, pictures_folder)
-    if texts and routing is not None:
-        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    for what, file in sources.files:
-        check_readable(file, what=what)
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest = manifest_of(folder)
-    verification = None
-    if base is not None:
-        verification = verify(
-            base,
-            out,
-            logits=logits,
-            window=window,
-            windows=windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
+    _check(sources, page, folder)
     findings = gather(
-        folder,
-        manifest,
-        sources,
-        verification=verification,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        listener=listener,
+        Path(out), sources, device=device, trust_remote_code=trust_remote_code, listener=listener or Quiet()
     )
-    return Reported(page, _written(findings, page, pictures_folder), findings)
+    return Reported(page, _written(findings, page, folder), findings)
 
 
-def _check_places(page: Path | None, pictures: Path | None) -> None:
-    """Raise BadInput where the page or the pictures cannot be written there."""
+def _check(sources: Sources, page: Path | None, pictures: Path | None) -> None:
+    """Raise BadInput where options exclude each other, a file cannot be read, or page or pictures not be written."""
+    if sources.logits and sources.base is None:
+        raise BadInput("--verify compares logits with the base's; give --base DIR")
     if page is not None:
         check_place(page)
     if pictures is not None:
         check_new_name(pictures)
         if find_spec("matplotlib") is None:
             raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
+    if sources.texts and sources.routing is not None:
+        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
+    for what, file in sources.files:
+        check_readable(file, what=what)
 
 
 def _written(findings: Findings, page: Path | None, folder: Path | None) -> tuple[Path, ...]:

@@ -165,18 +165,7 @@ def transport_report(
     """
     folder = CheckpointFolder.open(Path(out))
     manifest = manifest_of(folder)
-    pairs = _pairs(layer_history(folder, manifest))
-    if not pairs:
-        raise BadInput(
-            f"{printable(str(out))}: no operation inserted a layer between two of the base, so it has no maps;"
-            " give another output"
-        )
-    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
-    if not drawn:
-        raise BadInput(
-            f"{printable(str(out))}: the inserted layers and their neighbours are of different kinds, so no modules of"
-            " theirs correspond; give another output"
-        )
+    drawn = _drawn(folder, manifest)
     _check_names(maps, [name for couplings in drawn for name in couplings])
     if bool(maps) != (png is not None or keep is not None):
         raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
@@ -193,19 +182,37 @@ def transport_report(
                 " give RUN of `train`"
             )
         after = _solve(other, drawn, device, progress, frozenset(), None)
-    return TransportReport(
-        tuple(
-            MapReport(
-                layer=int(name.split(".")[0]),
-                neighbour=name.split(".")[1],
-                module=name.split(".", 2)[2],
-                trained=after[name]["entropy"] if after else None,
-                uniform=math.log(found["rows"] * found["columns"]),
-                **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
-            )
-            for name, found in before.items()
-        ),
-        tuple(drawer.drawn) if drawer else (),
+    reports = tuple(_map_report(name, found, after.get(name)) for name, found in before.items())
+    return TransportReport(reports, tuple(drawer.drawn) if drawer else ())
+
+
+def _drawn(folder: CheckpointFolder, manifest: Manifest) -> list[dict[str, Coupling]]:
+    """Return the maps of each inserted layer and neighbour. Raises BadInput where there are none."""
+    pairs = _pairs(layer_history(folder, manifest))
+    if not pairs:
+        raise BadInput(
+            f"{printable(str(folder.path))}: no operation inserted a layer between two of the base, so it has no maps;"
+            " give another output"
+        )
+    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
+    if not drawn:
+        raise BadInput(
+            f"{printable(str(folder.path))}: the inserted layers and their neighbours are of different kinds, so no"
+            " modules of theirs correspond; give another output"
+        )
+    return drawn
+
+
+def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | None) -> MapReport:
+    """Return what was found of a map, `after` training too."""
+    layer, neighbour, module = name.split(".", 2)
+    return MapReport(
+        layer=int(layer),
+        neighbour=neighbour,
+        module=module,
+        trained=after["entropy"] if after else None,
+        uniform=math.log(found["rows"] * found["columns"]),
+        **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
     )
 
 
